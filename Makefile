@@ -1,0 +1,131 @@
+# The project's commands; `make` lists them. All of them work in a fresh clone.
+
+PYTHON ?= python3
+# What pip installs for torch before anything else; empty: none.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+# Interpreters `make wheel` builds for; empty: every one found on PATH.
+PYTHONS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+# The C++ targets need no Python: they take CMake from the environment where there is none in VENV.
+CMAKE = $(or $(wildcard $(BIN)/cmake),cmake)
+CTEST = $(or $(wildcard $(BIN)/ctest),ctest)
+NINJA = $(or $(wildcard $(abspath $(BIN)/ninja)),$(shell command -v ninja))
+CMAKE_GENERATOR_ARGS = $(if $(NINJA),-G Ninja -DCMAKE_MAKE_PROGRAM=$(NINJA))
+
+CORE_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt pyproject.toml
+CXX_FILES = $(shell find csrc tests/cpp cmake -name '*.cpp' -o -name '*.h')
+PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help setup build demo test test-cpp test-gpu lint format stub sanitize bench wheel clean
+
+help: ## List these commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' \
+		| while IFS="$$(printf '\t')" read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
+
+setup: $(VENV)/.core.stamp ## Create .venv with all that development needs and the package itself
+
+build: $(VENV)/.deps.stamp ## Rebuild the native core (Python files need no rebuild)
+	@$(install_core)
+
+demo: $(VENV)/.core.stamp ## Run the demonstration
+	$(BIN)/python examples/demo.py
+
+test: test-cpp $(VENV)/.core.stamp ## Run all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+test-cpp: $(VENV)/.deps.stamp ## Build and run the C++ tests
+	$(call cpp_tests,cpp-tests,)
+
+test-gpu: $(VENV)/.core.stamp ## Run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: $(VENV)/.core.stamp ## Check style, types, and that the stub is up to date
+	$(BIN)/ruff check $(PYTHON_DIRS)
+	$(BIN)/ruff format --check $(PYTHON_DIRS)
+	$(BIN)/mypy --strict src
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	@mkdir -p build
+	$(call write_stub,build/_core.pyi)
+	diff -u src/tensorferry/_core.pyi build/_core.pyi || { echo "stale stub: run 'make stub'"; exit 1; }
+
+format: $(VENV)/.deps.stamp ## Format all sources
+	$(BIN)/ruff check --fix-only $(PYTHON_DIRS)
+	$(BIN)/ruff format $(PYTHON_DIRS)
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+stub: $(VENV)/.core.stamp ## Regenerate the native module's type stub
+	$(call write_stub,src/tensorferry/_core.pyi)
+
+sanitize: ## Run the C++ tests under ASan + UBSan, then under TSan
+	$(call cpp_tests,asan-ubsan,address;undefined)
+	$(call cpp_tests,tsan,thread)
+
+bench: $(VENV)/.bench.stamp $(VENV)/.core.stamp ## Run the benchmarks
+	$(BIN)/python -m benchmarks
+
+wheel: $(VENV)/.deps.stamp ## Build the sdist and manylinux wheels into dist/
+	$(BIN)/python tools/build_wheels.py --sdist --out dist $(PYTHONS)
+
+clean: ## Remove what was built (.venv stays)
+	rm -rf build dist $(VENV)/.core.stamp
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# --- how ---
+
+# Sanitizer reports end the process, so that ctest fails.
+export ASAN_OPTIONS ?= detect_leaks=1:strict_string_checks=1:check_initialization_order=1
+export UBSAN_OPTIONS ?= print_stacktrace=1
+export TSAN_OPTIONS ?= halt_on_error=1:second_deadlock_stack=1
+
+# cpp_tests: (build folder, sanitizers)
+define cpp_tests
+$(CMAKE) -S . -B build/$(1) $(CMAKE_GENERATOR_ARGS) -DCMAKE_BUILD_TYPE=Debug \
+	-DTENSORFERRY_BUILD_PYTHON=OFF -DTENSORFERRY_BUILD_TESTS=ON -DTENSORFERRY_WERROR=ON \
+	"-DTENSORFERRY_SANITIZE=$(2)" --log-level=WARNING
+$(CMAKE) --build build/$(1) --parallel
+$(CTEST) --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 600
+endef
+
+define install_core
+$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps \
+	--config-settings=build-dir=build/core-{cache_tag} --config-settings=cmake.define.TENSORFERRY_WERROR=ON \
+	--editable .
+touch $(VENV)/.core.stamp
+endef
+
+# write_stub: (file)
+define write_stub
+$(BIN)/python -m nanobind.stubgen --quiet --module tensorferry._core --output-file $(1)
+$(BIN)/ruff check --quiet --fix-only $(1)
+$(BIN)/ruff format --quiet $(1)
+endef
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "$(PYTHON) is no Python 3.10 or later: make $(MAKECMDGOALS) PYTHON=..."; exit 1; }
+	tools/system_packages.sh $(PYTHON)
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.system.stamp: tools/system_packages.sh | $(VENV)/bin/pip
+	tools/system_packages.sh $(BIN)/python
+	touch $@
+
+# torch comes first and alone: nothing later may choose another build of it.
+$(VENV)/.deps.stamp: pyproject.toml $(VENV)/.system.stamp
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet $(TORCH))
+	$(BIN)/python -m pip install --quiet --group build --group test --group dev
+	touch $@
+
+$(VENV)/.bench.stamp: $(VENV)/.deps.stamp
+	$(BIN)/python -m pip install --quiet --group bench
+	touch $@
+
+$(VENV)/.core.stamp: $(CORE_SOURCES) $(VENV)/.deps.stamp
+	$(install_core)

@@ -1,0 +1,127 @@
+"""``python -m benchmarks [name ...]``: run scenarios, print tables, and keep JSON and a plot."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from benchmarks import fio, machine, report
+from benchmarks.harness import GIB, Figure, MeasurementError, Outcome, Settings, UnavailableError
+from benchmarks.scenarios import SCENARIOS
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+
+_PIPED_WIDTH = 160
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)  # leave as after Ctrl-C: files and mounts removed
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    directory: Path = options.directory.resolve()
+    names = options.names or list(SCENARIOS)
+    description = machine.describe(directory)
+    console.print(machine.summary(description))
+
+    outcomes: dict[str, Outcome] = {}
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    settings = Settings(
+        directory=directory,
+        rounds=options.rounds,
+        nbytes=options.nbytes,
+        random_reads=options.random_reads,
+        latency_reads=options.latency_reads,
+        memory_nbytes=options.memory_nbytes,
+        huge_pages=options.huge_pages,
+        deepspeed=options.deepspeed,
+        progress=progress,
+    )
+    with fio.reserved_huge_pages(options.huge_pages), progress:
+        for name in names:
+            try:
+                outcomes[name] = SCENARIOS[name](settings)
+            except (UnavailableError, MeasurementError) as reason:
+                outcomes[name] = Outcome(notes=[str(reason)])
+            report.print_outcome(console, name, outcomes[name])
+
+    figures: list[Figure] = [f for outcome in outcomes.values() for f in outcome.figures]
+    report.print_figures(console, figures)
+    if options.json:
+        kept = dataclasses.asdict(dataclasses.replace(settings, progress=None))
+        kept["directory"] = str(settings.directory)
+        report.write_json(options.json, report.as_json(description, kept, outcomes))
+    if options.plot:
+        report.write_plot(options.plot, outcomes, machine.summary(description))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Compare tensorferry with fio, plain Python, torch and DeepSpeed.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        choices=[*SCENARIOS, []],
+        metavar="name",
+        help="scenarios to run; all if none is named: " + ", ".join(SCENARIOS),
+    )
+    parser.add_argument(
+        "--directory", type=Path, default=Path.cwd(), help="where files are made, and removed again"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each contender")
+    parser.add_argument("--nbytes", type=int, default=GIB, help="size of the large tensor")
+    parser.add_argument("--random-reads", type=int, default=10_000, help="reads of 4 KiB")
+    parser.add_argument("--latency-reads", type=int, default=2_000, help="reads of 4 KiB, a round")
+    parser.add_argument(
+        "--memory-nbytes", type=int, default=4 * GIB, help="tensor of the memory scenario"
+    )
+    parser.add_argument(
+        "--huge-pages",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let fio use huge pages; root reserves them for the run and gives them back",
+    )
+    parser.add_argument(
+        "--deepspeed",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare with DeepSpeed's handle where it is installed",
+    )
+    parser.add_argument("--json", type=Path, help="keep every sample in this file")
+    parser.add_argument("--plot", type=Path, help="draw the medians into this file (matplotlib)")
+    return parser
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

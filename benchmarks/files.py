@@ -1,0 +1,94 @@
+"""A benchmark's scratch files: made fresh, dropped from or kept in the page cache, removed.
+
+Every contender gets the same treatment, outside the clock: a written file is new each time (the
+old one is unlinked and the directory synced, so that the file system's discards do not fall into
+the next measurement); a file for a cold read is synced and dropped from the page cache, which
+needs no root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks import pattern
+from benchmarks.harness import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def scratch_directory(parent: Path) -> Iterator[Path]:
+    """A directory that is gone afterwards, also when the benchmark is interrupted."""
+    path = Path(tempfile.mkdtemp(prefix="tensorferry-bench-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Unlink a file, if it is there, and let the file system finish with it."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def make_cold(path: Path) -> None:
+    """Drop a file from the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def make_warm(path: Path) -> None:
+    """Bring a whole file into the page cache."""
+    block = bytearray(8 * MIB)
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+
+
+def write_pattern(path: Path, nbytes: int, seed: int, offset: int = 0) -> None:
+    """Make a file that holds ``nbytes`` of the pattern from ``offset`` on, and sync it."""
+    block = bytearray(min(nbytes, 64 * MIB))
+    with open(path, "wb", buffering=0) as file:
+        file.seek(offset)
+        for start in range(0, nbytes, len(block)):
+            part = memoryview(block)[: min(len(block), nbytes - start)]
+            pattern.fill(part, seed, start)
+            while part:
+                part = part[file.write(part) :]
+        os.fsync(file.fileno())
+
+
+def file_matches(path: Path, nbytes: int, seed: int, offset: int = 0) -> bool:
+    """Whether a file holds exactly the pattern, read through the page cache."""
+    if path.stat().st_size != offset + nbytes:
+        return False
+    block = bytearray(min(nbytes, 64 * MIB))
+    with open(path, "rb", buffering=0) as file:
+        file.seek(offset)
+        for start in range(0, nbytes, len(block)):
+            view = memoryview(block)[: min(len(block), nbytes - start)]
+            got = 0
+            while got < len(view):
+                count = file.readinto(view[got:])
+                if not count:
+                    return False
+                got += count
+            if not pattern.matches(view, seed, start):
+                return False
+    return True

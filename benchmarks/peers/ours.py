@@ -1,0 +1,134 @@
+"""tensorferry in the benchmark: handles, functions and open files."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+
+import tensorferry
+from benchmarks.harness import MeasurementError
+from benchmarks.measure import Stopwatch
+from benchmarks.peers.base import TransferPeer, ordinary_tensor
+
+
+class Handle(TransferPeer):
+    """``aio_handle`` with a locked tensor of its own or plain torch memory."""
+
+    def __init__(self, nbytes: int, locked: bool, options: dict[str, Any] | None = None) -> None:
+        self.locked = locked
+        self.handles: dict[str, Any] = {}
+        if locked:
+            example = torch.empty(0, dtype=torch.uint8)
+            self.owner = tensorferry.aio_handle()
+            self.tensor = self.owner.new_cpu_locked_tensor(nbytes, example)
+        else:
+            self.tensor = ordinary_tensor(nbytes)
+        self.options = options or {}
+        self._handle({})
+
+    def write(
+        self, path: str, seed: int, check: bool, offset: int = 0, **options: Any
+    ) -> dict[str, Any]:
+        handle = self._handle(options)
+        return self._write(
+            path, seed, check, lambda: handle.sync_pwrite(self.tensor, path, offset), offset
+        )
+
+    def read(self, path: str, seed: int, offset: int = 0, **options: Any) -> dict[str, Any]:
+        handle = self._handle(options)
+        return self._read(seed, lambda: handle.sync_pread(self.tensor, path, offset))
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self._handle({}).stats())
+
+    def _handle(self, options: dict[str, Any]) -> Any:
+        options = self.options | options
+        key = repr(sorted(options.items()))
+        if key not in self.handles:
+            self.handles[key] = tensorferry.aio_handle(**options)
+        return self.handles[key]
+
+
+class Functions(TransferPeer):
+    """``tensorferry.write`` and ``read``; memory from ``tensorferry.empty`` or plain torch's."""
+
+    def __init__(self, nbytes: int, aligned: bool, misalignment: int | None = None) -> None:
+        if aligned:
+            self.tensor = tensorferry.empty((nbytes,), dtype=torch.uint8).fill_(1)
+        else:
+            self.tensor = ordinary_tensor(nbytes, misalignment)
+
+    def write(
+        self, path: str, seed: int, check: bool, offset: int = 0, **options: Any
+    ) -> dict[str, Any]:
+        return self._write(
+            path,
+            seed,
+            check,
+            lambda: tensorferry.write(path, self.tensor, offset, **options),
+            offset,
+        )
+
+    def read(self, path: str, seed: int, offset: int = 0, **options: Any) -> dict[str, Any]:
+        return self._read(seed, lambda: tensorferry.read(path, self.tensor, offset, **options))
+
+    def pool_nbytes(self) -> dict[str, Any]:
+        return {"pool_nbytes": tensorferry.bounce_pool_nbytes()}
+
+
+class RandomReads:
+    """Many 4 KiB reads at random offsets of one file, in one ``read_many``."""
+
+    def __init__(self, count: int, block_nbytes: int, aligned: bool) -> None:
+        nbytes = count * block_nbytes
+        flat = (
+            tensorferry.empty((nbytes,), dtype=torch.uint8)
+            if aligned
+            else torch.empty(nbytes, dtype=torch.uint8)
+        )
+        self.blocks = list(flat.fill_(1).view(count, block_nbytes))
+        self.block_nbytes = block_nbytes
+
+    def read(self, path: str, file_nbytes: int, seed: int) -> dict[str, Any]:
+        generator = random.Random(seed)
+        places = [
+            generator.randrange(file_nbytes // self.block_nbytes) * self.block_nbytes
+            for _ in self.blocks
+        ]
+        requests = [(path, a, o) for a, o in zip(self.blocks, places, strict=True)]
+        with Stopwatch() as watch:
+            tensorferry.read_many(requests)
+        with open(path, "rb", buffering=0) as file:
+            for number in range(0, len(places), max(1, len(places) // 100)):
+                file.seek(places[number])
+                expected = file.read(self.block_nbytes)
+                if self.blocks[number].numpy().tobytes() != expected:
+                    raise MeasurementError("read other bytes than the file holds")
+        return watch.result(len(requests) * self.block_nbytes)
+
+
+class BlockingReads:
+    """One blocking 4 KiB read after another on an open file."""
+
+    def __init__(self, block_nbytes: int, aligned: bool) -> None:
+        self.block = (
+            tensorferry.empty((block_nbytes,), dtype=torch.uint8).fill_(1)
+            if aligned
+            else ordinary_tensor(block_nbytes, 64)
+        )
+
+    def read(self, path: str, file_nbytes: int, count: int, seed: int) -> dict[str, Any]:
+        """Answer with every call's microseconds."""
+        generator = random.Random(seed)
+        nbytes = self.block.nbytes
+        microseconds = []
+        with tensorferry.open(path, direct=True) as file:
+            for _ in range(count):
+                offset = generator.randrange(file_nbytes // nbytes) * nbytes
+                start = time.perf_counter_ns()
+                file.read(self.block, offset)
+                microseconds.append((time.perf_counter_ns() - start) / 1000)
+        return {"microseconds": microseconds}

@@ -1,0 +1,34 @@
+"""The scenarios by name; each is a function from settings to what it found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.scenarios import (
+    deepnvme,
+    import_time,
+    large,
+    latency,
+    loop_device,
+    memory,
+    random_reads,
+    torch_save,
+    warm,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.harness import Outcome, Settings
+
+SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
+    "large": large.run,
+    "deepspeed": deepnvme.run,
+    "loop": loop_device.run,
+    "warm": warm.run,
+    "random": random_reads.run,
+    "latency": latency.run,
+    "memory": memory.run,
+    "import": import_time.run,
+    "torch_save": torch_save.run,
+}

@@ -1,0 +1,4 @@
+// The C++ tests' main(): doctest brings its own.
+
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>

@@ -1,0 +1,446 @@
+// The only place that knows Python. Thin: each function turns arguments into the core's types, lets go of the
+// GIL, calls, and turns a Fault into the exception that tensorferry.errors builds.
+//
+// Ownership: a Request's memory and files belong to the arrays' Python objects. Scheduler.submit() takes a
+// reference to an `owner` that holds them and keeps it until the core reports the request as finished; no worker
+// ever touches a reference count. References are dropped by the next call into the scheduler from Python.
+#include <Python.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <unordered_map>
+
+#include "engine/engine.h"
+#include "file/file.h"
+#include "memory/after_fork.h"
+#include "memory/allocation.h"
+#include "memory/bounce_pool.h"
+#include "transfer/completion_queue.h"
+#include "transfer/scheduler.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tensorferry {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Ctrl-C is noticed between waits of this length.
+constexpr milliseconds signal_interval{40};
+
+nb::object exception_of(const Fault& fault, size_t failed_transfers = 1) {
+  return nb::module_::import_("tensorferry.errors")
+      .attr("storage_error")(fault.error_number, fault.operation, nb::bytes(fault.path.data(), fault.path.size()), fault.offset, fault.expected,
+                             fault.transferred, fault.end_of_file, fault.hint, failed_transfers);
+}
+
+[[noreturn]] void raise(nb::object exception) {
+  PyErr_SetObject(exception.type().ptr(), exception.ptr());
+  throw nb::python_error();
+}
+
+[[noreturn]] void raise(const Fault& fault) { raise(exception_of(fault)); }
+
+void check_signals() {
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+// Calls `step(milliseconds)` without the GIL until it returns true or time is over; returns whether it did.
+template <typename Step>
+bool wait_interruptibly(std::optional<double> timeout_seconds, Step step) {
+  using clock = std::chrono::steady_clock;
+  // Longer than a century is for ever, and fits the clock.
+  const bool forever = !timeout_seconds || *timeout_seconds > 3e9;
+  const auto deadline =
+      forever ? clock::time_point::max()
+              : clock::now() + std::chrono::duration_cast<clock::duration>(
+                                   std::chrono::duration<double>(std::max(*timeout_seconds, 0.0)));
+  while (true) {
+    milliseconds slice = signal_interval;
+    if (!forever) {
+      const auto left = std::chrono::ceil<milliseconds>(deadline - clock::now());
+      slice = std::clamp(left, milliseconds(0), signal_interval);
+    }
+    bool over;
+    {
+      nb::gil_scoped_release release;
+      over = step(slice);
+    }
+    if (over) return true;
+    check_signals();
+    if (!forever && clock::now() >= deadline) return false;
+  }
+}
+
+DirectMode direct_mode_of(const std::string& name) {
+  if (name == "auto") return DirectMode::automatic;
+  return name == "always" ? DirectMode::always : DirectMode::never;
+}
+
+// Paths travel as str with surrogate escapes or as bytes; the file system wants bytes.
+std::string path_of(nb::handle path) {
+  nb::object encoded = nb::steal(PyUnicode_EncodeFSDefault(path.ptr()));
+  if (!encoded.is_valid()) throw nb::python_error();
+  return std::string(PyBytes_AsString(encoded.ptr()), static_cast<size_t>(PyBytes_Size(encoded.ptr())));
+}
+
+// Shared with the core by plain shared_ptr, whose release needs no GIL.
+struct PyFile {
+  std::shared_ptr<File> core;
+};
+
+struct PyCompletionQueue {
+  std::shared_ptr<CompletionQueue> core = std::make_shared<CompletionQueue>();
+
+  PyCompletionQueue() {
+    if (core->error_number()) raise(Fault{.error_number = core->error_number(), .operation = "eventfd"});
+  }
+};
+
+PyFile open_file(nb::str path, bool read, bool write, bool create, bool exclusive, bool truncate,
+                                const std::string& direct) {
+  const std::string name = path_of(path);
+  const OpenOptions options{read, write, create, exclusive, truncate, direct_mode_of(direct)};
+  auto file = [&] {
+    nb::gil_scoped_release release;
+    return File::open(name, options);
+  }();
+  if (!file) raise(file.fault());
+  return PyFile{*file};
+}
+
+PyFile file_from_descriptor(int descriptor, bool write, const std::string& direct) {
+  auto file = File::from_descriptor(descriptor, write, direct_mode_of(direct));
+  if (!file) raise(file.fault());
+  return PyFile{*file};
+}
+
+nb::object path_object(const PyFile& self) {
+  const File& file = *self.core;
+  nb::object path = nb::steal(
+      PyUnicode_DecodeFSDefaultAndSize(file.path().data(), static_cast<Py_ssize_t>(file.path().size())));
+  if (!path.is_valid()) throw nb::python_error();
+  return path;
+}
+
+struct PyRequest {
+  std::shared_ptr<Request> core;
+
+  bool wait(std::optional<double> timeout_seconds) const {
+    if (core->done()) return true;
+    return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return core->wait_for(slice); });
+  }
+
+  nb::object exception() const {
+    if (!core->fault()) return nb::none();
+    return exception_of(*core->fault(), core->failed_transfers());
+  }
+};
+
+class PyScheduler {
+ public:
+  PyScheduler(const std::string& engine, uint64_t block_nbytes, uint32_t queue_depth, uint32_t worker_count,
+              bool single_submit) {
+    SchedulerOptions options;
+    options.engine = engine;
+    options.block_nbytes = block_nbytes;
+    options.queue_depth = queue_depth;
+    options.worker_count = worker_count;
+    options.single_submit = single_submit;
+    {
+      nb::gil_scoped_release release;
+      core_ = Scheduler::create(options, refusals_);
+    }
+    if (core_) return;
+    nb::object kind = nb::module_::import_("tensorferry.errors").attr("EngineUnavailableError");
+    std::string message;
+    for (const auto& [name, reason] : refusals_) message += (message.empty() ? "" : "\n") + name + ": " + reason;
+    raise(kind(message));
+  }
+
+  ~PyScheduler() {
+    if (!core_ || closed_) return;
+    if (!core_->belongs_to_this_process()) {
+      new std::shared_ptr<Scheduler>(core_);  // its workers are in another process: never destroyed
+      return;
+    }
+    nb::gil_scoped_release release;
+    (void)core_->close(close_patience);
+  }
+
+  PyRequest submit(const std::vector<std::tuple<PyFile, uintptr_t, uint64_t, uint64_t>>& pieces,
+                   bool write, bool truncate, bool sync, nb::object owner, bool blocking) {
+    check_usable();
+    reap();
+    wait_interruptibly(std::nullopt,
+                       [&](milliseconds slice) { return core_->wait_for_room(pieces.size(), slice); });
+    auto request = std::make_shared<Request>(core_->next_request_id(), pieces.size());
+    std::vector<std::shared_ptr<Transfer>> transfers;
+    transfers.reserve(pieces.size());
+    std::optional<Fault> fault;
+    {
+      nb::gil_scoped_release release;
+      for (const auto& [file, address, nbytes, offset] : pieces) {
+        TransferSpec spec{file.core, reinterpret_cast<char*>(address), offset, nbytes, write, truncate, sync};
+        auto transfer = Transfer::create(std::move(spec), request, transfers.size(), core_->options().block_nbytes);
+        if (!transfer) {
+          fault = transfer.fault();
+          break;
+        }
+        transfers.push_back(*transfer);
+      }
+    }
+    if (fault) raise(*fault);
+    {
+      nb::ft_lock_guard guard(mutex_);
+      owners_.emplace(request->id(), std::move(owner));
+    }
+    {
+      nb::gil_scoped_release release;
+      core_->submit(request, std::move(transfers), blocking);
+    }
+    if (request->done()) reap();
+    return PyRequest{request};
+  }
+
+  // Drops the owners of what has finished.
+  void reap() {
+    std::vector<nb::object> dropped;  // a destructor may call back into this object
+    nb::ft_lock_guard guard(mutex_);
+    for (uint64_t id : core_->take_finished()) {
+      auto found = owners_.find(id);
+      if (found == owners_.end()) continue;
+      dropped.push_back(std::move(found->second));
+      owners_.erase(found);
+    }
+  }
+
+  bool wait_for_progress(double timeout_seconds) {
+    check_usable();
+    return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return core_->wait_for_progress(slice); });
+  }
+
+  bool close() {
+    if (closed_ || !core_->belongs_to_this_process()) return true;
+    closed_ = true;
+    bool ended;
+    {
+      nb::gil_scoped_release release;
+      ended = core_->close(close_patience);
+    }
+    reap();
+    return ended;
+  }
+
+  // ValueError once closed; RuntimeError in a forked child.
+  void check_usable() const {
+    if (!core_->belongs_to_this_process()) {
+      PyErr_SetString(PyExc_RuntimeError,
+                      "this handle or file was made before fork(): its workers run in the parent process. "
+                      "Make a new one in the child.");
+      throw nb::python_error();
+    }
+    if (closed_) throw nb::value_error("this handle or file is closed");
+  }
+
+  nb::dict stats() const {
+    const Statistics& counted = core_->statistics();
+    nb::dict result;
+    result["engine"] = core_->engine_name();
+    result["requests"] = counted.requests.load();
+    result["failed_requests"] = counted.failed_requests.load();
+    result["read_nbytes"] = counted.read_nbytes.load();
+    result["written_nbytes"] = counted.written_nbytes.load();
+    result["engine_blocks"] = counted.blocks.load();
+    result["inline_blocks"] = counted.inline_blocks.load();
+    result["direct_nbytes"] = counted.direct_nbytes.load();
+    result["bounced_nbytes"] = counted.bounced_nbytes.load();
+    result["buffered_nbytes"] = counted.buffered_nbytes.load();
+    result["resumed_blocks"] = counted.resumed_blocks.load();
+    result["retried_blocks"] = counted.retried_blocks.load();
+    nb::dict latency;
+    latency["p50"] = counted.block_latency.percentile(0.50);
+    latency["p90"] = counted.block_latency.percentile(0.90);
+    latency["p99"] = counted.block_latency.percentile(0.99);
+    latency["p99.9"] = counted.block_latency.percentile(0.999);
+    result["block_latency_microseconds"] = latency;
+    return result;
+  }
+
+  std::shared_ptr<Scheduler> core_;
+  std::vector<EngineRefusal> refusals_;
+  std::atomic<bool> closed_{false};
+
+ private:
+  static constexpr milliseconds close_patience{60'000};
+
+  nb::ft_mutex mutex_;
+  std::unordered_map<uint64_t, nb::object> owners_;
+};
+
+std::vector<std::pair<std::string, std::optional<std::string>>> probe_engines() {
+  nb::gil_scoped_release release;
+  std::vector<std::pair<std::string, std::optional<std::string>>> found;
+  for (const EngineKind& kind : engine_kinds()) {
+    EngineAttempt attempt = kind.create({});
+    found.emplace_back(kind.name, attempt.engine ? std::nullopt : std::optional(attempt.refusal));
+  }
+  return found;
+}
+
+// Page-aligned memory as a uint8 array that owns it, by DLPack and the buffer protocol; and whether it is locked.
+std::pair<nb::ndarray<uint8_t, nb::ndim<1>, nb::device::cpu>, bool> allocate(size_t nbytes, bool lock) {
+  auto allocation = [&] {
+    nb::gil_scoped_release release;
+    return Allocation::create(nbytes, lock ? Locking::wanted : Locking::none);
+  }();
+  if (!allocation) {
+    PyErr_Format(PyExc_MemoryError, "cannot allocate %zu bytes", nbytes);
+    throw nb::python_error();
+  }
+  const bool locked = allocation->locked();
+  char* data = allocation->data();
+  nb::capsule owner(new std::shared_ptr<Allocation>(std::move(allocation)),
+                    [](void* kept) noexcept { delete static_cast<std::shared_ptr<Allocation>*>(kept); });
+  return {nb::ndarray<uint8_t, nb::ndim<1>, nb::device::cpu>(data, {nbytes}, owner), locked};
+}
+
+bool is_locked(uintptr_t address, size_t nbytes) {
+  auto allocation = Allocation::containing(reinterpret_cast<const void*>(address), nbytes);
+  return allocation && allocation->locked();
+}
+
+// Whether this is the first byte of an allocation that had not been given back yet.
+bool give_back(uintptr_t address) {
+  auto allocation = Allocation::containing(reinterpret_cast<const void*>(address), 1);
+  if (!allocation || reinterpret_cast<uintptr_t>(allocation->data()) != address) return false;
+  nb::gil_scoped_release release;
+  return allocation->give_back();
+}
+
+// The buffer stays where it is as long as the caller keeps `view`, a memoryview, alive.
+std::tuple<uintptr_t, uint64_t> buffer_memory(nb::handle view) {
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(view.ptr(), &buffer, PyBUF_FULL_RO) != 0) throw nb::python_error();
+  const auto address = reinterpret_cast<uintptr_t>(buffer.buf);
+  const auto nbytes = static_cast<uint64_t>(buffer.len);
+  PyBuffer_Release(&buffer);
+  return {address, nbytes};
+}
+
+// Address, bytes, whether it may be written to, whether it is C-contiguous.
+std::tuple<uintptr_t, uint64_t, bool, bool> dlpack_memory(nb::handle array) {
+  nb::ndarray<nb::ro> view;
+  if (!nb::try_cast(array, view)) throw nb::type_error("cannot import the array through DLPack");
+  nb::ndarray<> writable;
+  const bool may_write = nb::try_cast(array, writable);
+  bool contiguous = true;
+  int64_t expected = 1;
+  for (size_t axis = view.ndim(); axis-- > 0;) {
+    if (view.shape(axis) != 1 && view.stride(axis) != expected) contiguous = false;
+    expected *= static_cast<int64_t>(view.shape(axis));
+  }
+  return {reinterpret_cast<uintptr_t>(view.data()), view.nbytes(), may_write, contiguous || view.size() == 0};
+}
+
+}  // namespace
+}  // namespace tensorferry
+
+NB_MODULE(_core, module) {
+  using namespace tensorferry;
+  module.doc() = "The native core of tensorferry: see csrc/. Use the package's public names instead.";
+
+  nb::class_<PyFile>(module, "File")
+      .def_prop_ro("path", path_object)
+      .def_prop_ro("direct", [](const PyFile& file) { return file.core->direct(); })
+      .def_prop_ro("readable", [](const PyFile& file) { return file.core->readable(); })
+      .def_prop_ro("writable", [](const PyFile& file) { return file.core->writable(); })
+      .def_prop_ro("memory_alignment", [](const PyFile& file) { return file.core->alignment().memory; })
+      .def_prop_ro("offset_alignment", [](const PyFile& file) { return file.core->alignment().offset; })
+      .def("size",
+           [](const PyFile& file) {
+             auto size = file.core->size();
+             if (!size) raise(size.fault());
+             return *size;
+           })
+      .def("sync",
+           [](const PyFile& file) {
+             auto fault = [&] {
+               nb::gil_scoped_release release;
+               return file.core->sync();
+             }();
+             if (fault) raise(*fault);
+           })
+      .def("truncate", [](const PyFile& file, uint64_t size) {
+        auto fault = [&] {
+          nb::gil_scoped_release release;
+          return file.core->truncate(size);
+        }();
+        if (fault) raise(*fault);
+      }, "size"_a);
+
+  nb::class_<PyCompletionQueue>(module, "CompletionQueue")
+      .def(nb::init<>())
+      .def("fileno", [](const PyCompletionQueue& queue) { return queue.core->descriptor(); })
+      .def("take", [](const PyCompletionQueue& queue) { return queue.core->take(); })
+      .def("wake", [](const PyCompletionQueue& queue) { queue.core->wake(); })
+      .def("wait", [](const PyCompletionQueue& queue, double timeout_seconds) {
+        nb::gil_scoped_release release;
+        queue.core->wait(static_cast<int>(timeout_seconds * 1000));
+      }, "timeout_seconds"_a);
+
+  nb::class_<PyRequest>(module, "Request")
+      .def("done", [](const PyRequest& request) { return request.core->done(); })
+      .def("wait", &PyRequest::wait, "timeout_seconds"_a.none() = nb::none())
+      .def("exception", &PyRequest::exception)
+      .def("cancel", [](const PyRequest& request) { request.core->cancel(); })
+      .def("notify", [](const PyRequest& request, const PyCompletionQueue& queue,
+                        uint64_t token) { request.core->notify(queue.core, token); },
+           "queue"_a, "token"_a);
+
+  nb::class_<PyScheduler>(module, "Scheduler", nb::is_weak_referenceable())
+      .def(nb::init<const std::string&, uint64_t, uint32_t, uint32_t, bool>(), "engine"_a, "block_nbytes"_a,
+           "queue_depth"_a, "worker_count"_a, "single_submit"_a)
+      .def_prop_ro("engine", [](const PyScheduler& scheduler) { return scheduler.core_->engine_name(); })
+      .def_prop_ro("refusals",
+                   [](const PyScheduler& scheduler) {
+                     std::vector<std::pair<std::string, std::string>> refusals;
+                     for (const auto& refusal : scheduler.refusals_) refusals.emplace_back(refusal.engine, refusal.reason);
+                     return refusals;
+                   })
+      .def("submit", &PyScheduler::submit, "pieces"_a, "write"_a, "truncate"_a, "sync"_a, "owner"_a.none(),
+           "blocking"_a)
+      .def("reap", &PyScheduler::reap)
+      .def("outstanding", [](const PyScheduler& scheduler) { return scheduler.core_->outstanding(); })
+      .def("wait_for_progress", &PyScheduler::wait_for_progress, "timeout_seconds"_a)
+      .def("check_usable", &PyScheduler::check_usable)
+      .def("belongs_to_this_process",
+           [](const PyScheduler& scheduler) { return scheduler.core_->belongs_to_this_process(); })
+      .def("stats", &PyScheduler::stats)
+      .def("close", &PyScheduler::close);
+
+  module.def("open_file", &open_file, "path"_a, "read"_a, "write"_a, "create"_a, "exclusive"_a, "truncate"_a,
+             "direct"_a);
+  module.def("file_from_descriptor", &file_from_descriptor, "descriptor"_a, "write"_a, "direct"_a);
+  module.def("open_descriptors", &File::open_descriptors);
+  module.def("probe_engines", &probe_engines);
+  module.def("allocate", &allocate, "nbytes"_a, "lock"_a);
+  module.def("is_locked", &is_locked, "address"_a, "nbytes"_a);
+  module.def("give_back", &give_back, "address"_a);
+  module.def("buffer_memory", &buffer_memory, "view"_a);
+  module.def("dlpack_memory", &dlpack_memory, "array"_a);
+  module.def("fork_generation", &fork_generation);
+  module.def("bounce_pool_nbytes", &BouncePool::process_pool_nbytes);
+  module.def("set_bounce_pool_nbytes", &BouncePool::set_process_pool_nbytes, "nbytes"_a);
+  module.attr("MIN_BOUNCE_POOL_NBYTES") = BouncePool::min_nbytes;
+}

@@ -1,0 +1,33 @@
+#include "engine/engine.h"
+
+#include <errno.h>
+#include <unistd.h>
+
+namespace tensorferry {
+
+const std::vector<EngineKind>& engine_kinds() {
+  static const std::vector<EngineKind> kinds{
+      {"io_uring", create_io_uring_engine}, {"libaio", create_libaio_engine}, {"threads", create_threads_engine}};
+  return kinds;
+}
+
+int64_t execute_now(const Block& block) {
+  ssize_t result = -1;
+  switch (block.operation) {
+    case Operation::read:
+      result = ::pread(block.descriptor, block.memory, block.nbytes, static_cast<off_t>(block.offset));
+      break;
+    case Operation::write:
+      result = ::pwrite(block.descriptor, block.memory, block.nbytes, static_cast<off_t>(block.offset));
+      break;
+    case Operation::sync_data:
+      result = ::fdatasync(block.descriptor);
+      break;
+    case Operation::sync_all:
+      result = ::fsync(block.descriptor);
+      break;
+  }
+  return result < 0 ? -errno : result;
+}
+
+}  // namespace tensorferry

@@ -1,0 +1,79 @@
+// How blocks reach the kernel: the interface of the three engines. README.md in this folder says why each is
+// as it is.
+//
+// An engine is made by any thread and then belongs to one, the worker, which alone calls the rest; but wake() is
+// for everybody.
+// A block's fate travels as data: its result is a count of bytes or a negative errno, and what follows from it
+// (resume, retry, fail) is decided above, in transfer/.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tensorferry {
+
+enum class Operation : uint8_t { read, write, sync_data, sync_all };
+
+// What one submission carries. Lives until its completion has been reaped.
+struct Block {
+  Operation operation = Operation::read;
+  int descriptor = -1;
+  char* memory = nullptr;
+  uint64_t nbytes = 0;
+  uint64_t offset = 0;
+  int64_t result = 0;  // after completion: bytes moved, or -errno
+};
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  virtual const char* name() const = 0;
+
+  // Called once, first of all, by the thread that will own the engine.
+  virtual void start() {}
+
+  // Takes a block; at most the queue depth may be outstanding. Blocks that the kernel refuses come back from
+  // reap() with the error as their result.
+  virtual void add(Block& block) = 0;
+
+  // Makes sure that all added blocks have been handed over.
+  virtual void submit() = 0;
+
+  // Hands over what was added, appends completed blocks to `completed` and returns. With `wait`, sleeps until
+  // there is one, or until wake() is called.
+  virtual void reap(std::vector<Block*>& completed, bool wait) = 0;
+
+  virtual void wake() = 0;
+};
+
+// Either an engine, or why not and what would help.
+struct EngineAttempt {
+  std::unique_ptr<Engine> engine;
+  std::string refusal;
+};
+
+struct EngineOptions {
+  uint32_t queue_depth = 128;
+  bool single_submit = false;  // one system call for each block
+};
+
+EngineAttempt create_io_uring_engine(const EngineOptions& options);
+EngineAttempt create_libaio_engine(const EngineOptions& options);
+EngineAttempt create_threads_engine(const EngineOptions& options);
+
+struct EngineKind {
+  const char* name;
+  EngineAttempt (*create)(const EngineOptions&);
+};
+
+// In order of preference. The last one always works.
+const std::vector<EngineKind>& engine_kinds();
+
+// One block, on the calling thread, to its first result. The one implementation of "just do it now".
+int64_t execute_now(const Block& block);
+
+}  // namespace tensorferry

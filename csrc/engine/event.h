@@ -1,0 +1,43 @@
+// An eventfd: how one thread wakes another that sleeps in the kernel.
+#pragma once
+
+#include <errno.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cstdint>
+
+namespace tensorferry {
+
+class Event {
+ public:
+  Event() : descriptor_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), error_number_(descriptor_ < 0 ? errno : 0) {}
+  ~Event() {
+    if (descriptor_ >= 0) (void)::close(descriptor_);
+  }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  int descriptor() const { return descriptor_; }
+  int error_number() const { return error_number_; }
+
+  void set() const {
+    const uint64_t one = 1;
+    // Fails only when the counter is full (EAGAIN), and then the event is set already.
+    while (::write(descriptor_, &one, sizeof one) < 0 && errno == EINTR) {
+    }
+  }
+
+  void clear() const {
+    uint64_t count;
+    // EAGAIN: it was not set.
+    while (::read(descriptor_, &count, sizeof count) < 0 && errno == EINTR) {
+    }
+  }
+
+ private:
+  int descriptor_;
+  int error_number_;
+};
+
+}  // namespace tensorferry

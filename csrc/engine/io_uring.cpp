@@ -1,0 +1,186 @@
+// io_uring: blocks are written to a queue shared with the kernel, and one system call hands over many and
+// fetches what is done.
+//
+// The ring is made for one submitting thread and runs its completion work only when that thread asks
+// (SINGLE_ISSUER, DEFER_TASKRUN; Linux 6.1), and with fewer flags on older kernels. It needs io_uring_setup,
+// which Docker's default seccomp profile and kernel.io_uring_disabled may forbid. README.md has the
+// measurements behind the choices.
+#include <errno.h>
+#include <liburing.h>
+#include <poll.h>
+#include <string.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "engine/engine.h"
+#include "engine/event.h"
+
+namespace tensorferry {
+namespace {
+
+// The longest that the kernel moves in one call, rounded down to a page: see read(2).
+constexpr uint64_t max_call_nbytes = 0x7ffff000;
+
+int read_sysctl(const char* path, int fallback) {
+  FILE* file = ::fopen(path, "re");
+  if (!file) return fallback;
+  int value = fallback;
+  if (::fscanf(file, "%d", &value) != 1) value = fallback;
+  ::fclose(file);
+  return value;
+}
+
+std::string refusal(const char* call, int error_number) {
+  std::string reason = std::string(call) + ": " + ::strerror(error_number) + "; ";
+  if (error_number == ENOSYS) return reason + "likely cause: a kernel before 5.1 or a sandbox without io_uring";
+  if (error_number == EPERM || error_number == EACCES) {
+    const int disabled = read_sysctl("/proc/sys/kernel/io_uring_disabled", 0);
+    if (disabled != 0) {
+      return reason + "likely cause: the sysctl kernel.io_uring_disabled is " + std::to_string(disabled) +
+             "; remedy: sysctl -w kernel.io_uring_disabled=0";
+    }
+    return reason +
+           "likely cause: a seccomp profile (Docker's default one blocks io_uring); remedy: run the container "
+           "with a profile that allows io_uring_setup, io_uring_enter and io_uring_register, or with "
+           "--security-opt seccomp=unconfined";
+  }
+  if (error_number == ENOMEM) return reason + "likely cause: RLIMIT_MEMLOCK; remedy: ulimit -l unlimited";
+  if (error_number == EMFILE || error_number == ENFILE) return reason + "remedy: raise the descriptor limit (ulimit -n)";
+  return reason + "likely cause: a kernel that lacks a feature of io_uring";
+}
+
+class IoUringEngine final : public Engine {
+ public:
+  static EngineAttempt create(const EngineOptions& options) {
+    std::unique_ptr<IoUringEngine> engine(new IoUringEngine(options));
+    if (engine->event_.error_number()) return {nullptr, refusal("eventfd", engine->event_.error_number())};
+    const unsigned entries = std::min(options.queue_depth + 1, 32768u);  // one more for the wake-up
+    int result = -EINVAL;
+    for (unsigned flags : {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_COOP_TASKRUN, 0u}) {
+      struct io_uring_params parameters;
+      ::memset(&parameters, 0, sizeof parameters);
+      // Disabled, so that the thread which enables it, and not this one, becomes the single issuer.
+      parameters.flags = flags | IORING_SETUP_CLAMP | IORING_SETUP_R_DISABLED;
+      result = ::io_uring_queue_init_params(entries, &engine->ring_, &parameters);
+      if (result != -EINVAL) break;
+    }
+    if (result < 0) return {nullptr, refusal("io_uring_setup", -result)};
+    engine->ring_made_ = true;
+    // Plain read and write operations came with 5.6.
+    struct io_uring_probe* probe = ::io_uring_get_probe_ring(&engine->ring_);
+    const bool complete = probe && ::io_uring_opcode_supported(probe, IORING_OP_READ) &&
+                          ::io_uring_opcode_supported(probe, IORING_OP_WRITE);
+    if (probe) ::io_uring_free_probe(probe);
+    if (!complete) return {nullptr, refusal("io_uring_register", EINVAL)};
+    return {std::move(engine), ""};
+  }
+
+  ~IoUringEngine() override {
+    if (ring_made_) ::io_uring_queue_exit(&ring_);
+  }
+
+  const char* name() const override { return "io_uring"; }
+
+  void start() override {
+    start_error_ = -::io_uring_enable_rings(&ring_);
+    // Saves a descriptor look-up for each call; not needed for correctness.
+    if (start_error_ <= 0) (void)::io_uring_register_ring_fd(&ring_);
+  }
+
+  void add(Block& block) override {
+    struct io_uring_sqe* entry = start_error_ > 0 ? nullptr : next_entry();
+    if (entry == nullptr) {
+      block.result = start_error_ > 0 ? -start_error_ : -EAGAIN;
+      refused_.push_back(&block);
+      return;
+    }
+    const auto nbytes = static_cast<unsigned>(std::min(block.nbytes, max_call_nbytes));
+    switch (block.operation) {
+      case Operation::read:
+        ::io_uring_prep_read(entry, block.descriptor, block.memory, nbytes, block.offset);
+        break;
+      case Operation::write:
+        ::io_uring_prep_write(entry, block.descriptor, block.memory, nbytes, block.offset);
+        break;
+      case Operation::sync_data:
+        ::io_uring_prep_fsync(entry, block.descriptor, IORING_FSYNC_DATASYNC);
+        break;
+      case Operation::sync_all:
+        ::io_uring_prep_fsync(entry, block.descriptor, 0);
+        break;
+    }
+    ::io_uring_sqe_set_data(entry, &block);
+    if (options_.single_submit) submit();
+  }
+
+  void submit() override {
+    // EINTR, EAGAIN and EBUSY leave the entries in the queue; the next call takes them.
+    if (::io_uring_sq_ready(&ring_) > 0) (void)::io_uring_submit(&ring_);
+  }
+
+  void reap(std::vector<Block*>& completed, bool wait) override {
+    completed.insert(completed.end(), refused_.begin(), refused_.end());
+    wait = wait && refused_.empty();
+    refused_.clear();
+    if (wait && !wake_armed_) arm_wake();
+    if (wait) {
+      (void)::io_uring_submit_and_wait(&ring_, 1);  // interrupted or not, the caller asks again
+    } else {
+      submit();
+      if (IO_URING_READ_ONCE(*ring_.sq.kflags) & IORING_SQ_CQ_OVERFLOW || ring_.flags & IORING_SETUP_DEFER_TASKRUN) {
+        (void)::io_uring_get_events(&ring_);
+      }
+    }
+    unsigned head;
+    unsigned seen = 0;
+    struct io_uring_cqe* entry;
+    io_uring_for_each_cqe(&ring_, head, entry) {
+      ++seen;
+      void* data = ::io_uring_cqe_get_data(entry);
+      if (data == this) {
+        event_.clear();
+        wake_armed_ = false;
+        continue;
+      }
+      auto* block = static_cast<Block*>(data);
+      block->result = entry->res;
+      completed.push_back(block);
+    }
+    ::io_uring_cq_advance(&ring_, seen);
+  }
+
+  void wake() override { event_.set(); }
+
+ private:
+  explicit IoUringEngine(const EngineOptions& options) : options_(options) {}
+
+  struct io_uring_sqe* next_entry() {
+    struct io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
+    if (entry) return entry;
+    submit();  // the queue was full: a depth beyond the kernel's limit
+    return ::io_uring_get_sqe(&ring_);
+  }
+
+  void arm_wake() {
+    struct io_uring_sqe* entry = next_entry();
+    if (entry == nullptr) return;  // a full queue will complete something soon
+    ::io_uring_prep_poll_add(entry, event_.descriptor(), POLLIN);
+    ::io_uring_sqe_set_data(entry, this);
+    wake_armed_ = true;
+  }
+
+  EngineOptions options_;
+  Event event_;
+  struct io_uring ring_ {};
+  bool ring_made_ = false;
+  int start_error_ = 0;
+  bool wake_armed_ = false;
+  std::vector<Block*> refused_;
+};
+
+}  // namespace
+
+EngineAttempt create_io_uring_engine(const EngineOptions& options) { return IoUringEngine::create(options); }
+
+}  // namespace tensorferry

@@ -1,0 +1,114 @@
+// Threads that block in pread and pwrite: works everywhere, and is what the other engines are measured against.
+//
+// Threads start as blocks wait for one, up to a limit: past some tens of them a drive gains nothing, and each
+// costs a stack.
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "engine/engine.h"
+
+namespace tensorferry {
+namespace {
+
+constexpr uint32_t max_threads = 32;
+
+class ThreadsEngine final : public Engine {
+ public:
+  explicit ThreadsEngine(const EngineOptions& options) : limit_(std::min(options.queue_depth, max_threads)) {}
+
+  ~ThreadsEngine() override {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    work_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  const char* name() const override { return "threads"; }
+
+  void add(Block& block) override {
+    std::lock_guard lock(mutex_);
+    waiting_.push_back(&block);
+    if (idle_ < waiting_.size() && threads_.size() < limit_) start_thread();
+    work_.notify_one();
+  }
+
+  void submit() override {}
+
+  void reap(std::vector<Block*>& completed, bool wait) override {
+    std::unique_lock lock(mutex_);
+    if (wait) news_.wait(lock, [&] { return !done_.empty() || woken_; });
+    woken_ = false;
+    completed.insert(completed.end(), done_.begin(), done_.end());
+    done_.clear();
+    // No thread could be had (a process limit): the worker lends its own.
+    if (threads_.empty() && !waiting_.empty()) {
+      Block* block = waiting_.front();
+      waiting_.pop_front();
+      lock.unlock();
+      block->result = execute_now(*block);
+      completed.push_back(block);
+    }
+  }
+
+  void wake() override {
+    {
+      std::lock_guard lock(mutex_);
+      woken_ = true;
+    }
+    news_.notify_one();
+  }
+
+ private:
+  void start_thread() {
+    try {
+      threads_.emplace_back([this] { serve(); });
+      ++idle_;
+    } catch (const std::system_error&) {
+      // EAGAIN: the process may not have more threads. Those that run, or the worker itself, will serve.
+      if (threads_.empty()) woken_ = true;
+    }
+  }
+
+  void serve() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      work_.wait(lock, [&] { return !waiting_.empty() || stopping_; });
+      if (waiting_.empty()) return;
+      Block* block = waiting_.front();
+      waiting_.pop_front();
+      --idle_;
+      lock.unlock();
+      block->result = execute_now(*block);
+      lock.lock();
+      ++idle_;
+      done_.push_back(block);
+      news_.notify_one();
+    }
+  }
+
+  const uint32_t limit_;
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable news_;
+  std::deque<Block*> waiting_;
+  std::vector<Block*> done_;
+  std::vector<std::thread> threads_;
+  size_t idle_ = 0;
+  bool woken_ = false;
+  bool stopping_ = false;
+};
+
+}  // namespace
+
+EngineAttempt create_threads_engine(const EngineOptions& options) {
+  return {std::make_unique<ThreadsEngine>(options), ""};
+}
+
+}  // namespace tensorferry

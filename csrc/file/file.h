@@ -1,0 +1,103 @@
+// One open file: its descriptors (direct and buffered), its alignment rules, its size and its durability.
+//
+// A File opens one descriptor and switches it to O_DIRECT where the file system takes that; a second, buffered
+// one is opened through /proc only when something needs it (ragged edges of a write, cached parts of a read),
+// so that thousands of plain requests hold one descriptor each.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "file/fault.h"
+
+namespace tensorferry {
+
+enum class DirectMode { automatic, always, never };
+
+// What direct I/O asks of memory addresses and of file offsets and lengths, in bytes.
+struct DirectAlignment {
+  uint32_t memory = 1;
+  uint32_t offset = 1;
+};
+
+struct OpenOptions {
+  bool read = false;
+  bool write = false;
+  bool create = false;
+  bool exclusive = false;
+  bool truncate = false;
+  DirectMode direct = DirectMode::automatic;
+};
+
+class File {
+ public:
+  static Result<std::shared_ptr<File>> open(const std::string& path, const OpenOptions& options);
+
+  // A descriptor of the caller's; it is reopened (or duplicated), so the caller may close theirs at once.
+  static Result<std::shared_ptr<File>> from_descriptor(int descriptor, bool write, DirectMode direct);
+
+  ~File();
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  const std::string& path() const { return path_; }
+  bool direct() const { return direct_; }
+  DirectMode direct_mode() const { return mode_; }
+  bool readable() const { return readable_; }
+  bool writable() const { return writable_; }
+  DirectAlignment alignment() const { return alignment_; }
+  int descriptor() const { return descriptor_; }
+
+  // The descriptor whose I/O goes through the page cache.
+  Result<int> buffered_descriptor();
+
+  // Size in bytes; nothing where a size means nothing (a character device).
+  Result<std::optional<uint64_t>> size() const;
+
+  // Reserves blocks for [offset, offset + nbytes) beyond the present end and extends the size to cover it, so
+  // that direct writes neither extend the file (ext4 and XFS serialize those) nor find the disk full half-way.
+  // File systems without fallocate are left alone. A refusal leaves the size as it was.
+  std::optional<Fault> preallocate(uint64_t offset, uint64_t nbytes);
+
+  std::optional<Fault> truncate(uint64_t size);
+  std::optional<Fault> sync();
+
+  // A descriptor of the directory that names this file, for making a new name durable; owned by the File.
+  Result<int> directory_descriptor();
+
+  // How much of [offset, offset + nbytes) the page cache holds: pages cached and pages in all. Nothing where
+  // the kernel cannot tell (cachestat(2), Linux 6.5).
+  struct Residency {
+    uint64_t cached_pages;
+    uint64_t total_pages;
+  };
+  std::optional<Residency> residency(uint64_t offset, uint64_t nbytes) const;
+
+  // Descriptors held by all Files of the process.
+  static size_t open_descriptors();
+
+ private:
+  File(std::string path, int descriptor, bool readable, bool writable);
+  std::optional<Fault> enable_direct(DirectMode mode);
+  Fault fault(const char* operation, int error_number) const;
+
+  std::string path_;
+  int descriptor_;
+  bool readable_;
+  bool writable_;
+  bool direct_ = false;
+  DirectMode mode_ = DirectMode::automatic;
+  bool regular_ = true;
+  DirectAlignment alignment_;
+  std::mutex mutex_;  // guards the lazily opened ones
+  int buffered_ = -1;
+  int directory_ = -1;
+};
+
+uint32_t page_nbytes();
+
+}  // namespace tensorferry

@@ -1,0 +1,86 @@
+#include "memory/allocation.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <map>
+#include <mutex>
+
+#include "memory/after_fork.h"
+
+namespace tensorferry {
+namespace {
+
+constexpr size_t huge_page_nbytes = size_t{2} << 20;
+
+// By address. Weak, so that the registry keeps nothing alive.
+struct Registry {
+  std::mutex mutex;
+  std::map<uintptr_t, std::weak_ptr<Allocation>> by_address;
+};
+
+ForkSafe<Registry>& registry() {
+  static auto* instance = new ForkSafe<Registry>;
+  return *instance;
+}
+
+size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+Allocation::Allocation(void* mapping, size_t mapping_nbytes, char* data, size_t nbytes)
+    : mapping_(mapping), mapping_nbytes_(mapping_nbytes), data_(data), nbytes_(nbytes) {}
+
+std::shared_ptr<Allocation> Allocation::create(size_t nbytes, Locking locking) {
+  // Huge pages make one entry of 512: the kernel pins a megabyte for direct I/O in one step, and first touch
+  // costs a fault for each 2 MiB. Small requests stay on ordinary pages.
+  const bool huge = nbytes >= huge_page_nbytes;
+  const size_t granule = huge ? huge_page_nbytes : static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  if (nbytes > SIZE_MAX / 2) return nullptr;
+  const size_t used = round_up(nbytes == 0 ? 1 : nbytes, static_cast<size_t>(::sysconf(_SC_PAGESIZE)));
+  const size_t mapping_nbytes = used + (huge ? granule : 0);
+  void* mapping = ::mmap(nullptr, mapping_nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapping == MAP_FAILED) return nullptr;
+  char* data = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(mapping), granule));
+  // Advice: a kernel without huge pages says EINVAL, and ordinary pages serve.
+  if (huge) (void)::madvise(data, used, MADV_HUGEPAGE);
+  std::shared_ptr<Allocation> allocation(new Allocation(mapping, mapping_nbytes, data, nbytes));
+  if (locking == Locking::wanted && nbytes > 0) {
+    allocation->lent_ = true;
+    allocation->locked_ = ::mlock(data, used) == 0;
+  }
+
+  Registry& known = registry().get();
+  std::lock_guard lock(known.mutex);
+  known.by_address[reinterpret_cast<uintptr_t>(data)] = allocation;
+  return allocation;
+}
+
+Allocation::~Allocation() {
+  {
+    Registry& known = registry().get();
+    std::lock_guard lock(known.mutex);
+    known.by_address.erase(reinterpret_cast<uintptr_t>(data_));
+  }
+  (void)::munmap(mapping_, mapping_nbytes_);  // fails only for arguments that mmap did not return
+}
+
+bool Allocation::give_back() {
+  if (locked_.exchange(false)) (void)::munlock(data_, nbytes_);  // cannot fail for memory that mlock took
+  return lent_.exchange(false);
+}
+
+std::shared_ptr<Allocation> Allocation::containing(const void* address, size_t nbytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  Registry& known = registry().get();
+  std::lock_guard lock(known.mutex);
+  auto after = known.by_address.upper_bound(begin);
+  if (after == known.by_address.begin()) return nullptr;
+  auto allocation = std::prev(after)->second.lock();
+  if (!allocation) return nullptr;
+  const auto offset = begin - reinterpret_cast<uintptr_t>(allocation->data_);
+  if (offset > allocation->nbytes_ || nbytes > allocation->nbytes_ - offset) return nullptr;
+  return allocation;
+}
+
+}  // namespace tensorferry

@@ -1,0 +1,46 @@
+// Page-aligned memory of our own, on huge pages and page-locked where the system allows, and the registry that
+// knows which addresses lie in it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace tensorferry {
+
+enum class Locking { none, wanted };
+
+class Allocation {
+ public:
+  // Zeroed memory; null where the system has none left. `Locking::wanted` locks the pages if RLIMIT_MEMLOCK
+  // lets it and else leaves them unlocked: ask locked().
+  static std::shared_ptr<Allocation> create(size_t nbytes, Locking locking);
+
+  ~Allocation();
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
+
+  char* data() const { return data_; }
+  size_t nbytes() const { return nbytes_; }
+  bool locked() const { return locked_.load(std::memory_order_relaxed); }
+
+  // For an owner who says that it is done with memory that others may still see: unlocks it now, while the
+  // memory itself lasts as long as this object. False if it was given back before, or never was lockable.
+  bool give_back();
+
+  // The live allocation that holds all of [address, address + nbytes), if any.
+  static std::shared_ptr<Allocation> containing(const void* address, size_t nbytes);
+
+ private:
+  Allocation(void* mapping, size_t mapping_nbytes, char* data, size_t nbytes);
+
+  void* mapping_;
+  size_t mapping_nbytes_;
+  char* data_;
+  size_t nbytes_;
+  std::atomic<bool> lent_{false};
+  std::atomic<bool> locked_{false};
+};
+
+}  // namespace tensorferry

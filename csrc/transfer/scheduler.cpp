@@ -1,0 +1,265 @@
+#include "transfer/scheduler.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "memory/after_fork.h"
+#include "transfer/worker.h"
+
+namespace tensorferry {
+namespace {
+
+// Beyond this a blocking call is left to a worker, which has several blocks in flight.
+constexpr uint64_t max_inline_nbytes = uint64_t{1} << 20;
+
+// The threads of the core take no signals: Python's handlers belong to its own threads.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    ::sigfillset(&all);
+    blocked_ = ::pthread_sigmask(SIG_SETMASK, &all, &before_) == 0;
+  }
+  ~SignalsBlocked() {
+    if (blocked_) (void)::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+
+ private:
+  sigset_t before_;
+  bool blocked_;
+};
+
+}  // namespace
+
+std::shared_ptr<Scheduler> Scheduler::create(const SchedulerOptions& options, std::vector<EngineRefusal>& refusals) {
+  std::shared_ptr<Scheduler> scheduler(new Scheduler(options));
+  for (const EngineKind& kind : engine_kinds()) {
+    if (!options.engine.empty() && options.engine != kind.name) continue;
+    std::string refusal;
+    for (uint32_t index = 0; index < options.worker_count && refusal.empty(); ++index) {
+      EngineAttempt attempt = kind.create({options.queue_depth, options.single_submit});
+      refusal = attempt.refusal;
+      if (attempt.engine) scheduler->workers_.push_back(std::make_unique<Worker>(*scheduler, std::move(attempt.engine)));
+    }
+    if (refusal.empty()) refusal = scheduler->start_workers();
+    if (refusal.empty()) {
+      scheduler->engine_name_ = kind.name;
+      return scheduler;
+    }
+    scheduler->workers_.clear();
+    refusals.push_back({kind.name, refusal});
+  }
+  return nullptr;
+}
+
+std::string Scheduler::start_workers() {
+  SignalsBlocked signals;
+  for (auto& worker : workers_) {
+    try {
+      // The thread keeps the scheduler alive, for the case that close() has to leave it behind.
+      threads_.emplace_back([self = shared_from_this(), own = worker.get()] {
+        (void)::pthread_setname_np(::pthread_self(), "tensorferry");
+        own->run();
+      });
+    } catch (const std::system_error& error) {
+      (void)close(std::chrono::milliseconds(0));
+      stopping_ = false;
+      return std::string("cannot start a thread: ") + error.what() + "; remedy: raise the limit of processes (ulimit -u)";
+    }
+  }
+  return "";
+}
+
+Scheduler::Scheduler(const SchedulerOptions& options)
+    : options_(options), fork_generation_(tensorferry::fork_generation()) {}
+
+Scheduler::~Scheduler() = default;
+
+bool Scheduler::belongs_to_this_process() const { return fork_generation_ == tensorferry::fork_generation(); }
+
+bool Scheduler::wait_for_room(size_t count, std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return progress_.wait_for(lock, timeout,
+                            [&] { return outstanding_ == 0 || outstanding_ + count <= max_outstanding; });
+}
+
+bool Scheduler::wait_for_progress(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  if (outstanding_ == 0) return false;
+  const uint64_t before = completed_;
+  return progress_.wait_for(lock, timeout, [&] { return completed_ != before; });
+}
+
+size_t Scheduler::outstanding() const {
+  std::lock_guard lock(mutex_);
+  return outstanding_;
+}
+
+std::vector<uint64_t> Scheduler::take_finished() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(finished_, {});
+}
+
+void Scheduler::submit(const std::shared_ptr<Request>& request, std::vector<std::shared_ptr<Transfer>> transfers,
+                       bool inline_if_small) {
+  {
+    std::lock_guard lock(mutex_);
+    requests_[request.get()] = request;
+    outstanding_ += transfers.size();
+  }
+  statistics_.requests.fetch_add(1, std::memory_order_relaxed);
+  const bool alone = inline_if_small && transfers.size() == 1;
+  for (const auto& transfer : transfers) {
+    if (alone && transfer->nbytes() <= max_inline_nbytes && !transfer->has_many_blocks()) {
+      run_inline(transfer);
+    } else {
+      enqueue(transfer, false);
+      if (alone && transfer->from_page_cache()) share(transfer);
+    }
+  }
+}
+
+bool Scheduler::close(std::chrono::milliseconds patience) {
+  std::unique_lock lock(mutex_);
+  while (outstanding_ > 0) {
+    const uint64_t before = completed_;
+    const uint64_t blocks_before = statistics_.read_nbytes + statistics_.written_nbytes;
+    progress_.wait_for(lock, patience, [&] { return completed_ != before || outstanding_ == 0; });
+    const uint64_t blocks_now = statistics_.read_nbytes + statistics_.written_nbytes;
+    if (completed_ == before && blocks_now == blocks_before) {
+      // Hung in the kernel. The threads own the scheduler; they end with the process.
+      for (auto& thread : threads_) thread.detach();
+      threads_.clear();
+      return false;
+    }
+  }
+  stopping_ = true;
+  lock.unlock();
+  for (auto& worker : workers_) worker->wake();
+  for (auto& thread : threads_) thread.join();
+  threads_.clear();
+  workers_.clear();
+  return true;
+}
+
+bool Scheduler::take(WorkBlock& block, Worker* hungry, const Transfer* only) {
+  while (true) {
+    std::shared_ptr<Transfer> transfer;
+    {
+      std::lock_guard lock(mutex_);
+      if (ready_.empty() || (only && ready_.front().get() != only)) {
+        if (hungry && std::find(hungry_.begin(), hungry_.end(), hungry) == hungry_.end()) hungry_.push_back(hungry);
+        return false;
+      }
+      transfer = ready_.front();
+      bool exhausted = false;
+      const bool taken = transfer->take(block, exhausted);
+      if (exhausted) ready_.pop_front();
+      // The cursor no longer keeps the phase open; a block, if there is one, still does.
+      const bool over = exhausted && transfer->release();
+      if (taken) return true;
+      if (!over) continue;
+    }
+    phase_over(transfer);
+  }
+}
+
+void Scheduler::drop(WorkBlock& block) {
+  block.bounce.reset();
+  auto transfer = std::move(block.transfer);
+  if (transfer->release()) phase_over(transfer);
+}
+
+void Scheduler::enqueue(const std::shared_ptr<Transfer>& transfer, bool first) {
+  std::vector<Worker*> woken;
+  {
+    std::lock_guard lock(mutex_);
+    if (first) {
+      ready_.push_front(transfer);
+    } else {
+      ready_.push_back(transfer);
+    }
+    if (transfer->has_many_blocks()) {
+      woken.swap(hungry_);
+    } else if (!hungry_.empty()) {
+      woken.push_back(hungry_.back());
+      hungry_.pop_back();
+    }
+    for (Worker* worker : woken) worker->wake();  // under the lock: close() ends workers after taking it
+  }
+}
+
+void Scheduler::phase_over(const std::shared_ptr<Transfer>& transfer) {
+  if (transfer->next_phase()) {
+    enqueue(transfer, true);
+  } else {
+    finish(transfer);
+  }
+}
+
+void Scheduler::finish(const std::shared_ptr<Transfer>& transfer) {
+  Request& request = transfer->request();
+  const bool last = request.transfer_finished(transfer->index, transfer->fault());
+  std::shared_ptr<Request> kept;
+  {
+    std::lock_guard lock(mutex_);
+    --outstanding_;
+    ++completed_;
+    if (last) {
+      auto found = requests_.find(&request);
+      kept = std::move(found->second);
+      requests_.erase(found);
+      finished_.push_back(request.id());
+    }
+    progress_.notify_all();
+  }
+  if (!last) return;
+  if (request.fault()) statistics_.failed_requests.fetch_add(1, std::memory_order_relaxed);
+  request.announce();
+}
+
+void Scheduler::execute(WorkBlock& block) {
+  statistics_.inline_blocks.fetch_add(1, std::memory_order_relaxed);
+  do {
+    block.result = execute_now(block);
+  } while (block.transfer->settle(block, statistics_) == Settled::again);
+}
+
+// A blocking call's small transfer, from its first block to its end, without another thread.
+void Scheduler::run_inline(const std::shared_ptr<Transfer>& transfer) {
+  while (true) {
+    bool exhausted = false;
+    while (!exhausted) {
+      WorkBlock block;
+      if (!transfer->take(block, exhausted)) break;
+      const Prepared prepared = transfer->prepare(block, nullptr);
+      if (prepared == Prepared::no_bounce_memory) {
+        // A worker can wait for it. What was done is done again, which changes nothing.
+        transfer->rewind();
+        enqueue(transfer, false);
+        return;
+      }
+      if (prepared == Prepared::ready) execute(block);
+      block.bounce.reset();
+      block.transfer.reset();
+      (void)transfer->release();  // the cursor still keeps the phase open
+    }
+    (void)transfer->release();
+    if (!transfer->next_phase()) break;
+  }
+  finish(transfer);
+}
+
+// The calling thread works on a transfer beside the workers: copies out of the page cache scale with threads.
+void Scheduler::share(const std::shared_ptr<Transfer>& transfer) {
+  WorkBlock block;
+  while (take(block, nullptr, transfer.get())) {
+    if (transfer->prepare(block, nullptr) == Prepared::ready) execute(block);
+    drop(block);
+  }
+}
+
+}  // namespace tensorferry

@@ -1,0 +1,116 @@
+// Keeps the queues of its workers full across all outstanding requests.
+//
+// Each worker is a thread that owns one engine. Transfers wait in one line; a worker with room takes the next
+// block of the first transfer in it, so blocks spread over workers by themselves, and one request's last blocks
+// fly together with the next one's first.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "transfer/request.h"
+#include "transfer/statistics.h"
+#include "transfer/transfer.h"
+
+namespace tensorferry {
+
+struct SchedulerOptions {
+  std::string engine;  // empty: the first that works
+  uint64_t block_nbytes = uint64_t{1} << 20;
+  uint32_t queue_depth = 128;
+  uint32_t worker_count = 1;
+  bool single_submit = false;
+};
+
+struct EngineRefusal {
+  std::string engine;
+  std::string reason;
+};
+
+class Worker;
+
+class Scheduler : public std::enable_shared_from_this<Scheduler> {
+ public:
+  // Transfers that may be outstanding at a time; submitters wait beyond.
+  static constexpr size_t max_outstanding = 16384;
+
+  // Null when no engine could be had: `refusals` then says why. It also names those passed over.
+  static std::shared_ptr<Scheduler> create(const SchedulerOptions& options, std::vector<EngineRefusal>& refusals);
+
+  ~Scheduler();
+
+  const char* engine_name() const { return engine_name_; }
+  const SchedulerOptions& options() const { return options_; }
+  Statistics& statistics() { return statistics_; }
+  uint64_t next_request_id() { return ++last_request_id_; }
+
+  // Waits until `count` more transfers may be outstanding, or the time is over; returns whether they may.
+  bool wait_for_room(size_t count, std::chrono::milliseconds timeout);
+
+  // Waits until something finishes that was outstanding; false when nothing is outstanding or time is over.
+  bool wait_for_progress(std::chrono::milliseconds timeout);
+
+  // Hands over all transfers of a request. With `inline_if_small`, what fits one block is done right here, and
+  // what lies in the page cache is shared between this thread and the workers.
+  void submit(const std::shared_ptr<Request>& request, std::vector<std::shared_ptr<Transfer>> transfers,
+              bool inline_if_small);
+
+  // Ids of requests that finished since the last call.
+  std::vector<uint64_t> take_finished();
+
+  size_t outstanding() const;
+
+  // Lets outstanding work finish and ends the workers. Gives up, and leaves them behind, when nothing has
+  // completed for `patience`; returns whether all ended well.
+  bool close(std::chrono::milliseconds patience);
+
+  // After fork(2) the child has no workers, and must not wait for them.
+  bool belongs_to_this_process() const;
+
+ private:
+  friend class Worker;
+  explicit Scheduler(const SchedulerOptions& options);
+  std::string start_workers();  // empty, or why not
+
+  // The next block of the first transfer in line, which must be `only` if that is given. Where there is nothing
+  // to take, the worker `hungry`, if given, will be woken when there is.
+  bool take(WorkBlock& block, Worker* hungry, const Transfer* only);
+  void drop(WorkBlock& block);  // settled or abandoned
+  void run_inline(const std::shared_ptr<Transfer>& transfer);
+  void share(const std::shared_ptr<Transfer>& transfer);
+  void execute(WorkBlock& block);
+  void enqueue(const std::shared_ptr<Transfer>& transfer, bool first);
+  void phase_over(const std::shared_ptr<Transfer>& transfer);
+  void finish(const std::shared_ptr<Transfer>& transfer);
+
+  const SchedulerOptions options_;
+  const char* engine_name_ = "";
+  const uint64_t fork_generation_;
+  Statistics statistics_;
+  std::atomic<uint64_t> last_request_id_{0};
+
+  mutable std::mutex mutex_;
+  std::condition_variable progress_;
+  std::deque<std::shared_ptr<Transfer>> ready_;
+  std::vector<Worker*> hungry_;
+  std::unordered_map<Request*, std::shared_ptr<Request>> requests_;
+  std::vector<uint64_t> finished_;
+  size_t outstanding_ = 0;
+  uint64_t completed_ = 0;
+  bool stopping_ = false;
+  std::vector<std::unique_ptr<Worker>> workers_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace tensorferry

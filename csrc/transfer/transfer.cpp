@@ -1,0 +1,282 @@
+#include "transfer/transfer.h"
+
+#include <errno.h>
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+namespace tensorferry {
+namespace {
+
+// EINTR and EAGAIN: at once at first, then a millisecond apart, then it is an error.
+constexpr uint32_t immediate_attempts = 16;
+constexpr uint32_t max_attempts = 256;
+
+// A bounced block's copy stays in the processor's cache up to about here.
+constexpr uint64_t max_bounced_block_nbytes = uint64_t{1} << 20;
+
+constexpr uint64_t min_preallocated_nbytes = uint64_t{64} << 10;
+
+const char* describe(Operation operation) {
+  switch (operation) {
+    case Operation::read: return "read";
+    case Operation::write: return "write";
+    case Operation::sync_data: return "fdatasync";
+    case Operation::sync_all: return "fsync of the directory";
+  }
+  return "";
+}
+
+}  // namespace
+
+Transfer::Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t position)
+    : index(position), spec_(std::move(spec)), request_(std::move(request)) {}
+
+Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::shared_ptr<Request> request, size_t index,
+                                                   uint64_t block_nbytes) {
+  File& file = *spec.file;
+  auto refused = [&](Fault fault) {
+    fault.expected = spec.nbytes;
+    return fault;
+  };
+  if (spec.write) {
+    // Through the page cache the kernel reserves space by itself, and small files are not worth two calls.
+    if (file.direct() && spec.nbytes >= min_preallocated_nbytes) {
+      if (auto fault = file.preallocate(spec.offset, spec.nbytes)) return refused(*fault);
+    }
+  } else {
+    auto size = file.size();
+    if (!size) return refused(size.fault());
+    if (*size && (spec.offset > **size || spec.nbytes > **size - spec.offset)) {
+      Fault fault{.error_number = 0, .operation = "read", .path = file.path(), .offset = std::max(spec.offset, **size)};
+      fault.end_of_file = true;
+      fault.hint = "the file has " + std::to_string(**size) + " bytes";
+      return refused(fault);
+    }
+  }
+  std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
+  const TransferSpec& own = transfer->spec_;
+  bool direct = file.direct() && own.nbytes > 0;
+  if (direct && !own.write && file.direct_mode() == DirectMode::automatic) {
+    if (auto resident = file.residency(own.offset, own.nbytes); resident && resident->cached_pages > 0) {
+      const bool whole = resident->cached_pages >= resident->total_pages;
+      transfer->residency_ = whole ? Residency::whole : Residency::partial;
+      if (whole) direct = false;
+    }
+  }
+  PlanInput input;
+  input.write = own.write;
+  input.direct = direct;
+  input.memory = reinterpret_cast<uintptr_t>(own.memory);
+  input.offset = own.offset;
+  input.nbytes = own.nbytes;
+  input.memory_alignment = file.alignment().memory;
+  input.offset_alignment = file.alignment().offset;
+  input.page_nbytes = page_nbytes();
+  input.block_nbytes = block_nbytes;
+  input.bounce_nbytes = std::min<uint64_t>(BouncePool::process_pool_nbytes() / 8, max_bounced_block_nbytes);
+  transfer->plan_ = Plan(input);
+  // A buffered descriptor that will be needed is opened now, where a descriptor limit can still be waited out.
+  if (transfer->plan_.uses_buffered() && own.nbytes > 0) {
+    if (auto descriptor = file.buffered_descriptor(); !descriptor) return refused(descriptor.fault());
+  }
+  return transfer;
+}
+
+bool Transfer::take(WorkBlock& block, bool& exhausted) {
+  exhausted = true;
+  if (phase_ == Phase::syncing_data || phase_ == Phase::syncing_directory) {
+    block.operation = phase_ == Phase::syncing_data ? Operation::sync_data : Operation::sync_all;
+    block.planned = {};
+  } else {
+    if (cursor_ >= spec_.nbytes || stopped()) return false;
+    block.operation = spec_.write ? Operation::write : Operation::read;
+    block.planned = plan_.block_at(cursor_);
+    cursor_ += block.planned.nbytes;
+    exhausted = cursor_ >= spec_.nbytes;
+  }
+  block.transfer = shared_from_this();
+  block.moved = 0;
+  block.attempts = 0;
+  block.resident = false;
+  open_.fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+
+void Transfer::rewind() {
+  cursor_ = 0;
+  open_.store(1, std::memory_order_relaxed);
+  moved_nbytes_.store(0, std::memory_order_relaxed);
+}
+
+Prepared Transfer::prepare(WorkBlock& block, BounceWaiter* waiter) {
+  File& file = *spec_.file;
+  PlannedBlock& planned = block.planned;
+  block.begun = std::chrono::steady_clock::now();
+  block.descriptor = file.descriptor();
+  block.direct_descriptor = file.direct();
+  if (block.operation == Operation::sync_data) return Prepared::ready;
+  if (block.operation == Operation::sync_all) {
+    auto directory = file.directory_descriptor();
+    if (!directory) {
+      if (directory.fault().error_number != EACCES) record(directory.fault());
+      return Prepared::failed;  // a directory that may not be read cannot be synced, and never could
+    }
+    block.descriptor = *directory;
+    return Prepared::ready;
+  }
+
+  block.resident = residency_ == Residency::whole;
+  if (residency_ == Residency::partial) {
+    auto resident = file.residency(spec_.offset + planned.begin, planned.nbytes);
+    block.resident = resident && resident->cached_pages >= resident->total_pages;
+  }
+  if (block.resident) {
+    planned = {Way::buffered, planned.begin, planned.nbytes, spec_.offset + planned.begin, planned.nbytes};
+  }
+  block.offset = planned.io_offset;
+  block.nbytes = planned.io_nbytes;
+  block.memory = spec_.memory + planned.begin;
+  if (planned.way == Way::buffered && !use_buffered_descriptor(block)) return Prepared::failed;
+  if (planned.way == Way::bounced) {
+    auto pool = BouncePool::process_pool();
+    if (!pool) {
+      fail(block, ENOMEM, false);
+      return Prepared::failed;
+    }
+    block.bounce = pool->try_acquire(planned.io_nbytes, waiter);
+    if (!block.bounce) return Prepared::no_bounce_memory;
+    if (spec_.write) std::memcpy(block.bounce.data(), block.memory, planned.nbytes);
+    block.memory = block.bounce.data();
+  }
+  return Prepared::ready;
+}
+
+Settled Transfer::settle(WorkBlock& block, Statistics& statistics) {
+  const int64_t result = block.result;
+  const bool moves = block.operation == Operation::read || block.operation == Operation::write;
+
+  if (result == -EINTR || result == -EAGAIN || (moves && block.operation == Operation::write && result == 0)) {
+    statistics.retried_blocks.fetch_add(1, std::memory_order_relaxed);
+    if (++block.attempts < max_attempts) {
+      if (block.attempts > immediate_attempts) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      return Settled::again;
+    }
+    fail(block, result == 0 ? EIO : static_cast<int>(-result), false);
+    return Settled::done;
+  }
+  if (!moves) {
+    // Some file systems have no fsync for directories, and then nothing that it could add.
+    const bool unsupported = block.operation == Operation::sync_all && (result == -EINVAL || result == -ENOSYS ||
+                                                                        result == -EOPNOTSUPP || result == -EBADF);
+    if (result < 0 && !unsupported) fail(block, static_cast<int>(-result), false);
+    return Settled::done;
+  }
+  if ((result == -EINVAL || result == -EOPNOTSUPP) && block.direct_descriptor &&
+      spec_.file->direct_mode() == DirectMode::automatic) {
+    // The file took O_DIRECT but does not take this block: what it asks for is more than it told us.
+    return use_buffered_descriptor(block) ? Settled::again : Settled::done;
+  }
+  if (result < 0) {
+    fail(block, static_cast<int>(-result), false);
+    return Settled::done;
+  }
+
+  const auto advanced = static_cast<uint64_t>(result);
+  block.moved += advanced;
+  block.memory += advanced;
+  block.offset += advanced;
+  block.nbytes -= std::min(advanced, block.nbytes);
+  const uint64_t needed = spec_.offset + block.planned.begin - block.planned.io_offset + block.planned.nbytes;
+  if (block.moved < needed) {
+    if (advanced == 0) {
+      if (block.planned.way == Way::bounced) copy_out(block);
+      fail(block, 0, true);
+      return Settled::done;
+    }
+    block.attempts = 0;
+    statistics.resumed_blocks.fetch_add(1, std::memory_order_relaxed);
+    const DirectAlignment alignment = spec_.file->alignment();
+    const bool aligned = block.offset % alignment.offset == 0 && block.nbytes % alignment.offset == 0 &&
+                         reinterpret_cast<uintptr_t>(block.memory) % alignment.memory == 0;
+    if (block.direct_descriptor && !aligned && !use_buffered_descriptor(block)) return Settled::done;
+    return Settled::again;
+  }
+
+  const uint64_t nbytes = block.planned.nbytes;
+  if (block.planned.way == Way::bounced && !spec_.write) copy_out(block);
+  moved_nbytes_.fetch_add(nbytes, std::memory_order_relaxed);
+  (spec_.write ? statistics.written_nbytes : statistics.read_nbytes).fetch_add(nbytes, std::memory_order_relaxed);
+  auto& way = !block.direct_descriptor            ? statistics.buffered_nbytes
+              : block.planned.way == Way::bounced ? statistics.bounced_nbytes
+                                                  : statistics.direct_nbytes;
+  way.fetch_add(nbytes, std::memory_order_relaxed);
+  const auto elapsed = std::chrono::steady_clock::now() - block.begun;
+  statistics.block_latency.add(
+      static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(elapsed).count()));
+  return Settled::done;
+}
+
+bool Transfer::next_phase() {
+  if (!fault_ && request_->canceled() && phase_ == Phase::moving && cursor_ < spec_.nbytes) {
+    record(Fault{.error_number = ECANCELED, .operation = describe(spec_.write ? Operation::write : Operation::read),
+                 .path = {}, .offset = spec_.offset + cursor_});
+  }
+  if (!fault_ && spec_.write && phase_ == Phase::moving && spec_.truncate) {
+    if (auto fault = spec_.file->truncate(spec_.offset + spec_.nbytes)) record(*fault);
+  }
+  if (fault_) fault_->transferred = moved_nbytes_.load(std::memory_order_relaxed);
+  if (fault_ || !spec_.write || !spec_.sync || phase_ == Phase::syncing_directory) {
+    phase_ = Phase::finished;
+    return false;
+  }
+  phase_ = phase_ == Phase::moving ? Phase::syncing_data : Phase::syncing_directory;
+  open_.store(1, std::memory_order_relaxed);
+  return true;
+}
+
+void Transfer::record(Fault fault) {
+  fault.path = spec_.file->path();
+  fault.expected = spec_.nbytes;
+  std::lock_guard lock(mutex_);
+  stopped_.store(true, std::memory_order_relaxed);
+  if (!fault_ || fault.offset < fault_->offset) {
+    fault_ = std::move(fault);
+  }
+}
+
+void Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file) {
+  const bool moves = block.operation == Operation::read || block.operation == Operation::write;
+  const uint64_t progress = moves ? user_progress(block) : 0;
+  moved_nbytes_.fetch_add(progress, std::memory_order_relaxed);
+  Fault fault{.error_number = error_number, .operation = describe(block.operation), .path = {}};
+  fault.offset = spec_.offset + block.planned.begin + progress;
+  fault.end_of_file = end_of_file;
+  if (end_of_file) fault.hint = "the file became shorter while it was read";
+  record(std::move(fault));
+}
+
+// Bytes of the request that have reached their place.
+uint64_t Transfer::user_progress(const WorkBlock& block) const {
+  const uint64_t padding = spec_.offset + block.planned.begin - block.planned.io_offset;
+  return std::min(block.moved - std::min(block.moved, padding), block.planned.nbytes);
+}
+
+bool Transfer::use_buffered_descriptor(WorkBlock& block) {
+  auto descriptor = spec_.file->buffered_descriptor();
+  if (!descriptor) {
+    fail(block, descriptor.fault().error_number, false);
+    return false;
+  }
+  block.descriptor = *descriptor;
+  block.direct_descriptor = false;
+  return true;
+}
+
+void Transfer::copy_out(WorkBlock& block) {
+  const uint64_t padding = spec_.offset + block.planned.begin - block.planned.io_offset;
+  std::memcpy(spec_.memory + block.planned.begin, block.bounce.data() + padding, user_progress(block));
+}
+
+}  // namespace tensorferry

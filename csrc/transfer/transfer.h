@@ -1,0 +1,114 @@
+// One transfer: a contiguous piece of memory to or from a contiguous range of one file.
+//
+// The scheduler takes blocks from it in order of offset, prepares each (descriptor, memory, bounce buffer), has
+// an engine run it, and settles the result here: resume, retry, or count and, with the last one, go on to the
+// next phase. Nothing here knows which engine ran a block, or whether one did.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "engine/engine.h"
+#include "file/file.h"
+#include "memory/bounce_pool.h"
+#include "transfer/plan.h"
+#include "transfer/request.h"
+#include "transfer/statistics.h"
+
+namespace tensorferry {
+
+struct TransferSpec {
+  std::shared_ptr<File> file;
+  char* memory = nullptr;
+  uint64_t offset = 0;
+  uint64_t nbytes = 0;
+  bool write = false;
+  bool truncate = false;  // after success, cut the file behind the last byte written
+  bool sync = false;      // data, size and name durable before the transfer is done
+};
+
+class Transfer;
+
+// A block on its way, with what is needed to settle it.
+struct WorkBlock : Block {
+  std::shared_ptr<Transfer> transfer;
+  PlannedBlock planned{};
+  BounceBuffer bounce;
+  uint64_t moved = 0;         // by the kernel so far
+  uint32_t attempts = 0;      // since it last moved something
+  bool direct_descriptor = false;
+  bool resident = false;      // the page cache holds all of it
+  std::chrono::steady_clock::time_point begun;
+};
+
+enum class Settled { done, again };
+enum class Prepared { ready, no_bounce_memory, failed };
+
+class Transfer : public std::enable_shared_from_this<Transfer> {
+ public:
+  // Checks the range, reserves space and plans. Nothing is moved yet.
+  static Result<std::shared_ptr<Transfer>> create(TransferSpec spec, std::shared_ptr<Request> request, size_t index,
+                                                  uint64_t block_nbytes);
+
+  Request& request() const { return *request_; }
+  uint64_t nbytes() const { return spec_.nbytes; }
+  bool has_many_blocks() const { return plan_.block_at(0).nbytes < spec_.nbytes; }
+  bool from_page_cache() const { return residency_ == Residency::whole; }
+
+  // Takes the next block, if there is one to take. Sets `exhausted` when there will be no further one in this
+  // phase. Callers serialize calls.
+  bool take(WorkBlock& block, bool& exhausted);
+
+  // Forgets that blocks were taken; all of them must have been dropped or settled.
+  void rewind();
+
+  // Gives the block its descriptor and memory. A failure is recorded, and the block must then be dropped.
+  Prepared prepare(WorkBlock& block, BounceWaiter* waiter);
+
+  // Looks at block.result. `again`: run it once more as it now is.
+  Settled settle(WorkBlock& block, Statistics& statistics);
+
+  // Counts down what keeps this phase open: each block, and the cursor while it may yield blocks. True when the
+  // phase is over; then call next_phase().
+  bool release() { return open_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
+
+  // True: there is a further phase, whose block take() will give. False: finished; see fault().
+  bool next_phase();
+
+  const std::optional<Fault>& fault() const { return fault_; }
+
+ private:
+  enum class Phase { moving, syncing_data, syncing_directory, finished };
+  enum class Residency { none, partial, whole };
+
+  Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t index);
+
+  bool stopped() const { return stopped_.load(std::memory_order_relaxed) || request_->canceled(); }
+  void fail(const WorkBlock& block, int error_number, bool end_of_file);
+  void record(Fault fault);
+  bool use_buffered_descriptor(WorkBlock& block);
+  void copy_out(WorkBlock& block);
+  uint64_t user_progress(const WorkBlock& block) const;
+
+ public:
+  const size_t index;
+
+ private:
+  TransferSpec spec_;
+  std::shared_ptr<Request> request_;
+  Plan plan_;
+  Residency residency_ = Residency::none;
+  Phase phase_ = Phase::moving;
+  uint64_t cursor_ = 0;
+  std::atomic<uint64_t> open_{1};
+  std::atomic<uint64_t> moved_nbytes_{0};
+  std::atomic<bool> stopped_{false};
+  std::mutex mutex_;  // guards fault_ while blocks are out
+  std::optional<Fault> fault_;
+};
+
+}  // namespace tensorferry

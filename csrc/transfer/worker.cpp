@@ -1,0 +1,105 @@
+#include "transfer/worker.h"
+
+#include <string.h>
+
+namespace tensorferry {
+namespace {
+
+// Copying to or from bounce buffers takes time in which the drive must not run dry: after this much, what is
+// prepared is handed over and free places are filled.
+constexpr uint64_t copy_between_submits_nbytes = uint64_t{256} << 10;
+
+}  // namespace
+
+Worker::Worker(Scheduler& scheduler, std::unique_ptr<Engine> engine)
+    : scheduler_(scheduler), engine_(std::move(engine)), blocks_(scheduler.options().queue_depth) {
+  // The last is taken first, and the first addresses are the warmest.
+  for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) free_.push_back(&*block);
+}
+
+void Worker::run() {
+  engine_->start();
+  std::vector<Block*> completed;
+  while (true) {
+    const bool again = fill();
+    if (in_flight_ == 0 && !again && !stalled_) {
+      std::lock_guard lock(scheduler_.mutex_);
+      if (scheduler_.stopping_ && scheduler_.ready_.empty()) break;
+    }
+    completed.clear();
+    engine_->reap(completed, !again);
+    for (Block* block : completed) {
+      settle(static_cast<WorkBlock&>(*block));
+      if (copied_since_submit_ >= copy_between_submits_nbytes) {
+        (void)fill();
+        engine_->submit();
+        copied_since_submit_ = 0;
+      }
+    }
+  }
+  BouncePool::forget(this);
+}
+
+bool Worker::fill() {
+  while (stalled_ || !free_.empty()) {
+    WorkBlock* block = stalled_;
+    if (!block) {
+      block = free_.back();
+      if (!scheduler_.take(*block, this, nullptr)) return false;
+      free_.pop_back();
+    }
+    stalled_ = nullptr;
+    switch (block->transfer->prepare(*block, this)) {
+      case Prepared::failed:
+        put_back(*block);
+        continue;
+      case Prepared::no_bounce_memory:
+        stalled_ = block;
+        return false;
+      case Prepared::ready:
+        break;
+    }
+    if (start(*block)) return true;
+    if (copied_since_submit_ >= copy_between_submits_nbytes) {
+      engine_->submit();
+      copied_since_submit_ = 0;
+    }
+  }
+  return false;
+}
+
+// Returns whether it took time: what the page cache holds is copied right here, since the kernel would do just
+// that within the submission.
+bool Worker::start(WorkBlock& block) {
+  if (block.resident && ::strcmp(engine_->name(), "threads") != 0) {
+    scheduler_.execute(block);
+    put_back(block);
+    return true;
+  }
+  if (block.operation == Operation::write) count_copy(block);
+  scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
+  ++in_flight_;
+  engine_->add(block);
+  return false;
+}
+
+void Worker::settle(WorkBlock& block) {
+  if (block.transfer->settle(block, scheduler_.statistics_) == Settled::again) {
+    engine_->add(block);
+    return;
+  }
+  if (block.operation == Operation::read) count_copy(block);
+  --in_flight_;
+  put_back(block);
+}
+
+void Worker::count_copy(const WorkBlock& block) {
+  if (block.planned.way == Way::bounced) copied_since_submit_ += block.planned.nbytes;
+}
+
+void Worker::put_back(WorkBlock& block) {
+  scheduler_.drop(block);
+  free_.push_back(&block);
+}
+
+}  // namespace tensorferry

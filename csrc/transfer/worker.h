@@ -1,0 +1,40 @@
+// A thread that owns one engine and keeps its queue full.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "engine/engine.h"
+#include "memory/bounce_pool.h"
+#include "transfer/scheduler.h"
+
+namespace tensorferry {
+
+class Worker final : public BounceWaiter {
+ public:
+  Worker(Scheduler& scheduler, std::unique_ptr<Engine> engine);
+
+  void run();
+  void wake() { engine_->wake(); }
+  void bounce_memory_released() override { wake(); }
+
+ private:
+  // Takes and hands over blocks until the queue is full or there is nothing more to take. Returns whether it
+  // should be asked again before sleeping.
+  bool fill();
+  void settle(WorkBlock& block);
+  bool start(WorkBlock& block);
+  void count_copy(const WorkBlock& block);
+  void put_back(WorkBlock& block);
+
+  Scheduler& scheduler_;
+  std::unique_ptr<Engine> engine_;
+  std::vector<WorkBlock> blocks_;
+  std::vector<WorkBlock*> free_;
+  WorkBlock* stalled_ = nullptr;  // taken, but without bounce memory
+  size_t in_flight_ = 0;
+  uint64_t copied_since_submit_ = 0;
+};
+
+}  // namespace tensorferry

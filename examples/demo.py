@@ -1,0 +1,372 @@
+"""Store tensors in files and load them again: plain Python, a handle, and tensorferry's functions.
+
+Run it as it stands: ``python examples/demo.py`` (or ``make demo``). It moves one large tensor and
+many small ones, checks every byte, and prints what each way costs. The rules are the same for all
+of them:
+
+* a write goes to new files and ends with their data and size durable (``fsync``, or
+``sync=True``); * a read finds nothing in the page cache (the files are dropped from it before,
+which needs no root); * all memory is touched before the clock runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import tensorferry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
+
+ROUNDS = 3  # of the large tensor; medians count
+ODD_NBYTES = (1, 511, 4_096, 4_097, 30_011, 65_536, 100_003, 262_147)  # sizes of the small ones
+
+
+# --- the ways: each stores tensors in files, and loads them into tensors that are there ---
+
+
+class PlainPython:
+    """What most programs do: write() and readinto() through the page cache."""
+
+    name = "plain Python"
+
+    def store(self, paths: Sequence[Path], tensors: Sequence[torch.Tensor]) -> None:
+        for path, tensor in zip(paths, tensors, strict=True):
+            with open(path, "wb", buffering=0) as file:
+                rest = memoryview(tensor.numpy())
+                while rest:
+                    rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())
+
+    def load(self, paths: Sequence[Path], tensors: Sequence[torch.Tensor]) -> None:
+        for path, tensor in zip(paths, tensors, strict=True):
+            with open(path, "rb", buffering=0) as file:
+                rest = memoryview(tensor.numpy())
+                while rest:
+                    rest = rest[file.readinto(rest) :]
+
+
+class Handle:
+    """DeepNVMe's API: requests are submitted, then waited for together."""
+
+    name = "tensorferry.aio_handle"
+
+    def __init__(self) -> None:
+        self.handle = tensorferry.aio_handle()
+
+    def store(self, paths: Sequence[Path], tensors: Sequence[torch.Tensor]) -> None:
+        for path, tensor in zip(paths, tensors, strict=True):
+            self.handle.async_pwrite(tensor, path)
+        self.handle.wait()
+        for path in paths:  # a handle's writes reach the drive; fsync makes them durable
+            make_durable(path)
+
+    def load(self, paths: Sequence[Path], tensors: Sequence[torch.Tensor]) -> None:
+        for path, tensor in zip(paths, tensors, strict=True):
+            self.handle.async_pread(tensor, path)
+        self.handle.wait()
+
+
+class Functions:
+    """tensorferry's own functions, with ordinary torch memory."""
+
+    name = "tensorferry.write/read"
+
+    def store(self, paths: Sequence[Path], tensors: Sequence[torch.Tensor]) -> None:
+        if len(paths) == 1:
+            tensorferry.write(paths[0], tensors[0], sync=True)
+        else:
+            tensorferry.write_many(list(zip(paths, tensors, strict=True)), sync=True)
+
+    def load(self, paths: Sequence[Path], tensors: Sequence[torch.Tensor]) -> None:
+        if len(paths) == 1:
+            tensorferry.read(paths[0], tensors[0])
+        else:
+            tensorferry.read_many(list(zip(paths, tensors, strict=True)))
+
+
+# --- what is measured ---
+
+
+@dataclass
+class Row:
+    """One way's figures for one piece of work."""
+
+    way: str
+    work: str
+    nbytes: int
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    peak_nbytes: int = 0
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.nbytes / 1e9 / statistics.median(self.seconds)
+
+
+def measure(row: Row, work: Callable[[], None]) -> None:
+    """Add what one run of ``work`` takes to a row."""
+    resident = reset_peak_memory()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    start = time.perf_counter()
+    work()
+    row.seconds.append(time.perf_counter() - start)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    row.cpu_seconds.append(after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime)
+    row.peak_nbytes = max(row.peak_nbytes, peak_memory() - resident)
+
+
+def reset_peak_memory() -> int:
+    """Forget the process's peak of memory, and return what it is from now on."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_memory()
+
+
+def peak_memory() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+# --- files ---
+
+
+@contextlib.contextmanager
+def scratch_directory(parent: Path) -> Iterator[Path]:
+    """A directory that is removed at the end, also after Ctrl-C."""
+    directory = Path(tempfile.mkdtemp(prefix="tensorferry-demo-", dir=parent))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def make_durable(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def drop_from_page_cache(paths: Sequence[Path]) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+# --- the demonstration ---
+
+
+def run_way(
+    way: Any,
+    work: str,
+    directory: Path,
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    rounds: int,
+    advance: Callable[[str], None],
+) -> tuple[Row, Row]:
+    """Store and load the tensors, check every byte, and return the figures of both."""
+    nbytes = sum(source.nbytes for source in sources)
+    stored, loaded = Row(way.name, f"store {work}", nbytes), Row(way.name, f"load {work}", nbytes)
+    paths = [directory / f"tensor{number}.bin" for number in range(len(sources))]
+    for _ in range(rounds):
+        for target in targets:
+            target.zero_()
+        advance(f"{way.name}: {stored.work}")
+        measure(stored, lambda: way.store(paths, sources))
+        drop_from_page_cache(paths)
+        advance(f"{way.name}: {loaded.work}")
+        measure(loaded, lambda: way.load(paths, targets))
+        for path, source, target in zip(paths, sources, targets, strict=True):
+            if path.stat().st_size != source.nbytes or not torch.equal(source, target):
+                raise SystemExit(f"{way.name}: {path} came back different")
+            path.unlink()
+    return stored, loaded
+
+
+def large_tensors(way: Any, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor to store and one to load into: the handle's are locked, the others' ordinary."""
+    if isinstance(way, Handle):
+        example = torch.empty(0, dtype=torch.uint8)
+        source = way.handle.new_cpu_locked_tensor(nbytes, example)
+        target = way.handle.new_cpu_locked_tensor(nbytes, example)
+    else:
+        source, target = (torch.empty(nbytes, dtype=torch.uint8) for _ in range(2))
+    return source.random_(generator=torch.Generator().manual_seed(0)), target.zero_()
+
+
+def small_tensors(count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors of odd sizes, and empty ones to load into."""
+    sizes = list(itertools.islice(itertools.cycle(ODD_NBYTES), count))
+    generator = torch.Generator().manual_seed(1)
+    sources = [torch.empty(n, dtype=torch.uint8).random_(generator=generator) for n in sizes]
+    return sources, [torch.zeros_like(source) for source in sources]
+
+
+def fio_gb_per_second(directory: Path, kind: str, nbytes: int) -> float | None:
+    """fio on a file of the same size: io_uring, 1 MiB blocks, registered buffers, O_DIRECT."""
+    if shutil.which("fio") is None:
+        return None
+    path = directory / "fio.bin"
+    command = (
+        f"fio --name=demo --filename={path} --size={nbytes} --rw={kind} --ioengine=io_uring --bs=1M"
+        " --iodepth=32 --fixedbufs --registerfiles --direct=1 --fallocate=native"
+        " --end_fsync=1 --output-format=json"
+    )
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    if done.returncode:
+        return None
+    report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][kind]
+    return report["io_bytes"] / 1e9 / (max(1, report["runtime"]) / 1000)
+
+
+def run_fio(directory: Path, nbytes: int, advance: Callable[[str], None]) -> dict[str, float]:
+    """fio's median GB/s for the large tensor, by work; empty where fio is not installed."""
+    found: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for kind, work in (("write", "store large"), ("read", "load large")):
+            advance(f"fio: {work}")
+            if (value := fio_gb_per_second(directory, kind, nbytes)) is not None:
+                found.setdefault(work, []).append(value)
+        (directory / "fio.bin").unlink(missing_ok=True)
+    return {work: statistics.median(values) for work, values in found.items()}
+
+
+def run(directory: Path, nbytes: int, small_count: int, console: Console) -> dict[str, Any]:
+    """Run all ways on both kinds of tensors; return what the table shows."""
+    ways: list[Any] = [PlainPython(), Handle(), Functions()]
+    rows: list[Row] = []
+    progress = Progress(
+        BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
+    )
+    steps = 2 * ROUNDS * (len(ways) + 1) + 2 * ROUNDS * len(ways)
+    with progress, scratch_directory(directory) as scratch:
+        task = progress.add_task("making tensors", total=steps)
+
+        def advance(description: str) -> None:
+            progress.update(task, advance=1, description=description)
+
+        fio = run_fio(scratch, nbytes, advance)
+        for way in ways:
+            source, target = large_tensors(way, nbytes)
+            rows += run_way(way, "large", scratch, [source], [target], ROUNDS, advance)
+            if isinstance(way, Handle):
+                way.handle.free_cpu_locked_tensor(source)
+                way.handle.free_cpu_locked_tensor(target)
+            del source, target
+        sources, targets = small_tensors(small_count)
+        for way in ways:
+            rows += run_way(way, "small", scratch, sources, targets, ROUNDS, advance)
+        progress.update(task, description="every byte checked")
+    return {"rows": rows, "fio": fio}
+
+
+def print_table(console: Console, result: dict[str, Any], nbytes: int, small_count: int) -> None:
+    table = Table(
+        title=f"One tensor of {nbytes / 1e9:.2f} GB and {small_count:,} small ones: fresh files, "
+        "writes durable (fsync), reads cold",
+        title_justify="left",
+    )
+    table.add_column("work")
+    table.add_column("way")
+    for heading in ("GB/s", "of Python", "of fio", "CPU s", "peak memory"):
+        table.add_column(heading, justify="right")
+    rows: list[Row] = result["rows"]
+    for work in dict.fromkeys(row.work for row in rows):
+        group = [row for row in rows if row.work == work]
+        for row in group:
+            fio = result["fio"].get(work)
+            table.add_row(
+                work if row is group[0] else "",
+                row.way,
+                f"{row.gb_per_second:.2f}",
+                f"{row.gb_per_second / group[0].gb_per_second:.2f}",
+                f"{row.gb_per_second / fio:.2f}" if fio else no_fio(work),
+                f"{statistics.median(row.cpu_seconds):.2f}",
+                f"+{row.peak_nbytes / (1 << 20):.0f} MiB",
+                end_section=row is group[-1],
+            )
+    console.print(table)
+    console.print(
+        "Medians. Handles use locked tensors for the large one, the others ordinary torch memory. "
+        "Every byte was checked."
+    )
+
+
+def no_fio(work: str) -> str:
+    return "not run" if shutil.which("fio") and work.endswith("small") else "no fio"
+
+
+def as_json(result: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "fio_gb_per_second": result["fio"],
+        "rows": [
+            {
+                "work": row.work,
+                "way": row.way,
+                "nbytes": row.nbytes,
+                "gb_per_second": row.gb_per_second,
+                "seconds": row.seconds,
+                "cpu_seconds": row.cpu_seconds,
+                "peak_memory_growth_nbytes": row.peak_nbytes,
+            }
+            for row in result["rows"]
+        ],
+    }
+
+
+def end_like_ctrl_c(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="on the drive to try")
+    parser.add_argument("--nbytes", type=int, default=1_000_000_000, help="of the large tensor")
+    parser.add_argument("--small-count", type=int, default=1_000, help="how many small tensors")
+    parser.add_argument("--json", type=Path, help="also keep the figures in this file")
+    options = parser.parse_args()
+
+    signal.signal(signal.SIGTERM, end_like_ctrl_c)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    try:
+        result = run(options.directory, options.nbytes, options.small_count, console)
+    except KeyboardInterrupt:
+        console.print("Interrupted; the demonstration's files are removed.")
+        return 130
+    print_table(console, result, options.nbytes, options.small_count)
+    if options.json:
+        options.json.write_text(json.dumps(as_json(result), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The exceptions. What can be known before any I/O is a ``ValueError`` or ``TypeError`` instead."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+class StorageError(OSError):
+    """Some bytes could not be moved, and which.
+
+    Attributes
+    ----------
+    errno : int or None
+        The system's error number; None for a read past the end of the file.
+    filename : str
+        Path of the file.
+    offset : int
+        File offset of the first byte that could not be moved, in bytes.
+    expected : int
+        Bytes that the call was to move.
+    transferred : int
+        Bytes that had been moved when it failed. Blocks move in parallel, so they need not be the first ones.
+    """
+
+    filename: str
+    offset: int
+    expected: int
+    transferred: int
+
+    def __init__(
+        self,
+        errno: int | None,
+        message: str,
+        filename: str = "",
+        *,
+        offset: int = 0,
+        expected: int = 0,
+        transferred: int = 0,
+    ) -> None:
+        super().__init__(errno, message, filename)
+        self.offset = offset
+        self.expected = expected
+        self.transferred = transferred
+
+    def __str__(self) -> str:
+        number = "" if self.errno is None else f"[Errno {self.errno}] "
+        return f"{number}{self.strerror}: {self.filename!r}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        keywords = {"offset": self.offset, "expected": self.expected, "transferred": self.transferred}
+        return _rebuild, (type(self), self.errno, self.strerror, self.filename, keywords)
+
+
+class ShortReadError(StorageError):
+    """A read reached the end of the file before the array was full."""
+
+
+class EngineUnavailableError(RuntimeError):
+    """No engine, or not the one that was asked for, can be had here; the message has reason and remedy."""
+
+
+def _rebuild(
+    kind: type[StorageError], errno: int | None, message: str, filename: str, keywords: dict[str, int]
+) -> StorageError:
+    return kind(errno, message, filename, **keywords)
+
+
+def storage_error(
+    errno: int,
+    operation: str,
+    path: bytes,
+    offset: int,
+    expected: int,
+    transferred: int,
+    end_of_file: bool,
+    hint: str,
+    failed_transfers: int,
+) -> StorageError:
+    """Build the exception for a fault of the core, which calls this."""
+    kind: type[StorageError]
+    if end_of_file:
+        kind, reason = ShortReadError, "End of file"
+    else:
+        kind, reason = StorageError, os.strerror(errno)
+    message = f"{reason} ({operation}"
+    if expected > 0:  # else it failed before there was anything to move
+        message += f" at offset {offset}: {transferred} of {expected} bytes moved"
+    if hint:
+        message += f"; {hint}"
+    if failed_transfers > 1:
+        message += f"; {failed_transfers - 1} more of this call failed too"
+    return kind(
+        None if end_of_file else errno,
+        message + ")",
+        os.fsdecode(path),
+        offset=offset,
+        expected=expected,
+        transferred=transferred,
+    )

@@ -1,0 +1,458 @@
+"""DeepNVMe's handles: the same names, order and meaning, on tensorferry's core; errors are raised."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from tensorferry import _core
+from tensorferry.arrays import Memory, memory_of
+from tensorferry.errors import StorageError
+from tensorferry.files import positive
+from tensorferry.memory import locked_tensor
+from tensorferry.runtime import close_scheduler, make_scheduler
+from tensorferry.transfers import Path, checked_offset, start, transfer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from tensorferry.futures import Future
+
+# Slices of a buffer that begin at multiples of this need no copy on any drive.
+_ALIGNMENT = 4096
+
+_MAX_QUEUE_DEPTH = 32768
+_MAX_PARALLELISM = 256
+
+
+class aio_handle:  # noqa: N801  DeepNVMe's name
+    """Read and write tensors, blocking or asynchronously: DeepNVMe's ``aio_handle``.
+
+    Parameters
+    ----------
+    block_size : int
+        Bytes that one submission to the kernel carries. Rounded up to what the file system asks for.
+    queue_depth : int
+        Blocks in flight at most, for each worker.
+    single_submit : bool
+        Use one system call for each block. Costs time; for comparisons.
+    overlap_events : bool
+        Accepted and reported. Queues are always refilled as blocks complete.
+    intra_op_parallelism : int
+        Workers: threads that each drive a queue of their own and share the blocks of all requests. It need not
+        divide any size. One is enough for one drive with aligned memory; more help to copy unaligned memory.
+    num_threads : int, optional
+        Another name for ``intra_op_parallelism``, of older DeepSpeed versions.
+    engine : str, optional
+        "io_uring", "libaio" or "threads"; by default the environment variable TENSORFERRY_ENGINE, or the first of
+        them that works here.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range.
+    EngineUnavailableError
+        The engine asked for cannot be had here; the message says why and what helps.
+
+    Notes
+    -----
+    Tensors may be of any contiguous dtype and shape, at any address, pinned or not; a file's offset and size may be
+    anything. ``filename`` is a ``str``, ``bytes``, ``PathLike`` or an open file descriptor, which stays the
+    caller's. Writing creates a missing file and never shortens an existing one. Buffers of asynchronous calls are
+    kept alive until they are done; do not change them before.
+
+    Every transfer moves exactly the bytes asked for or raises: :class:`tensorferry.StorageError` with path, offset,
+    errno and bytes moved, :class:`tensorferry.ShortReadError` where the file ends too soon, ``ValueError`` or
+    ``TypeError`` before any I/O.
+
+    Any number of threads may use a handle. A child made by ``fork()`` must make its own. Deleting a handle finishes
+    its outstanding transfers first.
+
+    Examples
+    --------
+    >>> handle = tensorferry.aio_handle()
+    >>> handle.async_pwrite(tensor, "/nvme/tensor.bin")
+    0
+    >>> handle.wait()
+    1
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1048576,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+        *,
+        num_threads: int | None = None,
+        engine: str | None = None,
+    ) -> None:
+        if num_threads is not None:
+            if intra_op_parallelism not in (1, num_threads):
+                raise ValueError(
+                    f"num_threads: {num_threads} contradicts intra_op_parallelism {intra_op_parallelism}"
+                )
+            intra_op_parallelism = num_threads
+        self._block_size = positive(block_size, "block_size")
+        self._queue_depth = positive(queue_depth, "queue_depth", _MAX_QUEUE_DEPTH)
+        self._single_submit = bool(single_submit)
+        self._overlap_events = bool(overlap_events)
+        self._parallelism = positive(intra_op_parallelism, "intra_op_parallelism", _MAX_PARALLELISM)
+        self._lock = threading.Lock()
+        self._pending: list[_Operation] = []
+        self._scheduler = make_scheduler(
+            engine, self._block_size, self._queue_depth, self._parallelism, self._single_submit
+        )
+
+    # Transfers
+
+    def read(self, buffer: Any, filename: Path | int, validate: bool = False, file_offset: int = 0) -> int:
+        """Fill a buffer from a file and return 0. With ``validate``, compare it with the file afterwards."""
+        self._transfer(buffer, filename, file_offset, False, validate)
+        return 0
+
+    def write(self, buffer: Any, filename: Path | int, validate: bool = False, file_offset: int = 0) -> int:
+        """Write a buffer to a file and return 0. With ``validate``, compare it with the file afterwards."""
+        self._transfer(buffer, filename, file_offset, True, validate)
+        return 0
+
+    def pread(
+        self,
+        buffer: Any,
+        filename: Path | int,
+        validate: bool,
+        async_: bool | None = None,
+        file_offset: int = 0,
+        **keywords: bool,
+    ) -> int:
+        """Fill a buffer from a file.
+
+        Parameters
+        ----------
+        buffer, filename, file_offset
+            As for :meth:`sync_pread`.
+        validate : bool
+            Compare the buffer with the file afterwards; for asynchronous calls, in :meth:`wait`.
+        async_ : bool
+            Return at once. DeepNVMe calls it ``async``: give it by position, or as ``**{"async": True}``.
+
+        Returns
+        -------
+        int
+            0 if asynchronous, else as :meth:`sync_pread`.
+        """
+        return self._either(buffer, filename, file_offset, False, validate, _async_of(async_, keywords))
+
+    def pwrite(
+        self,
+        buffer: Any,
+        filename: Path | int,
+        validate: bool,
+        async_: bool | None = None,
+        file_offset: int = 0,
+        **keywords: bool,
+    ) -> int:
+        """Write a buffer to a file; parameters and result as for :meth:`pread`."""
+        return self._either(buffer, filename, file_offset, True, validate, _async_of(async_, keywords))
+
+    def sync_pread(self, buffer: Any, filename: Path | int, file_offset: int = 0) -> int:
+        """Fill a buffer from a file.
+
+        Parameters
+        ----------
+        buffer : torch.Tensor or any other array
+            Contiguous and writable; all of it is filled.
+        filename : str, bytes, PathLike or int
+            A path, or an open file descriptor.
+        file_offset : int
+            Where in the file to begin, in bytes.
+
+        Returns
+        -------
+        int
+            Operations completed: 1, and all that were pending on this handle.
+
+        Raises
+        ------
+        ShortReadError
+            The file ends before the buffer is full.
+        StorageError
+            A system call failed.
+        ValueError, TypeError
+            An argument is not usable; nothing was touched.
+        """
+        return self._either(buffer, filename, file_offset, False, False, False)
+
+    def sync_pwrite(self, buffer: Any, filename: Path | int, file_offset: int = 0) -> int:
+        """Write a buffer to a file, which is created if missing and never shortened.
+
+        Parameters, result and exceptions as for :meth:`sync_pread`.
+        """
+        return self._either(buffer, filename, file_offset, True, False, False)
+
+    def async_pread(self, buffer: Any, filename: Path | int, file_offset: int = 0) -> int:
+        """Begin to fill a buffer from a file, and return 0; :meth:`wait` counts it.
+
+        What can be known at once (a missing or too short file, bad arguments) is raised here and not counted.
+        """
+        return self._either(buffer, filename, file_offset, False, False, True)
+
+    def async_pwrite(self, buffer: Any, filename: Path | int, file_offset: int = 0) -> int:
+        """Begin to write a buffer to a path or an open file descriptor, and return 0; :meth:`wait` counts it.
+
+        What can be known at once (a missing directory, a full disk, bad arguments) is raised here and not counted.
+        """
+        return self._either(buffer, filename, file_offset, True, False, True)
+
+    def wait(self) -> int:
+        """Wait for all pending operations.
+
+        Each operation is counted by one call, whichever thread makes it. An interrupted call (Ctrl-C) leaves them
+        pending for the next.
+
+        Returns
+        -------
+        int
+            Operations completed; 0 if none was pending.
+
+        Raises
+        ------
+        StorageError
+            The first failure, in the order of submission, after all have ended. The handle stays usable.
+        """
+        self._scheduler.check_usable()
+        with self._lock:
+            operations, self._pending = self._pending, []
+        try:
+            for operation in operations:
+                operation.future.exception()
+        except BaseException:
+            with self._lock:
+                self._pending[:0] = operations
+            raise
+        failures = [failure for operation in operations if (failure := operation.failure()) is not None]
+        self._scheduler.reap()
+        if failures:
+            if len(failures) > 1:
+                failures[0].strerror = f"{failures[0].strerror}; {len(failures) - 1} more operations failed too"
+            raise failures[0]
+        return len(operations)
+
+    # Memory
+
+    def new_cpu_locked_tensor(
+        self, num_elem: int, example_tensor: Any = None, *, example_tenosr: Any = None
+    ) -> Any:
+        """Return a tensor that needs no copy on its way to or from a file.
+
+        Parameters
+        ----------
+        num_elem : int
+            Its number of elements.
+        example_tensor : torch.Tensor
+            Whose dtype it gets. DeepNVMe's ``aio_handle`` spells the keyword ``example_tenosr``; both work.
+
+        Returns
+        -------
+        torch.Tensor
+            One-dimensional, zeros, page-aligned and page-locked; not locked, with one warning, beyond
+            RLIMIT_MEMLOCK. The memory lasts as long as a tensor shares it, whatever becomes of the handle.
+
+        Raises
+        ------
+        MemoryError
+            The system has no such memory.
+        """
+        example = example_tensor if example_tensor is not None else example_tenosr
+        if example is None:
+            raise TypeError("example_tensor: an example is needed for the dtype")
+        if isinstance(num_elem, bool) or not hasattr(num_elem, "__index__"):
+            raise TypeError(f"num_elem: {num_elem!r} is no integer")
+        if num_elem < 0:
+            raise ValueError(f"num_elem: {num_elem} is negative")
+        return locked_tensor(num_elem, example.dtype)[0]
+
+    def free_cpu_locked_tensor(self, tensor: Any) -> bool:
+        """Unlock a tensor made by :meth:`new_cpu_locked_tensor`, or a view that begins where it does.
+
+        Returns
+        -------
+        bool
+            False if it is not such a tensor, or was freed before. The memory itself lasts until the last tensor
+            that shares it is gone, so a later use is safe.
+        """
+        memory = memory_of(tensor, writable=False, name="tensor")
+        return memory.nbytes > 0 and _core.give_back(memory.address)
+
+    def is_pinned(self, buffer: Any) -> bool:
+        """Return whether a buffer is page-locked, by torch or by tensorferry."""
+        if hasattr(buffer, "is_pinned") and buffer.is_pinned():
+            return True
+        memory = memory_of(buffer, writable=False, name="buffer")
+        return memory.nbytes > 0 and _core.is_locked(memory.address, memory.nbytes)
+
+    # Settings
+
+    def get_block_size(self) -> int:
+        """Return the block size in bytes, as given."""
+        return self._block_size
+
+    def get_queue_depth(self) -> int:
+        """Return the queue depth, as given."""
+        return self._queue_depth
+
+    def get_single_submit(self) -> bool:
+        """Return whether each block has its own system call."""
+        return self._single_submit
+
+    def get_overlap_events(self) -> bool:
+        """Return what was given."""
+        return self._overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        """Return the number of workers."""
+        return self._parallelism
+
+    def get_thread_count(self) -> int:
+        """Return the number of workers: the older name."""
+        return self._parallelism
+
+    def get_alignment(self) -> int:
+        """Return a number of bytes; at its multiples, slices of locked memory move without a copy on any drive.
+
+        It is for laying out buffers well. Anything else works too.
+        """
+        return _ALIGNMENT
+
+    @property
+    def engine(self) -> str:
+        """The engine in use: "io_uring", "libaio" or "threads"."""
+        return self._scheduler.engine
+
+    @property
+    def engine_refusals(self) -> dict[str, str]:
+        """The engines that were tried first, and for each why it could not be had and what helps."""
+        return dict(self._scheduler.refusals)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters since the handle was made.
+
+        Returns
+        -------
+        dict
+            ``engine``; ``requests`` and ``failed_requests``; ``read_nbytes`` and ``written_nbytes``;
+            ``direct_nbytes``, ``bounced_nbytes`` and ``buffered_nbytes``, which tell how they went;
+            ``engine_blocks`` and ``inline_blocks``; ``resumed_blocks`` after short reads and writes and
+            ``retried_blocks`` after EINTR and EAGAIN; ``block_latency_microseconds`` with p50, p90, p99 and p99.9.
+        """
+        return self._scheduler.stats()
+
+    # Lifetime
+
+    def close(self) -> None:
+        """Finish outstanding operations and end the workers. Failures that no wait() reported are warned of."""
+        if not hasattr(self, "_scheduler") or not self._scheduler.belongs_to_this_process():
+            return
+        close_scheduler(self._scheduler)
+        with self._lock:
+            operations, self._pending = self._pending, []
+        for operation in operations:
+            failure = operation.failure()
+            if failure is not None:
+                warnings.warn(
+                    f"a handle was closed before wait() could report: {failure}", RuntimeWarning, stacklevel=2
+                )
+
+    def __enter__(self) -> aio_handle:
+        self._scheduler.check_usable()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _either(
+        self, buffer: Any, filename: Path | int, file_offset: int, write: bool, validate: bool, asynchronous: bool
+    ) -> int:
+        if not asynchronous:
+            self._transfer(buffer, filename, file_offset, write, validate)
+            return 1 + self.wait() if self._pending else 1
+        memory = memory_of(buffer, writable=not write, name="buffer")
+        offset = checked_offset(file_offset, memory.nbytes, "file_offset")
+        future = start(self._scheduler, filename, buffer, memory, offset, write=write, name="filename")
+        with self._lock:
+            self._pending.append(_Operation(future, memory, filename, offset, validate))
+        return 0
+
+    def _transfer(self, buffer: Any, filename: Path | int, file_offset: int, write: bool, validate: bool) -> None:
+        memory = memory_of(buffer, writable=not write, name="buffer")
+        offset = checked_offset(file_offset, memory.nbytes, "file_offset")
+        transfer(self._scheduler, filename, memory, offset, write=write, name="filename")
+        if validate:
+            _compare(memory, filename, offset)
+
+
+class _Operation:
+    """An asynchronous call that wait() has not counted."""
+
+    __slots__ = ("_filename", "_memory", "_offset", "_validate", "future")
+
+    def __init__(self, future: Future, memory: Memory, filename: Path | int, offset: int, validate: bool) -> None:
+        self.future = future
+        self._validate = validate
+        self._memory = memory if validate else None
+        self._filename = filename
+        self._offset = offset
+
+    def failure(self) -> StorageError | None:
+        """Return why it failed, or None; it must have ended."""
+        failure = self.future.exception()
+        if failure is None and self._memory is not None:
+            try:
+                _compare(self._memory, self._filename, self._offset)
+            except StorageError as difference:
+                return difference
+        return failure
+
+
+def _async_of(async_: bool | None, keywords: dict[str, bool]) -> bool:
+    given = keywords.pop("async", async_)
+    if keywords:
+        raise TypeError(f"unexpected keyword argument {next(iter(keywords))!r}")
+    if given is None:
+        raise TypeError("missing argument 'async'")
+    return bool(given)
+
+
+def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
+    """Raise a StorageError with EIO where the file does not hold what memory does, read by other means than ours."""
+    chunk_nbytes = 8 << 20
+    expected = memoryview((ctypes.c_ubyte * memory.nbytes).from_address(memory.address)).cast("B")
+    # Reopened by number as well: a descriptor for writing cannot be read from.
+    path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fsdecode(filename)
+    with open(path, "rb", buffering=0) as file:
+        for begin in range(0, memory.nbytes, chunk_nbytes):
+            part = expected[begin : begin + chunk_nbytes]
+            found = os.pread(file.fileno(), len(part), offset + begin)
+            if found != part:
+                same = next((i for i, (a, b) in enumerate(zip(found, part)) if a != b), len(found))
+                raise StorageError(
+                    errno.EIO,
+                    f"validation failed: the file differs from the buffer at offset {offset + begin + same}",
+                    path,
+                    offset=offset + begin + same,
+                    expected=memory.nbytes,
+                    transferred=memory.nbytes,
+                )

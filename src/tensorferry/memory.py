@@ -1,0 +1,123 @@
+"""Memory that the device can use as it is: page-aligned, on huge pages, page-locked where the system allows."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from tensorferry import _core
+
+_warned = False
+
+
+def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
+    """Return an array in memory that needs no copy on its way to or from a file.
+
+    It is page-aligned, on huge pages from 2 MiB on, and page-locked as far as RLIMIT_MEMLOCK lets it (beyond, it is
+    ordinary memory, with one warning). The memory goes with the last array that shares it.
+
+    Parameters
+    ----------
+    shape : int or sequence of int
+        The array's shape.
+    dtype : torch.dtype, numpy.dtype or what numpy.dtype() takes, optional
+        A torch dtype, or None for torch's default, gives a torch tensor; anything else a NumPy array.
+
+    Returns
+    -------
+    torch.Tensor or numpy.ndarray
+        C-contiguous; the values are zeros.
+
+    Raises
+    ------
+    ValueError
+        A length is negative.
+    MemoryError
+        The system has no such memory.
+    """
+    lengths = (shape,) if isinstance(shape, int) else tuple(int(length) for length in shape)
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"shape: {shape!r} has a negative length")
+    torch = sys.modules.get("torch")
+    if dtype is None:
+        import torch  # type: ignore[no-redef]
+
+        dtype = torch.get_default_dtype()
+    if torch is not None and isinstance(dtype, torch.dtype):
+        return locked_tensor(math.prod(lengths), dtype)[0].view(lengths)
+    import numpy
+
+    element = numpy.dtype(dtype)
+    if element.hasobject:
+        raise ValueError(f"dtype: {element} holds Python objects")
+    count = math.prod(lengths)
+    if count * element.itemsize == 0:
+        return numpy.empty(lengths, element)
+    memory, _ = _allocate(count * element.itemsize)
+    return numpy.frombuffer(memory, numpy.uint8).view(element).reshape(lengths)
+
+
+def locked_tensor(count: int, dtype: Any) -> tuple[Any, bool]:
+    """Return a one-dimensional torch tensor of ``count`` zeros, and whether its memory is page-locked."""
+    import torch
+
+    nbytes = count * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(0, dtype=dtype), False
+    memory, locked = _allocate(nbytes)
+    return torch.from_dlpack(memory).view(dtype), locked
+
+
+def bounce_pool_nbytes() -> int:
+    """Return the size of the process's bounce pool, in bytes."""
+    return _core.bounce_pool_nbytes()
+
+
+def set_bounce_pool_nbytes(nbytes: int) -> None:
+    """Set the size of the process's bounce pool: the only memory through which unaligned arrays are copied.
+
+    The default is 32 MiB, or the environment variable TENSORFERRY_BOUNCE_POOL_NBYTES. Buffers in use are not cut
+    short; the new size holds for the blocks that follow.
+
+    Raises
+    ------
+    ValueError
+        It is less than 1 MiB.
+    """
+    if nbytes < _core.MIN_BOUNCE_POOL_NBYTES:
+        raise ValueError(f"nbytes: {nbytes} is less than {_core.MIN_BOUNCE_POOL_NBYTES}")
+    _core.set_bounce_pool_nbytes(nbytes)
+
+
+def _allocate(nbytes: int) -> tuple[Any, bool]:
+    global _warned
+    memory, locked = _core.allocate(nbytes, True)
+    if not locked and not _warned:
+        _warned = True
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        warnings.warn(
+            f"cannot lock {nbytes} bytes of memory: RLIMIT_MEMLOCK is {limit} bytes; carrying on with unlocked "
+            "memory (remedy: ulimit -l unlimited)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return memory, locked
+
+
+def _set_from_environment() -> None:
+    value = os.environ.get("TENSORFERRY_BOUNCE_POOL_NBYTES")
+    if not value:
+        return
+    try:
+        set_bounce_pool_nbytes(int(value))
+    except ValueError as error:
+        raise ValueError(f"TENSORFERRY_BOUNCE_POOL_NBYTES={value!r}: {error}") from None
+
+
+_set_from_environment()

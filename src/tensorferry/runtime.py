@@ -1,0 +1,118 @@
+"""The schedulers of this process: made on demand, remade after fork, finished before the interpreter leaves."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import resource
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from errno import EMFILE, ENFILE
+from typing import TypeVar
+
+from tensorferry import _core
+from tensorferry.errors import StorageError
+
+DEFAULT_BLOCK_NBYTES = 1 << 20
+DEFAULT_QUEUE_DEPTH = 128
+
+_Result = TypeVar("_Result")
+
+_schedulers: weakref.WeakSet[_core.Scheduler] = weakref.WeakSet()
+_lock = threading.Lock()
+_default: _core.Scheduler | None = None
+
+
+def engines() -> dict[str, str | None]:
+    """Return the engines in order of preference, each with None where it works here, else why not and what helps."""
+    return dict(_core.probe_engines())
+
+
+def make_scheduler(
+    engine: str | None,
+    block_nbytes: int,
+    queue_depth: int,
+    worker_count: int,
+    single_submit: bool,
+) -> _core.Scheduler:
+    """Start workers with the engine asked for: by argument, by TENSORFERRY_ENGINE, else the first that works.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range, or the engine's name is not known.
+    EngineUnavailableError
+        The engine cannot be had here.
+    """
+    if engine is None:
+        engine = os.environ.get("TENSORFERRY_ENGINE") or ""
+    names = list(engine_names())
+    if engine and engine not in names:
+        raise ValueError(f"engine: {engine!r} is none of {', '.join(names)}")
+    scheduler = _core.Scheduler(engine, block_nbytes, queue_depth, worker_count, single_submit)
+    _schedulers.add(scheduler)
+    return scheduler
+
+
+def engine_names() -> tuple[str, ...]:
+    return ("io_uring", "libaio", "threads")
+
+
+def default_scheduler() -> _core.Scheduler:
+    """Return the scheduler behind the module's functions and files; a forked child gets its own."""
+    global _default
+    scheduler = _default
+    if scheduler is not None and scheduler.belongs_to_this_process():
+        return scheduler
+    with _lock:
+        if _default is None or not _default.belongs_to_this_process():
+            _default = make_scheduler(None, DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, 1, False)
+        return _default
+
+
+def with_descriptors(scheduler: _core.Scheduler, action: Callable[[], _Result]) -> _Result:
+    """Do what opens files; at a descriptor limit, wait for pending transfers to give theirs back.
+
+    Half of the process's descriptors are left to others as long as waiting helps.
+    """
+    # Looked up each time: a process may change its limit, and it costs less than opening a file.
+    while _core.open_descriptors() > 64 and _core.open_descriptors() > _descriptor_limit():
+        if not scheduler.wait_for_progress(60.0):
+            break
+    while True:
+        try:
+            return action()
+        except StorageError as error:
+            if error.errno not in (EMFILE, ENFILE) or scheduler.outstanding() == 0:
+                raise
+        scheduler.wait_for_progress(60.0)
+
+
+def _descriptor_limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+
+def close_scheduler(scheduler: _core.Scheduler) -> None:
+    """Finish what is outstanding, end the workers, and say so where the kernel would not finish."""
+    if not scheduler.close():
+        warnings.warn(
+            "tensorferry: outstanding I/O made no progress for 60 seconds and was left behind; data may be missing",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _close_all() -> None:
+    for scheduler in list(_schedulers):
+        close_scheduler(scheduler)
+
+
+def _forget_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have held it at fork
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_lock)

@@ -1,0 +1,213 @@
+"""From arrays and files to requests: the one way that every product's bytes take into the core."""
+
+from __future__ import annotations
+
+import os
+from errno import EMFILE, ENFILE
+from typing import TYPE_CHECKING, Any, Literal, Union
+
+from tensorferry import _core
+from tensorferry.arrays import Memory, memory_of
+from tensorferry.futures import Future
+from tensorferry.runtime import with_descriptors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Path = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
+Direct = Union[bool, Literal["auto"]]
+
+# Offsets are signed 64-bit numbers in the kernel.
+_MAX_FILE_NBYTES = (1 << 63) - 1
+
+
+def direct_mode(direct: Direct) -> str:
+    if direct == "auto":
+        return "auto"
+    if direct is True:
+        return "always"
+    if direct is False:
+        return "never"
+    raise ValueError(f'direct: {direct!r} is none of "auto", True and False')
+
+
+def checked_path(path: Path, name: str = "path") -> str:
+    text = os.fsdecode(path)
+    if "\0" in text:
+        raise ValueError(f"{name}: {path!r} has a null character")
+    return text
+
+
+def checked_offset(offset: int, nbytes: int, name: str = "offset") -> int:
+    if not hasattr(offset, "__index__"):
+        raise TypeError(f"{name}: {offset!r} is no integer")
+    offset = offset.__index__()
+    if offset < 0:
+        raise ValueError(f"{name}: {offset} is negative")
+    if offset + nbytes > _MAX_FILE_NBYTES:
+        raise ValueError(f"{name}: {offset} + {nbytes} bytes is beyond what a file can hold")
+    return offset
+
+
+def open_for_transfer(path: Path | int, write: bool, direct: str, name: str = "path") -> _core.File:
+    """Open a path (created if missing, for writing) or reopen the file of a descriptor, which stays the caller's."""
+    if isinstance(path, int) and not isinstance(path, bool):
+        return _core.file_from_descriptor(path, write, direct)
+    text = checked_path(path, name)
+    return _core.open_file(text, not write, write, write, False, False, direct)
+
+
+def transfer(
+    scheduler: _core.Scheduler,
+    target: Path | int | _core.File,
+    memory: Memory,
+    offset: int,
+    *,
+    write: bool,
+    direct: str = "auto",
+    truncate: bool = False,
+    sync: bool = False,
+    name: str = "path",
+) -> None:
+    """Move one array and return when it is done.
+
+    If the caller is interrupted, blocks not yet begun are cancelled; the array stays referenced until those that
+    have begun are done.
+    """
+    request = _submit_one(scheduler, target, memory, offset, memory, True, write, direct, truncate, sync, name)
+    finish(request)
+
+
+def start(
+    scheduler: _core.Scheduler,
+    target: Path | int | _core.File,
+    array: object,
+    memory: Memory,
+    offset: int,
+    *,
+    write: bool,
+    direct: str = "auto",
+    sync: bool = False,
+    name: str = "path",
+) -> Future:
+    """Begin to move one array."""
+    future = Future(array, memory)
+    future._start(
+        _submit_one(scheduler, target, memory, offset, future, False, write, direct, False, sync, name)
+    )
+    return future
+
+
+def finish(request: _core.Request) -> None:
+    """Wait for a blocking call's request and raise what went wrong."""
+    if not request.done():
+        try:
+            request.wait(None)
+        except BaseException:
+            request.cancel()
+            raise
+    exception = request.exception()
+    if exception is not None:
+        raise exception
+
+
+def transfer_many(
+    scheduler: _core.Scheduler,
+    items: Sequence[tuple[Any, ...]],
+    *,
+    write: bool,
+    direct: str,
+    truncate: bool = False,
+    sync: bool = False,
+) -> None:
+    """Move many arrays with all of them outstanding at once, and return when all are done.
+
+    Everything is checked before the first byte moves.
+    """
+    checked: list[tuple[Path, Memory, int]] = []
+    for index, item in enumerate(items):
+        if not isinstance(item, (tuple, list)) or not 2 <= len(item) <= 3:
+            raise TypeError(f"items[{index}]: expected (path, array) or (path, array, offset), got {item!r}")
+        memory = memory_of(item[1], writable=not write, name=f"items[{index}]")
+        offset = checked_offset(item[2], memory.nbytes, f"items[{index}]") if len(item) == 3 else 0
+        checked.append((item[0], memory, offset))
+
+    requests: list[_core.Request] = []
+    try:
+        for begin in range(0, len(checked), _CHUNK):
+            _submit_chunk(scheduler, checked[begin : begin + _CHUNK], requests, write, direct, truncate, sync)
+        for request in requests:
+            request.wait(None)
+    except BaseException:
+        for request in requests:
+            request.cancel()
+        for request in requests:
+            request.wait(None)
+        raise
+    for request in requests:
+        exception = request.exception()
+        if exception is not None:
+            raise exception
+
+
+_DESCRIPTOR_ERRORS = (EMFILE, ENFILE)
+
+# Items in one submission: the first blocks fly while the next items are opened.
+_CHUNK = 256
+
+
+def _submit_one(
+    scheduler: _core.Scheduler,
+    target: Path | int | _core.File,
+    memory: Memory,
+    offset: int,
+    owner: object,
+    blocking: bool,
+    write: bool,
+    direct: str,
+    truncate: bool,
+    sync: bool,
+    name: str,
+) -> _core.Request:
+    scheduler.check_usable()
+
+    def submit() -> _core.Request:
+        file = (
+            target if isinstance(target, _core.File) else open_for_transfer(target, write, direct, name)
+        )
+        pieces = [(file, memory.address, memory.nbytes, offset)]
+        return scheduler.submit(pieces, write, truncate, sync, owner, blocking)
+
+    return with_descriptors(scheduler, submit)
+
+
+def _submit_chunk(
+    scheduler: _core.Scheduler,
+    items: Sequence[tuple[Path, Memory, int]],
+    requests: list[_core.Request],
+    write: bool,
+    direct: str,
+    truncate: bool,
+    sync: bool,
+) -> None:
+    """Submit one request; or, where descriptors are short, halves of it one after the other."""
+    scheduler.check_usable()
+
+    def submit() -> _core.Request:
+        files: dict[Path, _core.File] = {}
+        pieces = []
+        for path, memory, offset in items:
+            file = files.get(path)
+            if file is None:
+                file = files[path] = open_for_transfer(path, write, direct)
+            pieces.append((file, memory.address, memory.nbytes, offset))
+        return scheduler.submit(pieces, write, truncate, sync, items, False)
+
+    try:
+        requests.append(with_descriptors(scheduler, submit))
+    except OSError as error:
+        if error.errno not in _DESCRIPTOR_ERRORS or len(items) == 1:
+            raise
+        half = len(items) // 2
+        _submit_chunk(scheduler, items[:half], requests, write, direct, truncate, sync)
+        _submit_chunk(scheduler, items[half:], requests, write, direct, truncate, sync)

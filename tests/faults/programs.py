@@ -1,0 +1,455 @@
+"""What the fault tests run in processes of their own (see tests/support/child.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import pathlib
+import resource
+import signal
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+
+import tensorferry
+from tests.support import seccomp
+from tests.support.expect import assert_equal, assert_works, contents
+from tests.support.leaks import count_descriptors
+
+SIGNAL_DELAY_S = 0.3
+CHILD_TIMEOUT_S = 20
+
+
+def leave_with_pending_writes(engine: str, directory: str, count: int, nbytes: int) -> list[int]:
+    """Submit writes and return: the interpreter ends while they are pending."""
+    global kept
+    handle = tensorferry.aio_handle(engine=engine)
+    kept = handle  # so that only the end of the interpreter drops it
+    for index in range(count):
+        array = np.full(nbytes, index + 1, np.uint8)
+        handle.async_pwrite(array, f"{directory}/file{index}")
+    file = tensorferry.open(f"{directory}/future", "w", engine=engine)
+    kept = (handle, file, file.write_from(np.full(nbytes, 99, np.uint8)))
+    return [os.getpid()]
+
+
+kept: Any = None
+
+
+def leave_by_exception(engine: str, directory: str, nbytes: int) -> bool:
+    """Arrange that the interpreter ends through an exception while writes are pending."""
+    import atexit
+
+    leave_with_pending_writes(engine, directory, 3, nbytes)
+
+    def fail() -> None:
+        raise RuntimeError("on the way out")
+
+    atexit.register(fail)
+    return True
+
+
+def leave_with_unseen_failure(engine: str, path: str) -> bool:
+    """Leave with a write pending that will fail."""
+    global kept
+    kept = tensorferry.aio_handle(engine=engine)
+    kept.async_pwrite(np.ones(4096, np.uint8), path)
+    return True
+
+
+def interrupt(engine: str, path: str, method: str, nbytes: int) -> dict[str, float]:
+    """Measure how long after Ctrl-C a call that waits for a slow read raises KeyboardInterrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    handle = tensorferry.aio_handle(engine=engine)
+    file = tensorferry.open(path, engine=engine)
+    wanted = np.full(nbytes, 5, np.uint8)
+    target = np.zeros(nbytes, np.uint8)
+    future = None
+    sent: list[float] = []
+
+    def send() -> None:
+        time.sleep(SIGNAL_DELAY_S)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if method == "wait":
+        handle.async_pread(target, path)
+    if method == "result":
+        future = file.read_into(target)
+    threading.Thread(target=send).start()
+    start = time.monotonic()
+    try:
+        if method == "wait":
+            handle.wait()
+        elif method == "sync_pread":
+            handle.sync_pread(target, path)
+        elif method == "result":
+            assert future is not None
+            future.result()
+        elif method == "file.read":
+            file.read(target)
+        elif method == "tensorferry.read":
+            os.environ["TENSORFERRY_ENGINE"] = engine
+            tensorferry.read(path, target)
+    except KeyboardInterrupt:
+        raised = time.monotonic()
+    else:
+        raise AssertionError(f"{method} was not interrupted: {time.monotonic() - start} s")
+    if method == "wait":  # it is still pending, and still counted
+        assert handle.wait() == 1
+        assert_equal(target, wanted)
+    if future is not None:
+        future.result()
+        assert_equal(target, wanted)
+    if method in ("sync_pread", "file.read", "tensorferry.read"):
+        del target  # its memory must outlive the read that goes on
+        again = np.zeros(nbytes, np.uint8)
+        handle.sync_pread(again, path)
+        assert_equal(again, wanted)
+    return {"latency_s": raised - sent[0]}
+
+
+def fork(engine: str, directory: str) -> bool:
+    """Fork with a handle, a file, and writes pending; see what the child may do."""
+    data = np.arange(50_003, dtype=np.uint32).view(np.uint8)
+    handle = tensorferry.aio_handle(engine=engine)
+    path = pathlib.Path(directory)
+    handle.sync_pwrite(data, path / "file")
+    file = tensorferry.open(path / "file", engine=engine)
+    for index in range(20):
+        handle.async_pwrite(data, path / f"pending{index}")
+    pid = os.fork()
+    if pid == 0:
+        _in_child(lambda: _touch_what_the_parent_owns(handle, file, engine, path, data))
+    _assert_exits_with_zero(pid)
+    assert handle.wait() == 20
+    for index in range(20):
+        assert_equal(contents(path / f"pending{index}"), data)
+    target = np.zeros_like(data)
+    file.read(target)
+    assert_equal(target, data)
+    assert_works(handle, path)
+    return True
+
+
+def _touch_what_the_parent_owns(
+    handle: tensorferry.aio_handle,
+    file: Any,
+    engine: str,
+    path: pathlib.Path,
+    data: Any,
+) -> None:
+    target = np.zeros_like(data)
+    calls = [
+        lambda: handle.sync_pread(target, path / "file"),
+        lambda: handle.async_pwrite(data, path / "child"),
+        lambda: handle.read(target, path / "file"),
+        lambda: handle.wait(),
+        lambda: file.read(target),
+        lambda: file.read_into(target),
+    ]
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except RuntimeError as error:
+            if "fork" not in str(error):
+                raise
+        else:
+            raise AssertionError(f"call {number} raised nothing in the child")
+    assert not (path / "child").exists()
+    assert not target.any()
+    own = tensorferry.aio_handle(engine=engine)
+    assert_works(own, path)
+    tensorferry.read(path / "file", target)
+    assert_equal(target, data)
+    own.close()
+
+
+def fork_and_leave_normally(engine: str, directory: str) -> bool:
+    """Fork with writes pending; the child leaves through the interpreter's own end."""
+    handle = tensorferry.aio_handle(engine=engine)
+    for index in range(5):
+        handle.async_pwrite(np.full(4 << 20, 3, np.uint8), f"{directory}/file{index}")
+    pid = os.fork()
+    if pid == 0:
+        handle = None  # dropped in the child: must neither hang nor finish the parent's writes
+        sys.exit(0)
+    _assert_exits_with_zero(pid)
+    assert handle.wait() == 5
+    for index in range(5):
+        assert (contents(pathlib.Path(f"{directory}/file{index}")) == 3).all()
+    return True
+
+
+def fork_in_a_row(engine: str, directory: str) -> bool:
+    """Fork a child of a child, each with handles of its own."""
+    path = pathlib.Path(directory)
+    first = tensorferry.aio_handle(engine=engine)
+    assert_works(first, path)
+    pid = os.fork()
+    if pid == 0:
+
+        def inner() -> None:
+            second = tensorferry.aio_handle(engine=engine)
+            assert_works(second, path)
+            grandchild = os.fork()
+            if grandchild == 0:
+                _in_child(lambda: assert_works(tensorferry.aio_handle(engine=engine), path))
+            _assert_exits_with_zero(grandchild)
+            assert_works(second, path)
+
+        _in_child(inner)
+    _assert_exits_with_zero(pid)
+    assert_works(first, path)
+    return True
+
+
+def _in_child(work: Any) -> None:
+    import traceback
+
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def _assert_exits_with_zero(pid: int) -> None:
+    deadline = time.monotonic() + CHILD_TIMEOUT_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            assert os.waitstatus_to_exitcode(status) == 0, f"the child ended with {status}"
+            return
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("the child hung")
+
+
+def work_in_pool(directory: str, engine: str, index: int) -> int:
+    """Write and read a file in a worker of multiprocessing, with a new handle."""
+    handle = tensorferry.aio_handle(engine=engine)
+    data = np.full(100_003, index, np.uint8)
+    target = np.zeros_like(data)
+    path = f"{directory}/worker{index}"
+    assert handle.sync_pwrite(data, path) == 1
+    handle.async_pread(target, path)
+    assert handle.wait() == 1
+    assert_equal(target, data)
+    tensorferry.read(path, target)
+    return int(target[-1])
+
+
+def multiprocess(engine: str, directory: str, method: str) -> list[int]:
+    """Use multiprocessing while this process has handles that are busy."""
+    import multiprocessing
+
+    os.environ["TENSORFERRY_ENGINE"] = engine
+    handle = tensorferry.aio_handle(engine=engine)
+    for index in range(10):
+        handle.async_pwrite(np.full(1 << 20, 1, np.uint8), f"{directory}/parent{index}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads, from 3.12 on
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            arguments = [(directory, engine, index) for index in range(1, 9)]
+            results = pool.starmap(work_in_pool, arguments)
+    assert handle.wait() == 10
+    return results
+
+
+def load_with_workers(engine: str, directory: str) -> list[float]:
+    """Read samples through a handle that each DataLoader worker makes for itself."""
+    import torch
+
+    os.environ["TENSORFERRY_ENGINE"] = engine
+    writer = tensorferry.aio_handle(engine=engine)
+    for index in range(12):
+        sample = torch.full((1001,), float(index))
+        writer.async_pwrite(sample, f"{directory}/sample{index}")
+    assert writer.wait() == 12
+
+    class Samples(torch.utils.data.Dataset):  # type: ignore[misc,name-defined]
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            sample = torch.zeros(1001)
+            if index % 2:
+                tensorferry.aio_handle(engine=engine).sync_pread(
+                    sample, f"{directory}/sample{index}"
+                )
+            else:
+                tensorferry.read(f"{directory}/sample{index}", sample)
+            return sample
+
+    tensorferry.read(f"{directory}/sample0", torch.zeros(1001))
+    loader = torch.utils.data.DataLoader(Samples(), batch_size=3, num_workers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        means = [float(mean) for batch in loader for mean in batch.mean(dim=1)]
+    assert_works(writer, pathlib.Path(directory))
+    return means
+
+
+def few_descriptors(engine: str, directory: str, limit: int, count: int) -> bool:
+    """Write and read count files at once with a limit of descriptors far below."""
+    handle = tensorferry.aio_handle(engine=engine)
+    assert_works(handle, pathlib.Path(directory))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    sources = [np.full(5_003, index % 251, np.uint8) for index in range(count)]
+    paths = [pathlib.Path(f"{directory}/file{index}") for index in range(count)]
+    for source, path in zip(sources, paths, strict=True):
+        handle.async_pwrite(source, path)
+    assert handle.wait() == count
+    targets = [np.zeros(5_003, np.uint8) for _ in paths]
+    for target, path in zip(targets, paths, strict=True):
+        handle.async_pread(target, path)
+    assert handle.wait() == count
+    for source, target, path in zip(sources, targets, paths, strict=True):
+        assert_equal(target, source)
+        assert_equal(contents(path), source)
+    tensorferry.write_many([(path, source) for path, source in zip(paths, targets, strict=True)])
+    again = [np.zeros(5_003, np.uint8) for _ in paths]
+    tensorferry.read_many([(path, target) for path, target in zip(paths, again, strict=True)])
+    for source, target in zip(sources, again, strict=True):
+        assert_equal(target, source)
+    return True
+
+
+def no_descriptors(engine: str, directory: str) -> dict[str, Any]:
+    """Open a file when no descriptor is left, and again when there is."""
+    path = pathlib.Path(directory) / "file"
+    path.write_bytes(bytes(4096))
+    handle = tensorferry.aio_handle(engine=engine)
+    assert_works(handle, path.parent)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    errors = []
+    calls = [
+        lambda: handle.sync_pread(np.zeros(4096, np.uint8), path),
+        lambda: handle.async_pread(np.zeros(4096, np.uint8), path),
+        lambda: handle.sync_pwrite(np.zeros(4096, np.uint8), path),
+        lambda: tensorferry.open(path, engine=engine),
+    ]
+    for call in calls:
+        for _ in range(100):
+            try:
+                call()
+            except tensorferry.StorageError as error:
+                errors.append([error.errno, str(error.filename)])
+    for _ in range(20):  # a ring or context that cannot be had is no reason to crash
+        with contextlib.suppress(OSError, tensorferry.EngineUnavailableError):
+            tensorferry.aio_handle(engine=engine)
+    for descriptor in taken:
+        os.close(descriptor)
+    assert_works(handle, path.parent)
+    before = count_descriptors()
+    assert_works(tensorferry.aio_handle(engine=engine), path.parent)
+    gc.collect()
+    return {"errors": errors, "grown": count_descriptors() - before}
+
+
+def little_lockable_memory(engine: str, directory: str, limit: int) -> dict[str, Any]:
+    """Transfer 16 MiB as an ordinary user who may lock no more than limit bytes."""
+    import torch
+
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    assert ctypes.CDLL(None).mlock(ctypes.create_string_buffer(2 * limit), 2 * limit) != 0
+    path = pathlib.Path(directory) / "file"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle = tensorferry.aio_handle(engine=engine)
+        plain = torch.arange(4 << 20, dtype=torch.int32)
+        target = torch.zeros_like(plain)
+        assert handle.sync_pwrite(plain, path) == 1
+        assert handle.sync_pread(target, path) == 1
+        assert torch.equal(target, plain)
+        for _ in range(3):
+            locked = handle.new_cpu_locked_tensor(plain.numel(), plain)
+            locked.copy_(plain)
+            assert handle.sync_pwrite(locked, path, 7) == 1
+            locked.zero_()
+            handle.async_pread(locked, path, 7)
+            assert handle.wait() == 1
+            assert torch.equal(locked, plain)
+            handle.free_cpu_locked_tensor(locked)
+        empty = tensorferry.empty((1 << 20,), torch.int32).fill_(3)
+        assert handle.sync_pwrite(empty, path) == 1
+        assert_works(handle, path.parent)
+        handles = [tensorferry.aio_handle(engine=engine) for _ in range(8)]
+        for other in handles:
+            assert_works(other, path.parent)
+    return {
+        "engine": handle.engine,
+        "uid": os.getuid(),
+        "warnings": [str(warning.message) for warning in caught],
+    }
+
+
+def exhaust_aio_contexts(directory: str) -> dict[str, Any]:
+    """Take all Linux AIO contexts of the system, then ask for a handle without io_uring."""
+    seccomp.block(["io_uring"])
+    path = pathlib.Path(directory)
+    handles = []
+    refusal = ""
+    for _ in range(3000):
+        try:
+            handles.append(tensorferry.aio_handle(engine="libaio", queue_depth=1024))
+        except tensorferry.EngineUnavailableError as error:
+            refusal = str(error)
+            break
+    for _ in range(3000):  # what is left for small ones
+        try:
+            handles.append(tensorferry.aio_handle(engine="libaio", queue_depth=1))
+        except tensorferry.EngineUnavailableError:
+            break
+    automatic = tensorferry.aio_handle()
+    result = {
+        "handles": len(handles),
+        "refusal": refusal,
+        "engine": automatic.engine,
+        "refusals": automatic.engine_refusals,
+    }
+    assert_works(automatic, path)
+    tensorferry.write(path / "file", np.ones(5000, np.uint8))
+    if handles:
+        assert_works(handles[0], path)
+        assert_works(handles[-1], path)
+    for handle in handles:
+        handle.close()
+    again = tensorferry.aio_handle(engine="libaio")
+    assert_works(again, path)
+    return result
+
+
+def report_engine(directory: str) -> dict[str, Any]:
+    """Say which engine a handle gets, and why not another."""
+    handle = tensorferry.aio_handle()
+    assert_works(handle, pathlib.Path(directory))
+    forced = {}
+    for name in ("io_uring", "libaio", "threads"):
+        try:
+            tensorferry.aio_handle(engine=name)
+        except tensorferry.EngineUnavailableError as error:
+            forced[name] = str(error)
+    return {
+        "engine": handle.engine,
+        "refusals": handle.engine_refusals,
+        "engines": tensorferry.engines(),
+        "forced": forced,
+    }

@@ -1,0 +1,439 @@
+"""A drive that fails at chosen offsets: EIO, ENOSPC, short transfers, interruptions, delays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import tensorferry
+from tests.faults.table import covers
+from tests.support.expect import (
+    assert_equal,
+    assert_works,
+    contents,
+    short_read,
+    storage_error,
+)
+from tests.support.faultfs import Fault, FaultFS
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from tests.conftest import MakeHandle
+    from tests.support.data import RandomBytes
+
+Handle = tensorferry.aio_handle
+
+BLOCK = 64 << 10
+NBYTES = 16 * BLOCK
+FAULT_OFFSETS = [0, 3 * BLOCK + 100, NBYTES - 1]
+
+
+@pytest.fixture
+def blocks_handle(make_handle: MakeHandle) -> Handle:
+    """A handle whose blocks are small."""
+    return make_handle(block_size=BLOCK, queue_depth=8)
+
+
+def block_start(offset: int) -> int:
+    return offset // BLOCK * BLOCK
+
+
+def transfer(handle: Handle, op: str, array: object, path: pathlib.Path, offset: int = 0) -> int:
+    """Read or write asynchronously, and wait."""
+    submit = handle.async_pread if op == "read" else handle.async_pwrite
+    submit(array, str(path), offset)
+    return handle.wait()
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("start", FAULT_OFFSETS)
+def test_an_error_at_an_offset_is_raised_with_the_offset_of_its_block(
+    blocks_handle: Handle,
+    faultfs: FaultFS,
+    random_bytes: RandomBytes,
+    op: str,
+    number: int,
+    start: int,
+) -> None:
+    path = faultfs.path / "file"
+    old = random_bytes(NBYTES + 2 * BLOCK)
+    old.tofile(path)
+    array = random_bytes(NBYTES)
+    faultfs.order(Fault(op, start=start, end=start + 1, error=number))
+    with storage_error(number, path, expected=NBYTES) as caught:
+        transfer(blocks_handle, op, array, path)
+    assert block_start(start) <= caught.value.offset <= start
+    assert faultfs.hits() >= 1
+    faultfs.clear()
+    if op == "write":
+        assert_equal(contents(path)[NBYTES:], old[NBYTES:])
+        block = slice(block_start(start), block_start(start) + BLOCK)
+        assert_equal(contents(path)[block], old[block])
+    else:
+        assert_equal(contents(path), old)
+    assert_works(blocks_handle, faultfs.path)
+    wanted = array if op == "write" else old[:NBYTES]
+    assert transfer(blocks_handle, op, array, path) == 1
+    assert_equal(contents(path)[:NBYTES], wanted)
+    assert_equal(array, wanted)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize(("offset", "nbytes"), [(7, 5 * BLOCK + 13), (BLOCK + 1, 100)])
+def test_an_error_of_a_transfer_at_an_odd_offset_lies_within_the_transfer(
+    blocks_handle: Handle,
+    faultfs: FaultFS,
+    random_bytes: RandomBytes,
+    op: str,
+    offset: int,
+    nbytes: int,
+) -> None:
+    path = faultfs.path / "file"
+    old = random_bytes(8 * BLOCK)
+    old.tofile(path)
+    faultfs.order(Fault(op, start=offset + nbytes - 1, end=offset + nbytes, error=errno.EIO))
+    with storage_error(errno.EIO, path, expected=nbytes) as caught:
+        transfer(blocks_handle, op, random_bytes(nbytes), path, offset)
+    assert offset <= caught.value.offset < offset + nbytes
+    faultfs.clear()
+    assert_equal(contents(path)[:offset], old[:offset])
+    assert_equal(contents(path)[offset + nbytes :], old[offset + nbytes :])
+    assert_works(blocks_handle, faultfs.path)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_of_several_blocks_that_fail_the_first_by_offset_is_reported(
+    blocks_handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes, op: str
+) -> None:
+    path = faultfs.path / "file"
+    random_bytes(NBYTES).tofile(path)
+    first, second = 2 * BLOCK, 4 * BLOCK
+    faultfs.order(
+        Fault(op, start=first, end=first + 1, error=errno.EIO, delay_s=0.2),
+        Fault(op, start=second, end=second + 1, error=errno.ENOSPC),
+    )
+    with storage_error(errno.EIO, path, expected=NBYTES) as caught:
+        transfer(blocks_handle, op, random_bytes(NBYTES), path)
+    assert caught.value.offset == first
+    faultfs.clear()
+    assert_works(blocks_handle, faultfs.path)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_of_several_transfers_that_fail_the_first_submitted_is_reported_with_their_number(
+    make_handle: MakeHandle, faultfs: FaultFS, random_bytes: RandomBytes, op: str
+) -> None:
+    handle = make_handle(queue_depth=8, intra_op_parallelism=2)
+    for name in ("first", "good", "second"):
+        random_bytes(4096).tofile(faultfs.path / name)
+    faultfs.order(
+        Fault(op, name="first", error=errno.EIO, delay_s=0.1),
+        Fault(op, name="second", error=errno.ENOSPC),
+    )
+    submit = handle.async_pread if op == "read" else handle.async_pwrite
+    for name in ("first", "good", "second"):
+        submit(random_bytes(4096), str(faultfs.path / name))
+    with storage_error(errno.EIO, faultfs.path / "first", expected=4096) as caught:
+        handle.wait()
+    assert "1 " in str(caught.value) or "one" in str(caught.value)
+    assert handle.wait() == 0
+    faultfs.clear()
+    assert_works(handle, faultfs.path)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("short", [1000, 4096, 40_000])
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, NBYTES), (7, 5 * BLOCK + 13)])
+def test_short_transfers_are_resumed(
+    blocks_handle: Handle,
+    faultfs: FaultFS,
+    random_bytes: RandomBytes,
+    op: str,
+    short: int,
+    offset: int,
+    nbytes: int,
+) -> None:
+    path = faultfs.path / "file"
+    wanted = random_bytes(NBYTES + 100)
+    wanted.tofile(path)
+    array = random_bytes(nbytes)
+    faultfs.order(Fault(op, short=short, start=2 * BLOCK, end=4 * BLOCK))
+    assert transfer(blocks_handle, op, array, path, offset) == 1
+    assert faultfs.hits() > 1
+    if op == "write":
+        wanted[offset : offset + nbytes] = array
+    assert_equal(array, wanted[offset : offset + nbytes])
+    assert_equal(contents(path), wanted)
+    assert_works(blocks_handle, faultfs.path)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_an_error_after_a_short_transfer_counts_what_had_moved(
+    make_handle: MakeHandle, faultfs: FaultFS, random_bytes: RandomBytes, op: str
+) -> None:
+    handle = make_handle(queue_depth=1)
+    path = faultfs.path / "file"
+    random_bytes(BLOCK).tofile(path)
+    faultfs.order(Fault(op, short=8192, times=1), Fault(op, start=8192, error=errno.EIO, skip=1))
+    with storage_error(errno.EIO, path, expected=BLOCK) as caught:
+        transfer(handle, op, random_bytes(BLOCK), path)
+    assert caught.value.offset == 8192
+    assert caught.value.transferred == 8192
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN], ids=["EINTR", "EAGAIN"])
+def test_interruptions_are_retried(
+    blocks_handle: Handle,
+    faultfs: FaultFS,
+    random_bytes: RandomBytes,
+    op: str,
+    number: int,
+) -> None:
+    path = faultfs.path / "file"
+    wanted = random_bytes(NBYTES)
+    wanted.tofile(path)
+    array = random_bytes(NBYTES)
+    faultfs.order(Fault(op, start=BLOCK, end=3 * BLOCK, error=number, times=5))
+    assert transfer(blocks_handle, op, array, path) == 1
+    assert faultfs.hits() == 5
+    assert_equal(array, array if op == "write" else wanted)
+    assert_equal(contents(path), array)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_an_eagain_that_never_ends_is_raised(
+    blocks_handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes, op: str
+) -> None:
+    path = faultfs.path / "file"
+    random_bytes(NBYTES).tofile(path)
+    faultfs.order(Fault(op, start=BLOCK, end=2 * BLOCK, error=errno.EAGAIN))
+    with storage_error(errno.EAGAIN, path, expected=NBYTES):
+        transfer(blocks_handle, op, random_bytes(NBYTES), path)
+    faultfs.clear()
+    assert_works(blocks_handle, faultfs.path)
+
+
+def test_a_write_that_moves_nothing_is_an_error_not_a_hang(
+    blocks_handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes
+) -> None:
+    path = faultfs.path / "file"
+    faultfs.order(Fault("write", start=BLOCK, end=2 * BLOCK, short=0))
+    with pytest.raises(tensorferry.StorageError) as caught:
+        transfer(blocks_handle, "write", random_bytes(NBYTES), path)
+    assert caught.value.errno
+    assert caught.value.expected == NBYTES
+    faultfs.clear()
+    assert_works(blocks_handle, faultfs.path)
+
+
+@covers("truncated_during")
+def test_a_read_that_meets_the_end_before_the_size_promised_raises_short_read(
+    blocks_handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes
+) -> None:
+    path = faultfs.path / "file"
+    random_bytes(NBYTES).tofile(path)
+    array = np.full(NBYTES, 7, np.uint8)
+    faultfs.order(Fault("read", start=5 * BLOCK, short=0))
+    with short_read(path, expected=NBYTES):
+        transfer(blocks_handle, "read", array, path)
+    faultfs.clear()
+    assert_works(blocks_handle, faultfs.path)
+
+
+@covers("truncated_during")
+@pytest.mark.parametrize("left", [0, 3 * BLOCK, 3 * BLOCK + 1234])
+def test_a_file_truncated_while_it_is_read_raises_short_read(
+    blocks_handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes, left: int
+) -> None:
+    path = faultfs.path / "file"
+    random_bytes(NBYTES).tofile(path)
+    array = np.full(NBYTES, 7, np.uint8)
+    faultfs.order(Fault("read", hold=True))
+    blocks_handle.async_pread(array, str(path))
+    faultfs.await_held()
+    os.truncate(faultfs.backing / "file", left)
+    faultfs.release()
+    with short_read(path, expected=NBYTES):
+        blocks_handle.wait()
+    assert_works(blocks_handle, faultfs.path)
+
+
+@covers("truncated_during")
+def test_a_file_on_disk_truncated_while_it_is_read_gives_its_bytes_or_short_read(
+    handle: Handle, directory: pathlib.Path
+) -> None:
+    """The file has no zeros: silent ones would be found."""
+    path = directory / "file"
+    data = np.full(16 << 20, 5, np.uint8)
+    short_reads = 0
+    for attempt in range(10):
+        data.tofile(path)
+        targets = [np.full(16 << 20, 7, np.uint8) for _ in range(3)]
+        truncating = threading.Thread(target=os.truncate, args=(path, attempt * 1_000_001))
+        try:
+            for target in targets:
+                handle.async_pread(target, str(path))
+            truncating.start()
+            assert handle.wait() == 3
+        except tensorferry.ShortReadError as error:
+            short_reads += error.transferred < error.expected
+            handle.wait()
+        else:
+            for target in targets:
+                assert_equal(target, data)
+        if truncating.ident is not None:
+            truncating.join()
+        assert not any((target == 0).any() for target in targets)
+    print(f"{short_reads} of 10 attempts met the new end")
+    assert_works(handle, directory)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_slow_blocks_delay_a_transfer_and_nothing_else(
+    blocks_handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes, op: str
+) -> None:
+    path = faultfs.path / "file"
+    wanted = random_bytes(NBYTES)
+    wanted.tofile(path)
+    array = random_bytes(NBYTES)
+    faultfs.order(Fault(op, start=BLOCK, end=3 * BLOCK, delay_s=0.1))
+    assert transfer(blocks_handle, op, array, path) == 1
+    if op == "read":
+        assert_equal(array, wanted)
+    assert_equal(contents(path), array)
+
+
+def test_a_failed_fsync_is_raised(
+    engine: str, faultfs: FaultFS, random_bytes: RandomBytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
+    path = faultfs.path / "file"
+    faultfs.order(Fault("fsync", error=errno.EIO))
+    array = random_bytes(NBYTES)
+    with storage_error(errno.EIO, path):
+        tensorferry.write(path, array, sync=True)
+    with tensorferry.open(path, "r+", engine=engine) as file, storage_error(errno.EIO, path):
+        file.sync()
+    faultfs.clear()
+    tensorferry.write(path, array, sync=True)
+    assert faultfs.requests("fsync")
+    assert_equal(contents(path), array)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENFILE, errno.EIO])
+def test_an_open_that_fails_is_raised(
+    handle: Handle, faultfs: FaultFS, directory: pathlib.Path, number: int
+) -> None:
+    path = faultfs.path / "file"
+    path.write_bytes(bytes(4096))
+    faultfs.order(Fault("open", error=number))
+    for call in (handle.sync_pread, handle.sync_pwrite, handle.async_pread, handle.async_pwrite):
+        with storage_error(number, path):
+            call(np.zeros(4096, np.uint8), str(path))
+    assert_works(handle, directory)
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_a_file_system_without_fallocate_is_written(
+    handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes, number: int
+) -> None:
+    path = faultfs.path / "file"
+    array = random_bytes(NBYTES + 7)
+    faultfs.order(Fault("fallocate", error=number))
+    assert handle.sync_pwrite(array, str(path), 5) == 1
+    assert_equal(contents(path)[5:], array)
+
+
+def test_no_space_for_preallocation_is_raised(
+    handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes
+) -> None:
+    """A file system that has no space for the whole file, or at least has none to promise."""
+    path = faultfs.path / "file"
+    array = random_bytes(NBYTES)
+    faultfs.order(Fault("fallocate", error=errno.ENOSPC), Fault("write", error=errno.ENOSPC))
+    with storage_error(errno.ENOSPC, path, expected=NBYTES):
+        handle.async_pwrite(array, str(path))
+        handle.wait()
+    faultfs.clear()
+    assert_works(handle, faultfs.path)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_read_many_and_write_many_raise_and_leave_the_other_files_complete(
+    engine: str,
+    faultfs: FaultFS,
+    random_bytes: RandomBytes,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
+    arrays = [random_bytes(10_007) for _ in range(20)]
+    paths = [faultfs.path / f"file{index}" for index in range(20)]
+    faultfs.order(Fault("write", name="file7", error=number))
+    with storage_error(number, paths[7], expected=10_007):
+        tensorferry.write_many(list(zip(paths, arrays, strict=True)))
+    for index, (path, array) in enumerate(zip(paths, arrays, strict=True)):
+        if index != 7:
+            assert_equal(contents(path), array)
+    faultfs.clear()
+    tensorferry.write_many(list(zip(paths, arrays, strict=True)))
+    targets = [np.zeros(10_007, np.uint8) for _ in range(20)]
+    faultfs.order(Fault("read", name="file3", error=number))
+    with storage_error(number, paths[3], expected=10_007):
+        tensorferry.read_many(list(zip(paths, targets, strict=True)))
+    for index, (target, array) in enumerate(zip(targets, arrays, strict=True)):
+        if index != 3:
+            assert_equal(target, array)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_future_raises_what_its_own_transfer_met(
+    engine: str, faultfs: FaultFS, random_bytes: RandomBytes, op: str
+) -> None:
+    path = faultfs.path / "file"
+    data = random_bytes(NBYTES)
+    data.tofile(path)
+    faultfs.order(Fault(op, start=NBYTES // 2, error=errno.EIO))
+    with tensorferry.open(path, "r+", engine=engine, block_size=BLOCK) as file:
+        submit = file.read_into if op == "read" else file.write_from
+        lower, upper = data[: NBYTES // 2].copy(), data[NBYTES // 2 :].copy()
+        good, bad = submit(lower, 0), submit(upper, NBYTES // 2)
+        good.result()
+        with storage_error(errno.EIO, path, expected=NBYTES // 2) as caught:
+            bad.result()
+        assert caught.value.offset >= NBYTES // 2
+        assert isinstance(bad.exception(), tensorferry.StorageError)
+        assert bad.done()
+        faultfs.clear()
+        target = np.zeros_like(data)
+        file.read(target)
+        assert_equal(target, data)
+
+
+def test_a_future_times_out_and_completes_later(
+    engine: str, faultfs: FaultFS, random_bytes: RandomBytes
+) -> None:
+    path = faultfs.path / "file"
+    data = random_bytes(10_000)
+    data.tofile(path)
+    faultfs.order(Fault("read", hold=True))
+    with tensorferry.open(path, engine=engine) as file:
+        target = np.zeros(10_000, np.uint8)
+        future = file.read_into(target)
+        with pytest.raises(TimeoutError):
+            future.result(timeout=0.05)
+        with pytest.raises(TimeoutError):
+            future.exception(timeout=0)
+        assert not future.done()
+        faultfs.release()
+        future.result(timeout=30)
+        assert future.exception() is None
+    assert_equal(target, data)

@@ -1,0 +1,189 @@
+"""A thousand repetitions of each fault leave no descriptor, memory, lock or object behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import tensorferry
+from tests.support.expect import assert_works
+from tests.support.faultfs import Fault, FaultFS
+from tests.support.leaks import nothing_leaks
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable
+
+    from tests.conftest import MakeHandle
+
+REPETITIONS = 1000
+WARM_UP_REPETITIONS = 100
+NBYTES = 12_003
+BLOCK = 4096
+
+
+@dataclass
+class Stage:
+    """Where the faults of one test are played."""
+
+    handle: tensorferry.aio_handle
+    engine: str
+    directory: pathlib.Path
+    target: object
+
+    def raises(self, number: int, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except tensorferry.StorageError as error:
+            if number not in (error.errno, 0):
+                raise
+        else:
+            raise AssertionError("nothing was raised")
+
+
+def _missing(stage: Stage) -> None:
+    path = str(stage.directory / "missing")
+    stage.raises(errno.ENOENT, lambda: stage.handle.sync_pread(stage.target, path))
+    stage.raises(errno.ENOENT, lambda: stage.handle.async_pread(stage.target, path))
+    stage.raises(errno.ENOENT, lambda: tensorferry.read(path, stage.target))
+    stage.raises(errno.ENOENT, lambda: tensorferry.open(path, engine=stage.engine))
+
+
+def _past_the_end(stage: Stage) -> None:
+    path = str(stage.directory / "short")
+    stage.raises(0, lambda: stage.handle.sync_pread(stage.target, path))
+    stage.raises(0, lambda: stage.handle.async_pread(stage.target, path))
+    with tensorferry.open(path, engine=stage.engine) as file:
+        stage.raises(0, lambda: file.read(stage.target))
+
+
+def _wrong_arguments(stage: Stage) -> None:
+    path = str(stage.directory / "short")
+    for arguments in ((stage.target, path, -1), (None, path), (stage.target, None)):
+        try:
+            stage.handle.async_pwrite(*arguments)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            continue
+        raise AssertionError("nothing was raised")
+    stage.raises(errno.EBADF, lambda: stage.handle.async_pwrite(stage.target, 987_654))
+
+
+def _abandoned(stage: Stage) -> None:
+    handle = tensorferry.aio_handle(engine=stage.engine, queue_depth=4)
+    handle.async_pwrite(np.ones(NBYTES, np.uint8), str(stage.directory / "abandoned"))
+
+
+def _new_handle(stage: Stage) -> None:
+    with tensorferry.aio_handle(engine=stage.engine, queue_depth=4) as handle:
+        handle.sync_pread(bytearray(100), str(stage.directory / "short"))
+
+
+def _transfers(stage: Stage) -> None:
+    path = str(stage.directory / "transfers")
+    stage.handle.sync_pwrite(stage.target, path, 3)
+    stage.handle.async_pread(stage.target, path, 3)
+    stage.handle.wait()
+    with tensorferry.open(path, "r+", engine=stage.engine) as file:
+        file.write_from(stage.target, 5).result()
+        future = file.read_into(stage.target, 5)
+        future.add_done_callback(lambda _: None)
+        future.result()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [_missing, _past_the_end, _wrong_arguments, _abandoned, _new_handle, _transfers],
+    ids=lambda fault: fault.__name__.strip("_"),
+)
+def test_a_thousand_repetitions_leak_nothing(
+    engine: str,
+    make_handle: MakeHandle,
+    directory: pathlib.Path,
+    fault: Callable[[Stage], None],
+) -> None:
+    (directory / "short").write_bytes(bytes(1000))
+    stage = Stage(make_handle(), engine, directory, np.zeros(NBYTES, np.uint8))
+    for _ in range(WARM_UP_REPETITIONS):
+        fault(stage)
+    with nothing_leaks():
+        for _ in range(REPETITIONS):
+            fault(stage)
+    assert_works(stage.handle, directory)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize(
+    ("fault", "number"),
+    [
+        (Fault("", start=BLOCK, error=errno.EIO), errno.EIO),
+        (Fault("", start=2 * BLOCK, error=errno.ENOSPC), errno.ENOSPC),
+        (Fault("", start=BLOCK, short=0), 0),
+        (Fault("", start=BLOCK, short=1000), None),
+    ],
+    ids=["EIO", "ENOSPC", "moves nothing", "short"],
+)
+def test_a_thousand_failures_of_the_drive_leak_nothing(
+    make_handle: MakeHandle, faultfs: FaultFS, op: str, fault: Fault, number: int | None
+) -> None:
+    handle = make_handle(block_size=BLOCK)
+    path = faultfs.path / "file"
+    array = np.zeros(NBYTES, np.uint8)
+    array.tofile(path)
+    fault.op = op
+    submit = handle.async_pread if op == "read" else handle.async_pwrite
+
+    def provoke() -> None:
+        submit(array, str(path))
+        try:
+            handle.wait()
+        except tensorferry.StorageError as error:
+            if number not in (error.errno, 0):
+                raise
+        else:
+            assert number is None
+
+    faultfs.order(fault)
+    for _ in range(WARM_UP_REPETITIONS):
+        provoke()
+    with nothing_leaks():
+        for _ in range(REPETITIONS):
+            provoke()
+    faultfs.clear()
+    assert_works(handle, faultfs.path)
+
+
+def test_a_thousand_writes_to_a_full_ext4_leak_nothing(
+    make_handle: MakeHandle, small_ext4: pathlib.Path
+) -> None:
+    handle = make_handle()
+    size = 1 << 20
+    filler = small_ext4 / "filler"
+    with filler.open("wb") as file:
+        with pytest.raises(OSError, match="No space"):
+            while True:
+                os.write(file.fileno(), bytes(size))
+    array = np.zeros(size, np.uint8)
+    path = small_ext4 / "file"
+
+    def provoke() -> None:
+        try:
+            handle.sync_pwrite(array, str(path))
+        except tensorferry.StorageError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        else:
+            raise AssertionError("nothing was raised")
+
+    for _ in range(WARM_UP_REPETITIONS):
+        provoke()
+    with nothing_leaks():
+        for _ in range(REPETITIONS):
+            provoke()
+    filler.unlink()
+    path.unlink(missing_ok=True)
+    assert_works(handle, small_ext4)

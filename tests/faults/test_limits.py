@@ -1,0 +1,98 @@
+"""Limits of the system reached: descriptors, locked memory, Linux AIO contexts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import shutil
+import tempfile
+from typing import TYPE_CHECKING
+
+import pytest
+
+import tensorferry
+from tests.faults.table import covers
+from tests.support import child
+from tests.support.expect import assert_works
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import MakeHandle
+
+PROGRAMS = "tests.faults.programs"
+
+
+@pytest.fixture
+def open_directory() -> Iterator[pathlib.Path]:
+    """A directory that every user can enter and write."""
+    path = pathlib.Path(tempfile.mkdtemp(prefix="tensorferry-test-"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+@covers("fd_exhaustion", "fd_leak_per_async")
+def test_more_files_than_descriptors_are_written_and_read(
+    engine: str, directory: pathlib.Path
+) -> None:
+    program = f"{PROGRAMS}:few_descriptors"
+    child.call(program, engine=engine, directory=directory, limit=64, count=500)
+
+
+@covers("fd_exhaustion")
+def test_no_descriptor_left_raises_emfile_and_leaks_none(
+    engine: str, directory: pathlib.Path
+) -> None:
+    ended = child.call(f"{PROGRAMS}:no_descriptors", engine=engine, directory=directory)
+    path = str(directory / "file")
+    assert ended.result["errors"] == [[errno.EMFILE, path]] * 400
+    assert ended.result["grown"] == 0
+
+
+@covers("nonroot_unpinned_16MB", "nonroot_locked_16MB")
+@pytest.mark.parametrize("limit", [0, 64 << 10, 8 << 20])
+def test_an_ordinary_user_with_little_lockable_memory_writes_and_reads(
+    engine: str, open_directory: pathlib.Path, limit: int
+) -> None:
+    pytest.importorskip("torch")
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    program = f"{PROGRAMS}:little_lockable_memory"
+    ended = child.call(program, engine=engine, directory=open_directory, limit=limit)
+    assert ended.result["engine"] == engine
+    assert ended.result["uid"] == 65534
+    assert len(ended.result["warnings"]) == 1, ended.result["warnings"]
+    assert "lock" in ended.result["warnings"][0]
+
+
+@covers("many_handles_aio_max_nr", "default_handles_until_aio_max")
+def test_when_linux_aio_has_no_context_left_libaio_is_refused_and_auto_goes_on(
+    engine: str, directory: pathlib.Path
+) -> None:
+    if engine != "libaio":
+        pytest.skip("the limit is Linux AIO's; the other engines are tested beside it")
+    ended = child.call(f"{PROGRAMS}:exhaust_aio_contexts", directory=directory)
+    assert "aio-max-nr" in ended.result["refusal"]
+    assert ended.result["handles"] >= 1
+    assert ended.result["engine"] == "threads"
+    assert set(ended.result["refusals"]) == {"io_uring", "libaio"}
+    assert "aio-max-nr" in ended.result["refusals"]["libaio"]
+    assert "seccomp" in ended.result["refusals"]["io_uring"]
+
+
+@covers("many_handles_aio_max_nr")
+def test_four_hundred_handles_with_deep_queues_exist_or_are_refused_with_a_reason(
+    engine: str, make_handle: MakeHandle, directory: pathlib.Path
+) -> None:
+    handles = []
+    for _ in range(400):
+        try:
+            handles.append(make_handle(queue_depth=512))
+        except tensorferry.EngineUnavailableError as error:
+            if engine != "libaio" or "aio-max-nr" not in str(error):
+                raise
+            break
+    assert_works(handles[0], directory)
+    assert_works(handles[-1], directory)

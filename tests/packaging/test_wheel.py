@@ -1,0 +1,154 @@
+"""What `pip install` gives a user: a wheel that works alone, sources that say what they miss.
+
+TENSORFERRY_WHEEL names a wheel that is there already; without it, one is built here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.slow
+
+# What every Linux with a C++ runtime has; nothing else may be needed, liburing least of all.
+SYSTEM_LIBRARIES = {"libc", "libm", "libgcc_s", "libstdc++", "libpthread", "libdl", "librt"} | {
+    "ld-linux-x86-64",
+    "ld-linux-aarch64",
+}
+
+MOVE_A_FILE = """
+import sys
+import tensorferry
+
+path = sys.argv[1]
+data = bytes(range(256)) * 4097 + b"ragged end"
+tensorferry.write(path, data)
+with open(path, "rb") as file:
+    assert file.read() == data
+
+buffer = bytearray(len(data))
+assert tensorferry.read(path, buffer) is buffer
+assert buffer == data
+
+part = bytearray(1000)
+tensorferry.read(path, part, offset=4097)
+assert part == data[4097:5097]
+
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+print(tensorferry.__file__)
+"""
+
+
+def run(
+    *command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = os.environ.get("TENSORFERRY_WHEEL")
+    if given:
+        return Path(given).resolve()
+    pytest.importorskip("auditwheel")
+    out = tmp_path_factory.mktemp("wheel")
+    script = ROOT / "tools" / "build_wheels.py"
+    built = run(sys.executable, script, "--no-isolation", "--out", out, sys.executable)
+    assert built.returncode == 0, built.stdout
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment that holds the wheel and nothing else."""
+    venv = tmp_path_factory.mktemp("empty") / "venv"
+    made = run(sys.executable, "-m", "venv", venv)
+    assert made.returncode == 0, made.stdout
+    # No index, nor one that the environment names: a package that the wheel needed is not found.
+    pip = [venv / "bin/python", "-m", "pip", "--isolated"]
+    done = run(*pip, "install", "--no-index", wheel)
+    assert done.returncode == 0, done.stdout
+    return venv
+
+
+def bare_environment(venv: Path) -> dict[str, str]:
+    """An environment in which no compiler, and nothing of this one's settings, can be found."""
+    return {"PATH": str(venv / "bin"), "HOME": str(venv), "LC_ALL": "C.UTF-8"}
+
+
+def test_wheel_moves_a_file_without_torch_numpy_or_compiler(
+    installed: Path, tmp_path: Path
+) -> None:
+    command = [installed / "bin/python", "-c", MOVE_A_FILE, tmp_path / "data.bin"]
+    done = run(*command, env=bare_environment(installed), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert Path(done.stdout.strip()).is_relative_to(installed)
+
+
+def test_wheel_needs_only_the_c_and_cpp_libraries(installed: Path) -> None:
+    (core,) = installed.glob("lib/python*/site-packages/tensorferry/_core*.so")
+    dynamic = run("readelf", "--dynamic", "--wide", core)
+    assert dynamic.returncode == 0, dynamic.stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.+?)\.so", dynamic.stdout)
+    assert "libc" in needed
+    assert set(needed) <= SYSTEM_LIBRARIES
+
+
+def test_wheel_holds_types_and_license_and_bundles_no_library(wheel: Path) -> None:
+    listing = run(sys.executable, "-m", "zipfile", "--list", wheel)
+    assert listing.returncode == 0, listing.stdout
+    names = [line.split()[0] for line in listing.stdout.splitlines()[1:]]
+    assert "tensorferry/py.typed" in names
+    assert "tensorferry/_core.pyi" in names
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert not [name for name in names if ".libs/" in name]
+    assert "manylinux" in wheel.name or "musllinux" in wheel.name
+
+
+def test_source_build_without_liburing_names_the_package_to_install(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core")
+    settings = {
+        "build-dir": str(tmp_path / "build"),
+        "cmake.define.Liburing_ROOT": str(tmp_path / "nothing"),
+        "cmake.define.TENSORFERRY_LIBURING_ONLY_ROOT": "ON",
+    }
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command += [f"--config-settings={name}={value}" for name, value in settings.items()]
+    done = run(*command, "--wheel-dir", tmp_path, ROOT)
+    assert done.returncode != 0
+    assert "apt-get install liburing-dev" in done.stdout
+    assert "dnf install liburing-devel" in done.stdout
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_sdist_holds_what_a_build_needs_and_no_more(tmp_path: Path) -> None:
+    pytest.importorskip("build")
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path]
+    done = run(*command, ROOT)
+    assert done.returncode == 0, done.stdout
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/**/*.h"), *ROOT.glob("src/**/*.py")]
+    assert {str(path.relative_to(ROOT)) for path in sources} <= names
+    assert {"CMakeLists.txt", "pyproject.toml", "LICENSE", "cmake/FindLiburing.cmake"} <= names
+    assert not {name for name in names if name.startswith(("tests/", "build/", ".venv/"))}

@@ -1,0 +1,80 @@
+"""The whole suite passes where seccomp forbids io_uring, and where it forbids Linux AIO as well."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import pytest
+
+from tests.support import child
+
+ROOT = pathlib.Path(__file__).parents[2]
+TIMEOUT_S = 540
+PASSED_MIN = 500
+
+FILTERS = {"libaio": ["io_uring"], "threads": ["io_uring", "aio"]}
+BLOCKED_ENGINE = {"io_uring": "io_uring", "aio": "libaio"}
+
+# Not the tests of the package, which build it; nor what takes long and knows no engine.
+LEFT_OUT = ["tests/seccomp", "tests/packaging", "tests/cpp", "tests/gpu"]
+
+
+def under_seccomp(engine: str) -> list[str]:
+    """Return the command that runs another where engine is the best one left."""
+    pytest.importorskip("pyseccomp")
+    command = [sys.executable, "-m", "tests.support.seccomp"]
+    for group in FILTERS[engine]:
+        command += ["--block", group]
+    return [*command, "--"]
+
+
+@pytest.mark.parametrize("engine", FILTERS)
+def test_the_best_engine_left_is_chosen_and_the_refusals_name_seccomp_and_a_remedy(
+    engine: str, directory: pathlib.Path
+) -> None:
+    ended = child.call(
+        "tests.faults.programs:report_engine", prefix=under_seccomp(engine), directory=directory
+    )
+    assert ended.result["engine"] == engine
+    blocked = {BLOCKED_ENGINE[group] for group in FILTERS[engine]}
+    assert set(ended.result["refusals"]) == blocked
+    assert set(ended.result["forced"]) == blocked
+    assert {name for name, refusal in ended.result["engines"].items() if refusal} == blocked
+    for reports in ("refusals", "forced", "engines"):
+        for name in blocked:
+            reason = ended.result[reports][name]
+            assert "seccomp" in reason
+            assert ";" in reason, "a reason, then a remedy"
+            assert len(reason.split(";")[1]) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize("engine", FILTERS)
+def test_the_suite_passes(engine: str, tmp_path: pathlib.Path) -> None:
+    report = tmp_path / "report.xml"
+    command = [*under_seccomp(engine), sys.executable, "-m", "pytest", "tests", "-q", "-x"]
+    command += ["-m", "not slow and not gpu", "-p", "no:cacheprovider"]
+    command += [f"--ignore={path}" for path in LEFT_OUT]
+    command += [f"--junitxml={report}", f"--basetemp={tmp_path / 'suite'}"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORFERRY_TEST_REQ")}
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert ended.returncode == 0, ended.stdout[-20_000:]
+    suite = xml.etree.ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
+    print(f"{total - skipped} tests passed on {engine}, {skipped} were skipped")
+    assert int(suite.get("failures", 0)) == int(suite.get("errors", 0)) == 0
+    assert total - skipped >= PASSED_MIN

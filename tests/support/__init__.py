@@ -1,0 +1,1 @@
+"""Helpers of the tests: faults made on demand, leak checks, child processes."""

@@ -1,0 +1,97 @@
+"""What the fault tests expect of every error, and of a handle that has met one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import tensorferry
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+    from tests.support.data import Bytes
+
+
+@contextlib.contextmanager
+def storage_error(
+    errors: int | tuple[int, ...],
+    path: os.PathLike[str],
+    *,
+    expected: int | None = None,
+    kind: type[tensorferry.StorageError] = tensorferry.StorageError,
+) -> Iterator[pytest.ExceptionInfo[tensorferry.StorageError]]:
+    """Expect a StorageError that is complete: errno, file, offset, expected, transferred."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    error = caught.value
+    numbers = errors if isinstance(errors, tuple) else (errors,)
+    assert error.errno in numbers, f"{error!r} has errno {error.errno}, not one of {numbers}"
+    assert os.fsdecode(error.filename) == str(path)
+    assert str(path) in str(error)
+    assert os.strerror(error.errno) in str(error)
+    assert isinstance(error.offset, int)
+    assert error.offset >= 0
+    if expected is not None:
+        assert error.expected == expected
+        assert 0 <= error.transferred < expected
+
+
+@contextlib.contextmanager
+def short_read(
+    path: os.PathLike[str], *, expected: int, transferred: int | None = None
+) -> Iterator[None]:
+    """Expect a ShortReadError that names the file and says how far the read came."""
+    with pytest.raises(tensorferry.ShortReadError) as caught:
+        yield
+    error = caught.value
+    assert os.fsdecode(error.filename) == str(path)
+    assert str(path) in str(error)
+    assert error.expected == expected
+    assert 0 <= error.transferred < expected
+    if transferred is not None:
+        assert error.transferred == transferred
+
+
+def assert_works(handle: tensorferry.aio_handle, directory: pathlib.Path) -> None:
+    """Check that nothing is pending on handle, and that it writes and reads a file."""
+    assert handle.wait() == 0
+    path = directory / "still-works"
+    written = np.arange(10007, dtype=np.uint32).view(np.uint8)
+    read = np.zeros_like(written)
+    assert handle.sync_pwrite(written, str(path)) == 1
+    handle.async_pread(read, str(path))
+    assert handle.wait() == 1
+    assert_equal(read, written)
+    assert_equal(contents(path), written)
+    path.unlink()
+
+
+def assert_equal(actual: Any, wanted: Any) -> None:
+    """Compare bytes; say where the first difference lies rather than print everything."""
+    actual, wanted = (np.frombuffer(as_bytes(array), np.uint8) for array in (actual, wanted))
+    assert actual.size == wanted.size, f"{actual.size} bytes instead of {wanted.size}"
+    different = np.flatnonzero(actual != wanted)
+    if different.size:
+        raise AssertionError(f"{different.size} bytes differ, the first at {different[0]}")
+
+
+def as_bytes(array: Any) -> Any:
+    """Return the bytes of a torch tensor, NumPy array or buffer, in C order."""
+    if hasattr(array, "detach"):  # a torch tensor
+        import torch
+
+        return array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if not isinstance(array, np.ndarray):
+        return memoryview(array).cast("B")
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def contents(path: pathlib.Path) -> Bytes:
+    """Return the bytes of a file as the kernel gives them."""
+    return np.fromfile(path, np.uint8)

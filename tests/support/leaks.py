@@ -1,0 +1,98 @@
+"""What a process holds: descriptors, locked and resident memory, threads, Python objects."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pathlib
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SETTLE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this process holds at one moment."""
+
+    descriptors: int
+    locked_nbytes: int  # mlock, and pages registered with io_uring
+    resident_nbytes: int
+    threads: int
+    objects: int
+
+    @staticmethod
+    def now() -> Holdings:
+        """Count, after collecting garbage."""
+        gc.collect()
+        status = _status()
+        return Holdings(
+            descriptors=count_descriptors(),
+            locked_nbytes=status["VmLck"] + status["VmPin"],
+            resident_nbytes=status["VmRSS"],
+            threads=len(list(pathlib.Path("/proc/self/task").iterdir())),
+            objects=sys.getallocatedblocks(),
+        )
+
+
+def count_descriptors() -> int:
+    """Return how many descriptors this process has open, that of the counting aside."""
+    return len(list(pathlib.Path("/proc/self/fd").iterdir())) - 1
+
+
+def descriptors() -> list[str]:
+    """Return what the open descriptors of this process lead to."""
+    targets = []
+    for link in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            targets.append(str(link.readlink()))
+    return sorted(targets)
+
+
+@contextlib.contextmanager
+def nothing_leaks(
+    *, resident_slack_nbytes: int = 8 << 20, objects_slack: int = 500
+) -> Iterator[None]:
+    """Fail if the process holds more at the end of the block than at its beginning.
+
+    Warm up before: pools, threads and caches that grow once and then stay are no leaks.
+    """
+    targets = descriptors()
+    before = Holdings.now()
+    yield
+    _settle(lambda: _excess(before, resident_slack_nbytes, objects_slack) == "")
+    excess = _excess(before, resident_slack_nbytes, objects_slack)
+    assert not excess, f"leaked {excess}; descriptors before {targets}, after {descriptors()}"
+
+
+def _excess(before: Holdings, resident_slack_nbytes: int, objects_slack: int) -> str:
+    after = Holdings.now()
+    slack = Holdings(0, 0, resident_slack_nbytes, 0, objects_slack)
+    grown = []
+    for name, allowed in vars(slack).items():
+        growth = getattr(after, name) - getattr(before, name)
+        if growth > allowed:
+            grown.append(f"{growth} {name}")
+    return ", ".join(grown)
+
+
+def _settle(done: Callable[[], bool]) -> None:
+    """Give threads that are ending, and the kernel, a moment."""
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _status() -> dict[str, int]:
+    values = {}
+    with open("/proc/self/status") as status:
+        for line in status:
+            name, _, value = line.partition(":")
+            if name.startswith("Vm"):
+                values[name] = int(value.split()[0]) * 1024
+    return values

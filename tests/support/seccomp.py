@@ -1,0 +1,57 @@
+"""Runs a command as a container would whose seccomp profile forbids io_uring, Linux AIO, or both.
+
+`python -m tests.support.seccomp --block io_uring --block aio -- command...`
+
+The forbidden system calls fail with EPERM, as with Docker's default profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SYSTEM_CALLS = {
+    "io_uring": ["io_uring_setup", "io_uring_enter", "io_uring_register"],
+    "aio": [
+        "io_setup",
+        "io_submit",
+        "io_getevents",
+        "io_pgetevents",
+        "io_cancel",
+        "io_destroy",
+    ],
+}
+
+
+def block(groups: Iterable[str]) -> None:
+    """Forbid the system calls of these groups to this process and all that it starts."""
+    import pyseccomp
+
+    filter_ = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    filter_.set_attr(pyseccomp.Attr.CTL_TSYNC, True)  # also for the threads that already run
+    if os.geteuid() == 0:
+        filter_.set_attr(pyseccomp.Attr.CTL_NNP, False)  # set-user-ID helpers go on working
+    for group in groups:
+        for name in SYSTEM_CALLS[group]:
+            filter_.add_rule(pyseccomp.ERRNO(errno.EPERM), name)
+    filter_.load()
+
+
+def main() -> None:
+    """Install the filter and become the command."""
+    parser = argparse.ArgumentParser(prog="tests.support.seccomp", description=__doc__)
+    parser.add_argument("--block", action="append", default=[], choices=sorted(SYSTEM_CALLS))
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    block(options.block)
+    os.execvp(options.command[0], options.command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
