@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes."""
-    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+    return tensor.view(torch.uint8).numpy().data.cast("B")
 
 
 def ordinary_tensor(nbytes: int, misalignment: int | None = None) -> torch.Tensor:

@@ -19,7 +19,7 @@ class Handle(TransferPeer):
     def __init__(self, nbytes: int, locked: bool) -> None:
         # the op is compiled at first use, with the ninja of this environment
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        from deepspeed.ops.op_builder import AsyncIOBuilder
+        from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-untyped]
 
         try:
             self.module = AsyncIOBuilder().load(verbose=False)

@@ -40,8 +40,9 @@ constexpr milliseconds signal_interval{40};
 
 nb::object exception_of(const Fault& fault, size_t failed_transfers = 1) {
   return nb::module_::import_("tensorferry.errors")
-      .attr("storage_error")(fault.error_number, fault.operation, nb::bytes(fault.path.data(), fault.path.size()), fault.offset, fault.expected,
-                             fault.transferred, fault.end_of_file, fault.hint, failed_transfers);
+      .attr("storage_error")(fault.error_number, fault.operation, nb::bytes(fault.path.data(), fault.path.size()),
+                             fault.offset, fault.expected, fault.transferred, fault.end_of_file, fault.hint,
+                             failed_transfers);
 }
 
 [[noreturn]] void raise(nb::object exception) {
@@ -61,10 +62,9 @@ bool wait_interruptibly(std::optional<double> timeout_seconds, Step step) {
   using clock = std::chrono::steady_clock;
   // Longer than a century is for ever, and fits the clock.
   const bool forever = !timeout_seconds || *timeout_seconds > 3e9;
-  const auto deadline =
-      forever ? clock::time_point::max()
-              : clock::now() + std::chrono::duration_cast<clock::duration>(
-                                   std::chrono::duration<double>(std::max(*timeout_seconds, 0.0)));
+  const auto deadline = forever ? clock::time_point::max()
+                                : clock::now() + std::chrono::duration_cast<clock::duration>(
+                                                     std::chrono::duration<double>(std::max(*timeout_seconds, 0.0)));
   while (true) {
     milliseconds slice = signal_interval;
     if (!forever) {
@@ -108,7 +108,7 @@ struct PyCompletionQueue {
 };
 
 PyFile open_file(nb::str path, bool read, bool write, bool create, bool exclusive, bool truncate,
-                                const std::string& direct) {
+                 const std::string& direct) {
   const std::string name = path_of(path);
   const OpenOptions options{read, write, create, exclusive, truncate, direct_mode_of(direct)};
   auto file = [&] {
@@ -127,8 +127,8 @@ PyFile file_from_descriptor(int descriptor, bool write, const std::string& direc
 
 nb::object path_object(const PyFile& self) {
   const File& file = *self.core;
-  nb::object path = nb::steal(
-      PyUnicode_DecodeFSDefaultAndSize(file.path().data(), static_cast<Py_ssize_t>(file.path().size())));
+  nb::object path =
+      nb::steal(PyUnicode_DecodeFSDefaultAndSize(file.path().data(), static_cast<Py_ssize_t>(file.path().size())));
   if (!path.is_valid()) throw nb::python_error();
   return path;
 }
@@ -178,12 +178,11 @@ class PyScheduler {
     (void)core_->close(close_patience);
   }
 
-  PyRequest submit(const std::vector<std::tuple<PyFile, uintptr_t, uint64_t, uint64_t>>& pieces,
-                   bool write, bool truncate, bool sync, nb::object owner, bool blocking) {
+  PyRequest submit(const std::vector<std::tuple<PyFile, uintptr_t, uint64_t, uint64_t>>& pieces, bool write,
+                   bool truncate, bool sync, nb::object owner, bool blocking) {
     check_usable();
     reap();
-    wait_interruptibly(std::nullopt,
-                       [&](milliseconds slice) { return core_->wait_for_room(pieces.size(), slice); });
+    wait_interruptibly(std::nullopt, [&](milliseconds slice) { return core_->wait_for_room(pieces.size(), slice); });
     auto request = std::make_shared<Request>(core_->next_request_id(), pieces.size());
     std::vector<std::shared_ptr<Transfer>> transfers;
     transfers.reserve(pieces.size());
@@ -299,7 +298,7 @@ std::vector<std::pair<std::string, std::optional<std::string>>> probe_engines() 
 }
 
 // Page-aligned memory as a uint8 array that owns it, by DLPack and the buffer protocol; and whether it is locked.
-std::pair<nb::ndarray<uint8_t, nb::ndim<1>, nb::device::cpu>, bool> allocate(size_t nbytes, bool lock) {
+std::pair<nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu>, bool> allocate(size_t nbytes, bool lock) {
   auto allocation = [&] {
     nb::gil_scoped_release release;
     return Allocation::create(nbytes, lock ? Locking::wanted : Locking::none);
@@ -312,7 +311,7 @@ std::pair<nb::ndarray<uint8_t, nb::ndim<1>, nb::device::cpu>, bool> allocate(siz
   char* data = allocation->data();
   nb::capsule owner(new std::shared_ptr<Allocation>(std::move(allocation)),
                     [](void* kept) noexcept { delete static_cast<std::shared_ptr<Allocation>*>(kept); });
-  return {nb::ndarray<uint8_t, nb::ndim<1>, nb::device::cpu>(data, {nbytes}, owner), locked};
+  return {nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu>(data, {nbytes}, owner), locked};
 }
 
 bool is_locked(uintptr_t address, size_t nbytes) {
@@ -361,7 +360,7 @@ NB_MODULE(_core, module) {
   module.doc() = "The native core of tensorferry: see csrc/. Use the package's public names instead.";
 
   nb::class_<PyFile>(module, "File")
-      .def_prop_ro("path", path_object)
+      .def_prop_ro("path", path_object, nb::sig("def path(self) -> str"))
       .def_prop_ro("direct", [](const PyFile& file) { return file.core->direct(); })
       .def_prop_ro("readable", [](const PyFile& file) { return file.core->readable(); })
       .def_prop_ro("writable", [](const PyFile& file) { return file.core->writable(); })
@@ -381,32 +380,42 @@ NB_MODULE(_core, module) {
              }();
              if (fault) raise(*fault);
            })
-      .def("truncate", [](const PyFile& file, uint64_t size) {
-        auto fault = [&] {
-          nb::gil_scoped_release release;
-          return file.core->truncate(size);
-        }();
-        if (fault) raise(*fault);
-      }, "size"_a);
+      .def(
+          "truncate",
+          [](const PyFile& file, uint64_t size) {
+            auto fault = [&] {
+              nb::gil_scoped_release release;
+              return file.core->truncate(size);
+            }();
+            if (fault) raise(*fault);
+          },
+          "size"_a);
 
   nb::class_<PyCompletionQueue>(module, "CompletionQueue")
       .def(nb::init<>())
       .def("fileno", [](const PyCompletionQueue& queue) { return queue.core->descriptor(); })
       .def("take", [](const PyCompletionQueue& queue) { return queue.core->take(); })
       .def("wake", [](const PyCompletionQueue& queue) { queue.core->wake(); })
-      .def("wait", [](const PyCompletionQueue& queue, double timeout_seconds) {
-        nb::gil_scoped_release release;
-        queue.core->wait(static_cast<int>(timeout_seconds * 1000));
-      }, "timeout_seconds"_a);
+      .def(
+          "wait",
+          [](const PyCompletionQueue& queue, double timeout_seconds) {
+            nb::gil_scoped_release release;
+            queue.core->wait(static_cast<int>(timeout_seconds * 1000));
+          },
+          "timeout_seconds"_a);
 
   nb::class_<PyRequest>(module, "Request")
       .def("done", [](const PyRequest& request) { return request.core->done(); })
       .def("wait", &PyRequest::wait, "timeout_seconds"_a.none() = nb::none())
-      .def("exception", &PyRequest::exception)
+      .def("exception", &PyRequest::exception,
+           nb::sig("def exception(self) -> tensorferry.errors.StorageError | None"))
       .def("cancel", [](const PyRequest& request) { request.core->cancel(); })
-      .def("notify", [](const PyRequest& request, const PyCompletionQueue& queue,
-                        uint64_t token) { request.core->notify(queue.core, token); },
-           "queue"_a, "token"_a);
+      .def(
+          "notify",
+          [](const PyRequest& request, const PyCompletionQueue& queue, uint64_t token) {
+            request.core->notify(queue.core, token);
+          },
+          "queue"_a, "token"_a);
 
   nb::class_<PyScheduler>(module, "Scheduler", nb::is_weak_referenceable())
       .def(nb::init<const std::string&, uint64_t, uint32_t, uint32_t, bool>(), "engine"_a, "block_nbytes"_a,
@@ -415,7 +424,8 @@ NB_MODULE(_core, module) {
       .def_prop_ro("refusals",
                    [](const PyScheduler& scheduler) {
                      std::vector<std::pair<std::string, std::string>> refusals;
-                     for (const auto& refusal : scheduler.refusals_) refusals.emplace_back(refusal.engine, refusal.reason);
+                     for (const auto& refusal : scheduler.refusals_)
+                       refusals.emplace_back(refusal.engine, refusal.reason);
                      return refusals;
                    })
       .def("submit", &PyScheduler::submit, "pieces"_a, "write"_a, "truncate"_a, "sync"_a, "owner"_a.none(),
@@ -426,7 +436,7 @@ NB_MODULE(_core, module) {
       .def("check_usable", &PyScheduler::check_usable)
       .def("belongs_to_this_process",
            [](const PyScheduler& scheduler) { return scheduler.core_->belongs_to_this_process(); })
-      .def("stats", &PyScheduler::stats)
+      .def("stats", &PyScheduler::stats, nb::sig("def stats(self) -> dict[str, typing.Any]"))
       .def("close", &PyScheduler::close);
 
   module.def("open_file", &open_file, "path"_a, "read"_a, "write"_a, "create"_a, "exclusive"_a, "truncate"_a,
@@ -442,5 +452,10 @@ NB_MODULE(_core, module) {
   module.def("fork_generation", &fork_generation);
   module.def("bounce_pool_nbytes", &BouncePool::process_pool_nbytes);
   module.def("set_bounce_pool_nbytes", &BouncePool::set_process_pool_nbytes, "nbytes"_a);
+  module.def("engine_names", [] {
+    std::vector<std::string> names;
+    for (const EngineKind& kind : engine_kinds()) names.emplace_back(kind.name);
+    return names;
+  });
   module.attr("MIN_BOUNCE_POOL_NBYTES") = BouncePool::min_nbytes;
 }

@@ -46,7 +46,8 @@ std::string refusal(const char* call, int error_number) {
            "--security-opt seccomp=unconfined";
   }
   if (error_number == ENOMEM) return reason + "likely cause: RLIMIT_MEMLOCK; remedy: ulimit -l unlimited";
-  if (error_number == EMFILE || error_number == ENFILE) return reason + "remedy: raise the descriptor limit (ulimit -n)";
+  if (error_number == EMFILE || error_number == ENFILE)
+    return reason + "remedy: raise the descriptor limit (ulimit -n)";
   return reason + "likely cause: a kernel that lacks a feature of io_uring";
 }
 
@@ -97,18 +98,10 @@ class IoUringEngine final : public Engine {
     }
     const auto nbytes = static_cast<unsigned>(std::min(block.nbytes, max_call_nbytes));
     switch (block.operation) {
-      case Operation::read:
-        ::io_uring_prep_read(entry, block.descriptor, block.memory, nbytes, block.offset);
-        break;
-      case Operation::write:
-        ::io_uring_prep_write(entry, block.descriptor, block.memory, nbytes, block.offset);
-        break;
-      case Operation::sync_data:
-        ::io_uring_prep_fsync(entry, block.descriptor, IORING_FSYNC_DATASYNC);
-        break;
-      case Operation::sync_all:
-        ::io_uring_prep_fsync(entry, block.descriptor, 0);
-        break;
+      case Operation::read: ::io_uring_prep_read(entry, block.descriptor, block.memory, nbytes, block.offset); break;
+      case Operation::write: ::io_uring_prep_write(entry, block.descriptor, block.memory, nbytes, block.offset); break;
+      case Operation::sync_data: ::io_uring_prep_fsync(entry, block.descriptor, IORING_FSYNC_DATASYNC); break;
+      case Operation::sync_all: ::io_uring_prep_fsync(entry, block.descriptor, 0); break;
     }
     ::io_uring_sqe_set_data(entry, &block);
     if (options_.single_submit) submit();
@@ -172,7 +165,7 @@ class IoUringEngine final : public Engine {
 
   EngineOptions options_;
   Event event_;
-  struct io_uring ring_ {};
+  struct io_uring ring_{};
   bool ring_made_ = false;
   int start_error_ = 0;
   bool wake_armed_ = false;

@@ -29,14 +29,11 @@ std::string refusal(const char* call, long error_number) {
   switch (error_number) {
     case EAGAIN:
       return reason + "likely cause: the limit fs.aio-max-nr is used up; remedy: sysctl -w fs.aio-max-nr=1048576";
-    case ENOSYS:
-      return reason + "likely cause: a kernel or sandbox without Linux AIO";
+    case ENOSYS: return reason + "likely cause: a kernel or sandbox without Linux AIO";
     case EPERM:
     case EACCES:
-      return reason +
-             "likely cause: a seccomp profile; remedy: allow io_setup, io_submit, io_getevents and io_destroy";
-    default:
-      return reason + "likely cause: a kernel before 4.18";
+      return reason + "likely cause: a seccomp profile; remedy: allow io_setup, io_submit, io_getevents and io_destroy";
+    default: return reason + "likely cause: a kernel before 4.18";
   }
 }
 
@@ -109,8 +106,9 @@ class LibaioEngine final : public Engine {
     refused_.clear();
     if (!wake_armed_) arm_wake();
     std::array<struct io_event, 64> events;
-    const long count = kernel_call(::syscall(SYS_io_getevents, context_, wait ? 1L : 0L, static_cast<long>(events.size()),
-                                             events.data(), wait ? nullptr : &no_time_));
+    const long count =
+        kernel_call(::syscall(SYS_io_getevents, context_, wait ? 1L : 0L, static_cast<long>(events.size()),
+                              events.data(), wait ? nullptr : &no_time_));
     for (long index = 0; index < count; ++index) {  // interrupted: the caller asks again
       const auto& event = events[static_cast<size_t>(index)];
       auto* control = reinterpret_cast<struct iocb*>(event.obj);
@@ -150,10 +148,10 @@ class LibaioEngine final : public Engine {
   std::vector<struct iocb*> free_;
   std::vector<struct iocb*> added_;
   std::vector<Block*> refused_;
-  struct iocb wake_control_ {};
+  struct iocb wake_control_{};
   long wake_result_ = 0;
   bool wake_armed_ = false;
-  struct timespec no_time_ {};
+  struct timespec no_time_{};
 };
 
 }  // namespace

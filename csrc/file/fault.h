@@ -11,14 +11,14 @@
 namespace tensorferry {
 
 struct Fault {
-  int error_number = 0;   // errno; 0 with end_of_file
+  int error_number = 0;  // errno; 0 with end_of_file
   const char* operation = "";
   std::string path = {};
   uint64_t offset = 0;    // of the first byte that could not be moved, from the file's start
   uint64_t expected = 0;  // bytes the caller asked for
   uint64_t transferred = 0;
   bool end_of_file = false;
-  std::string hint = {};       // a remedy, where one is known
+  std::string hint = {};  // a remedy, where one is known
 };
 
 template <typename T>

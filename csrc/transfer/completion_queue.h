@@ -35,7 +35,7 @@ class CompletionQueue {
   }
 
   void wait(int timeout_ms) const {
-    struct pollfd watched {event_.descriptor(), POLLIN, 0};
+    struct pollfd watched{event_.descriptor(), POLLIN, 0};
     (void)::poll(&watched, 1, timeout_ms);  // interrupted or timed out, the caller looks and asks again
   }
 

@@ -17,13 +17,11 @@ Plan::Plan(const PlanInput& input) : input_(input) {
   if (!input.direct) return;
 
   // Alignments are powers of two, so the larger is a multiple of the smaller.
-  const uint64_t alignment =
-      input.write ? std::max(input.offset_alignment, input.page_nbytes) : input.offset_alignment;
+  const uint64_t alignment = input.write ? std::max(input.offset_alignment, input.page_nbytes) : input.offset_alignment;
   const uint64_t first = align_up(input.offset, alignment);
   const uint64_t last = align_down(end, alignment);
   const uint64_t direct_step = align_up(input.block_nbytes, alignment);
-  const uint64_t bounce_step =
-      std::min(direct_step, std::max(align_down(input.bounce_nbytes, alignment), alignment));
+  const uint64_t bounce_step = std::min(direct_step, std::max(align_down(input.bounce_nbytes, alignment), alignment));
   const bool has_body = first < last;
   const bool memory_fits = has_body && (input.memory + (first - input.offset)) % input.memory_alignment == 0;
 

@@ -37,9 +37,9 @@ struct PlannedBlock {
 
 struct PlanInput {
   bool write = false;
-  bool direct = false;       // false: everything through the page cache
-  uint64_t memory = 0;       // address of the first byte
-  uint64_t offset = 0;       // in the file
+  bool direct = false;  // false: everything through the page cache
+  uint64_t memory = 0;  // address of the first byte
+  uint64_t offset = 0;  // in the file
   uint64_t nbytes = 0;
   uint32_t memory_alignment = 1;
   uint32_t offset_alignment = 1;
@@ -62,11 +62,10 @@ class Plan {
   bool uses_buffered() const;
 
  private:
-
   PlanInput input_;
   uint64_t body_begin_ = 0;  // relative to the request
   uint64_t body_end_ = 0;
-  uint64_t step_ = 1;        // bytes of a body block
+  uint64_t step_ = 1;  // bytes of a body block
   Way body_way_ = Way::buffered;
 };
 

@@ -42,7 +42,8 @@ std::shared_ptr<Scheduler> Scheduler::create(const SchedulerOptions& options, st
     for (uint32_t index = 0; index < options.worker_count && refusal.empty(); ++index) {
       EngineAttempt attempt = kind.create({options.queue_depth, options.single_submit});
       refusal = attempt.refusal;
-      if (attempt.engine) scheduler->workers_.push_back(std::make_unique<Worker>(*scheduler, std::move(attempt.engine)));
+      if (attempt.engine)
+        scheduler->workers_.push_back(std::make_unique<Worker>(*scheduler, std::move(attempt.engine)));
     }
     if (refusal.empty()) refusal = scheduler->start_workers();
     if (refusal.empty()) {
@@ -67,7 +68,8 @@ std::string Scheduler::start_workers() {
     } catch (const std::system_error& error) {
       (void)close(std::chrono::milliseconds(0));
       stopping_ = false;
-      return std::string("cannot start a thread: ") + error.what() + "; remedy: raise the limit of processes (ulimit -u)";
+      return std::string("cannot start a thread: ") + error.what() +
+             "; remedy: raise the limit of processes (ulimit -u)";
     }
   }
   return "";

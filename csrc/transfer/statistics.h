@@ -12,9 +12,7 @@ namespace tensorferry {
 // too high. (The scheme of fio and HdrHistogram.)
 class LatencyHistogram {
  public:
-  void add(uint64_t microseconds) {
-    buckets_[bucket_of(microseconds)].fetch_add(1, std::memory_order_relaxed);
-  }
+  void add(uint64_t microseconds) { buckets_[bucket_of(microseconds)].fetch_add(1, std::memory_order_relaxed); }
 
   // The upper end of the bucket where `fraction` of all samples is reached; 0 without samples.
   uint64_t percentile(double fraction) const {

@@ -48,7 +48,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   } else {
     auto size = file.size();
     if (!size) return refused(size.fault());
-    if (*size && (spec.offset > **size || spec.nbytes > **size - spec.offset)) {
+    if (*size && spec.nbytes > **size - std::min(**size, spec.offset)) {
       Fault fault{.error_number = 0, .operation = "read", .path = file.path(), .offset = std::max(spec.offset, **size)};
       fault.end_of_file = true;
       fault.hint = "the file has " + std::to_string(**size) + " bytes";
@@ -168,8 +168,8 @@ Settled Transfer::settle(WorkBlock& block, Statistics& statistics) {
   }
   if (!moves) {
     // Some file systems have no fsync for directories, and then nothing that it could add.
-    const bool unsupported = block.operation == Operation::sync_all && (result == -EINVAL || result == -ENOSYS ||
-                                                                        result == -EOPNOTSUPP || result == -EBADF);
+    const bool unsupported = block.operation == Operation::sync_all &&
+                             (result == -EINVAL || result == -ENOSYS || result == -EOPNOTSUPP || result == -EBADF);
     if (result < 0 && !unsupported) fail(block, static_cast<int>(-result), false);
     return Settled::done;
   }
@@ -220,8 +220,10 @@ Settled Transfer::settle(WorkBlock& block, Statistics& statistics) {
 
 bool Transfer::next_phase() {
   if (!fault_ && request_->canceled() && phase_ == Phase::moving && cursor_ < spec_.nbytes) {
-    record(Fault{.error_number = ECANCELED, .operation = describe(spec_.write ? Operation::write : Operation::read),
-                 .path = {}, .offset = spec_.offset + cursor_});
+    record(Fault{.error_number = ECANCELED,
+                 .operation = describe(spec_.write ? Operation::write : Operation::read),
+                 .path = {},
+                 .offset = spec_.offset + cursor_});
   }
   if (!fault_ && spec_.write && phase_ == Phase::moving && spec_.truncate) {
     if (auto fault = spec_.file->truncate(spec_.offset + spec_.nbytes)) record(*fault);

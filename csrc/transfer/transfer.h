@@ -38,10 +38,10 @@ struct WorkBlock : Block {
   std::shared_ptr<Transfer> transfer;
   PlannedBlock planned{};
   BounceBuffer bounce;
-  uint64_t moved = 0;         // by the kernel so far
-  uint32_t attempts = 0;      // since it last moved something
+  uint64_t moved = 0;     // by the kernel so far
+  uint32_t attempts = 0;  // since it last moved something
   bool direct_descriptor = false;
-  bool resident = false;      // the page cache holds all of it
+  bool resident = false;  // the page cache holds all of it
   std::chrono::steady_clock::time_point begun;
 };
 

@@ -50,14 +50,9 @@ bool Worker::fill() {
     }
     stalled_ = nullptr;
     switch (block->transfer->prepare(*block, this)) {
-      case Prepared::failed:
-        put_back(*block);
-        continue;
-      case Prepared::no_bounce_memory:
-        stalled_ = block;
-        return false;
-      case Prepared::ready:
-        break;
+      case Prepared::failed: put_back(*block); continue;
+      case Prepared::no_bounce_memory: stalled_ = block; return false;
+      case Prepared::ready: break;
     }
     if (start(*block)) return true;
     if (copied_since_submit_ >= copy_between_submits_nbytes) {

@@ -68,21 +68,26 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str) -> Memory:
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name}: a tensor of layout {tensor.layout} is not contiguous memory")
     if tensor.is_quantized:
-        raise ValueError(f"{name}: a quantized tensor carries more than its memory; pass .int_repr()")
+        raise ValueError(
+            f"{name}: a quantized tensor carries more than its memory; pass .int_repr()"
+        )
     if tensor.is_conj() or tensor.is_neg():
         if writable:
             raise ValueError(f"{name}: a lazily conjugated or negated tensor cannot be read into")
         tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.is_contiguous():
         if writable:
-            raise ValueError(f"{name}: cannot read into a tensor that is not contiguous (strides {tensor.stride()})")
+            raise ValueError(
+                f"{name}: cannot read into a tensor that is not contiguous (strides {tensor.stride()})"
+            )
         tensor = tensor.detach().contiguous()
     nbytes = tensor.numel() * tensor.element_size()
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError as error:  # FakeTensor and functional wrappers have none
-        raise ValueError(f"{name}: {type(tensor).__name__} has no memory of its own: {error}") from error
-    if address == 0 and nbytes > 0:
+    # Wrapper subclasses (FakeTensor, DTensor) pretend to a device that their storage is not on.
+    wrapper = (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _storage_device(tensor) != "cpu"
+    )
+    address = 0 if wrapper else tensor.data_ptr()
+    if wrapper or (address == 0 and nbytes > 0):
         raise ValueError(
             f"{name}: {type(tensor).__name__} has no memory of its own (for a DTensor pass .to_local(); an FSDP "
             "parameter may be resharded)"
@@ -90,12 +95,23 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str) -> Memory:
     return Memory(address, nbytes, tensor)
 
 
+def _storage_device(tensor: Any) -> str | None:
+    try:
+        return str(tensor.untyped_storage().device.type)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
     if array.dtype.hasobject:
-        raise ValueError(f"{name}: an array of Python objects (dtype {array.dtype}) has no bytes to move")
+        raise ValueError(
+            f"{name}: an array of Python objects (dtype {array.dtype}) has no bytes to move"
+        )
     if not array.flags.c_contiguous:
         if writable:
-            raise ValueError(f"{name}: cannot read into an array that is not C-contiguous (strides {array.strides})")
+            raise ValueError(
+                f"{name}: cannot read into an array that is not C-contiguous (strides {array.strides})"
+            )
         array = array.copy(order="C")
     if writable and not array.flags.writeable:
         raise ValueError(f"{name}: cannot read into a read-only array")
@@ -109,7 +125,9 @@ def _of_buffer(view: memoryview, writable: bool, name: str) -> Memory:
         raise ValueError(f"{name}: a buffer of Python objects has no bytes to move")
     if not view.c_contiguous:
         if writable:
-            raise ValueError(f"{name}: cannot read into a buffer that is not C-contiguous (strides {view.strides})")
+            raise ValueError(
+                f"{name}: cannot read into a buffer that is not C-contiguous (strides {view.strides})"
+            )
         view = memoryview(view.tobytes())
     address, nbytes = _core.buffer_memory(view)
     return Memory(address, nbytes, view)
@@ -118,10 +136,14 @@ def _of_buffer(view: memoryview, writable: bool, name: str) -> Memory:
 def _of_dlpack(array: Any, writable: bool, name: str) -> Memory:
     device, index = array.__dlpack_device__()
     if device not in _HOST_DEVICES:
-        raise ValueError(f"{name}: an array on DLPack device ({int(device)}, {index}) has no host memory to move")
+        raise ValueError(
+            f"{name}: an array on DLPack device ({int(device)}, {index}) has no host memory to move"
+        )
     address, nbytes, is_writable, contiguous = _core.dlpack_memory(array)
     # JAX arrays are immutable, which DLPack before 1.0 cannot say.
-    if writable and (not is_writable or type(array).__module__.partition(".")[0] in ("jax", "jaxlib")):
+    if writable and (
+        not is_writable or type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
+    ):
         raise ValueError(f"{name}: cannot read into a read-only {type(array).__name__}")
     if not contiguous:
         raise ValueError(f"{name}: an array that is not C-contiguous cannot be moved as it is")

@@ -48,7 +48,11 @@ class StorageError(OSError):
         return f"{number}{self.strerror}: {self.filename!r}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        keywords = {"offset": self.offset, "expected": self.expected, "transferred": self.transferred}
+        keywords = {
+            "offset": self.offset,
+            "expected": self.expected,
+            "transferred": self.transferred,
+        }
         return _rebuild, (type(self), self.errno, self.strerror, self.filename, keywords)
 
 
@@ -61,7 +65,11 @@ class EngineUnavailableError(RuntimeError):
 
 
 def _rebuild(
-    kind: type[StorageError], errno: int | None, message: str, filename: str, keywords: dict[str, int]
+    kind: type[StorageError],
+    errno: int | None,
+    message: str,
+    filename: str,
+    keywords: dict[str, int],
 ) -> StorageError:
     return kind(errno, message, filename, **keywords)
 

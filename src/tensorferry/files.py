@@ -140,7 +140,12 @@ def write_many(
         The failure of the first item that failed; the message counts further ones.
     """
     transfer_many(
-        default_scheduler(), items, write=True, direct=direct_mode(direct), truncate=truncate, sync=sync
+        default_scheduler(),
+        items,
+        write=True,
+        direct=direct_mode(direct),
+        truncate=truncate,
+        sync=sync,
     )
 
 
@@ -211,7 +216,9 @@ def open(
     EngineUnavailableError
         The engine cannot be had here.
     """
-    return File(path, mode, direct=direct, engine=engine, block_size=block_size, queue_depth=queue_depth)
+    return File(
+        path, mode, direct=direct, engine=engine, block_size=block_size, queue_depth=queue_depth
+    )
 
 
 class File:
@@ -239,8 +246,12 @@ class File:
         if self._own_scheduler:
             self._scheduler = make_scheduler(
                 engine,
-                positive(block_size if block_size is not None else DEFAULT_BLOCK_NBYTES, "block_size"),
-                positive(queue_depth if queue_depth is not None else DEFAULT_QUEUE_DEPTH, "queue_depth"),
+                positive(
+                    block_size if block_size is not None else DEFAULT_BLOCK_NBYTES, "block_size"
+                ),
+                positive(
+                    queue_depth if queue_depth is not None else DEFAULT_QUEUE_DEPTH, "queue_depth"
+                ),
                 1,
                 False,
             )
@@ -284,7 +295,14 @@ class File:
         """Write an array at ``offset`` (bytes). See :func:`tensorferry.write`."""
         file = self._open_file(writing=True)
         memory = memory_of(array, writable=False)
-        transfer(self._scheduler, file, memory, checked_offset(offset, memory.nbytes), write=True, sync=sync)
+        transfer(
+            self._scheduler,
+            file,
+            memory,
+            checked_offset(offset, memory.nbytes),
+            write=True,
+            sync=sync,
+        )
 
     def read_into(self, array: Any, offset: int = 0) -> Future:
         """Begin to fill an array from ``offset`` (bytes) on.
@@ -297,7 +315,14 @@ class File:
         file = self._open_file(reading=True)
         memory = memory_of(array, writable=True)
         return self._track(
-            start(self._scheduler, file, array, memory, checked_offset(offset, memory.nbytes), write=False)
+            start(
+                self._scheduler,
+                file,
+                array,
+                memory,
+                checked_offset(offset, memory.nbytes),
+                write=False,
+            )
         )
 
     def write_from(self, array: Any, offset: int = 0, *, sync: bool = False) -> Future:
@@ -311,7 +336,15 @@ class File:
         file = self._open_file(writing=True)
         memory = memory_of(array, writable=False)
         return self._track(
-            start(self._scheduler, file, array, memory, checked_offset(offset, memory.nbytes), write=True, sync=sync)
+            start(
+                self._scheduler,
+                file,
+                array,
+                memory,
+                checked_offset(offset, memory.nbytes),
+                write=True,
+                sync=sync,
+            )
         )
 
     def sync(self) -> None:

@@ -6,18 +6,17 @@ callbacks are called by one thread that sleeps on it. No worker of the core ever
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable, Generator
 
     from tensorferry.errors import StorageError
 
@@ -107,7 +106,11 @@ class Future:
             return
         exception = request.exception()
         if exception is not None:
-            warnings.warn(f"nobody asked for this transfer's outcome: {exception}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"nobody asked for this transfer's outcome: {exception}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _call(callback: Callable[[Future], object], future: Future) -> None:
@@ -140,7 +143,9 @@ class _LoopListener:
                 waiter.set_result(None)
 
 
-_listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopListener] = weakref.WeakKeyDictionary()
+_listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopListener] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _listener_of(loop: asyncio.AbstractEventLoop) -> _LoopListener:
@@ -200,7 +205,8 @@ def _callback_thread() -> _CallbackThread:
         return _callbacks
 
 
-def _stop_callbacks() -> None:
+def stop_callbacks() -> None:
+    """Call what is left to call and end the thread; for when the interpreter leaves and all transfers are done."""
     if _callbacks is not None and _callbacks.process == os.getpid():
         _callbacks.stop()
 
@@ -211,5 +217,3 @@ def _forget_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_lock)
-# Exit handlers run last in, first out: the schedulers, which register later, finish first.
-atexit.register(_stop_callbacks)

@@ -111,12 +111,16 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
 
     # Transfers
 
-    def read(self, buffer: Any, filename: Path | int, validate: bool = False, file_offset: int = 0) -> int:
+    def read(
+        self, buffer: Any, filename: Path | int, validate: bool = False, file_offset: int = 0
+    ) -> int:
         """Fill a buffer from a file and return 0. With ``validate``, compare it with the file afterwards."""
         self._transfer(buffer, filename, file_offset, False, validate)
         return 0
 
-    def write(self, buffer: Any, filename: Path | int, validate: bool = False, file_offset: int = 0) -> int:
+    def write(
+        self, buffer: Any, filename: Path | int, validate: bool = False, file_offset: int = 0
+    ) -> int:
         """Write a buffer to a file and return 0. With ``validate``, compare it with the file afterwards."""
         self._transfer(buffer, filename, file_offset, True, validate)
         return 0
@@ -146,7 +150,9 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         int
             0 if asynchronous, else as :meth:`sync_pread`.
         """
-        return self._either(buffer, filename, file_offset, False, validate, _async_of(async_, keywords))
+        return self._either(
+            buffer, filename, file_offset, False, validate, _async_of(async_, keywords)
+        )
 
     def pwrite(
         self,
@@ -158,7 +164,9 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         **keywords: bool,
     ) -> int:
         """Write a buffer to a file; parameters and result as for :meth:`pread`."""
-        return self._either(buffer, filename, file_offset, True, validate, _async_of(async_, keywords))
+        return self._either(
+            buffer, filename, file_offset, True, validate, _async_of(async_, keywords)
+        )
 
     def sync_pread(self, buffer: Any, filename: Path | int, file_offset: int = 0) -> int:
         """Fill a buffer from a file.
@@ -235,11 +243,17 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             with self._lock:
                 self._pending[:0] = operations
             raise
-        failures = [failure for operation in operations if (failure := operation.failure()) is not None]
+        failures = [
+            failure for operation in operations if (failure := operation.failure()) is not None
+        ]
         self._scheduler.reap()
         if failures:
             if len(failures) > 1:
-                failures[0].strerror = f"{failures[0].strerror}; {len(failures) - 1} more operations failed too"
+                failures[
+                    0
+                ].strerror = (
+                    f"{failures[0].strerror}; {len(failures) - 1} more operations failed too"
+                )
             raise failures[0]
         return len(operations)
 
@@ -365,7 +379,9 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             failure = operation.failure()
             if failure is not None:
                 warnings.warn(
-                    f"a handle was closed before wait() could report: {failure}", RuntimeWarning, stacklevel=2
+                    f"a handle was closed before wait() could report: {failure}",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
 
     def __enter__(self) -> aio_handle:
@@ -384,19 +400,29 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         self.close()
 
     def _either(
-        self, buffer: Any, filename: Path | int, file_offset: int, write: bool, validate: bool, asynchronous: bool
+        self,
+        buffer: Any,
+        filename: Path | int,
+        file_offset: int,
+        write: bool,
+        validate: bool,
+        asynchronous: bool,
     ) -> int:
         if not asynchronous:
             self._transfer(buffer, filename, file_offset, write, validate)
             return 1 + self.wait() if self._pending else 1
         memory = memory_of(buffer, writable=not write, name="buffer")
         offset = checked_offset(file_offset, memory.nbytes, "file_offset")
-        future = start(self._scheduler, filename, buffer, memory, offset, write=write, name="filename")
+        future = start(
+            self._scheduler, filename, buffer, memory, offset, write=write, name="filename"
+        )
         with self._lock:
             self._pending.append(_Operation(future, memory, filename, offset, validate))
         return 0
 
-    def _transfer(self, buffer: Any, filename: Path | int, file_offset: int, write: bool, validate: bool) -> None:
+    def _transfer(
+        self, buffer: Any, filename: Path | int, file_offset: int, write: bool, validate: bool
+    ) -> None:
         memory = memory_of(buffer, writable=not write, name="buffer")
         offset = checked_offset(file_offset, memory.nbytes, "file_offset")
         transfer(self._scheduler, filename, memory, offset, write=write, name="filename")
@@ -409,7 +435,9 @@ class _Operation:
 
     __slots__ = ("_filename", "_memory", "_offset", "_validate", "future")
 
-    def __init__(self, future: Future, memory: Memory, filename: Path | int, offset: int, validate: bool) -> None:
+    def __init__(
+        self, future: Future, memory: Memory, filename: Path | int, offset: int, validate: bool
+    ) -> None:
         self.future = future
         self._validate = validate
         self._memory = memory if validate else None
@@ -447,7 +475,10 @@ def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
             part = expected[begin : begin + chunk_nbytes]
             found = os.pread(file.fileno(), len(part), offset + begin)
             if found != part:
-                same = next((i for i, (a, b) in enumerate(zip(found, part)) if a != b), len(found))
+                same = next(
+                    (i for i, (a, b) in enumerate(zip(found, part, strict=False)) if a != b),
+                    len(found),
+                )
                 raise StorageError(
                     errno.EIO,
                     f"validation failed: the file differs from the buffer at offset {offset + begin + same}",

@@ -6,10 +6,12 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _warned = False
 
@@ -42,12 +44,12 @@ def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
     lengths = (shape,) if isinstance(shape, int) else tuple(int(length) for length in shape)
     if any(length < 0 for length in lengths):
         raise ValueError(f"shape: {shape!r} has a negative length")
-    torch = sys.modules.get("torch")
     if dtype is None:
-        import torch  # type: ignore[no-redef]
+        import torch
 
         dtype = torch.get_default_dtype()
-    if torch is not None and isinstance(dtype, torch.dtype):
+    torch_module = sys.modules.get("torch")
+    if torch_module is not None and isinstance(dtype, torch_module.dtype):
         return locked_tensor(math.prod(lengths), dtype)[0].view(lengths)
     import numpy
 
@@ -64,12 +66,13 @@ def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
 def locked_tensor(count: int, dtype: Any) -> tuple[Any, bool]:
     """Return a one-dimensional torch tensor of ``count`` zeros, and whether its memory is page-locked."""
     import torch
+    import torch.utils.dlpack
 
     nbytes = count * dtype.itemsize
     if nbytes == 0:
         return torch.empty(0, dtype=dtype), False
     memory, locked = _allocate(nbytes)
-    return torch.from_dlpack(memory).view(dtype), locked
+    return torch.utils.dlpack.from_dlpack(memory).view(dtype), locked
 
 
 def bounce_pool_nbytes() -> int:

@@ -8,12 +8,15 @@ import resource
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from errno import EMFILE, ENFILE
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tensorferry import _core
 from tensorferry.errors import StorageError
+from tensorferry.futures import stop_callbacks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DEFAULT_BLOCK_NBYTES = 1 << 20
 DEFAULT_QUEUE_DEPTH = 128
@@ -48,16 +51,11 @@ def make_scheduler(
     """
     if engine is None:
         engine = os.environ.get("TENSORFERRY_ENGINE") or ""
-    names = list(engine_names())
-    if engine and engine not in names:
-        raise ValueError(f"engine: {engine!r} is none of {', '.join(names)}")
+    if engine and engine not in _core.engine_names():
+        raise ValueError(f"engine: {engine!r} is none of {', '.join(_core.engine_names())}")
     scheduler = _core.Scheduler(engine, block_nbytes, queue_depth, worker_count, single_submit)
     _schedulers.add(scheduler)
     return scheduler
-
-
-def engine_names() -> tuple[str, ...]:
-    return ("io_uring", "libaio", "threads")
 
 
 def default_scheduler() -> _core.Scheduler:
@@ -104,9 +102,10 @@ def close_scheduler(scheduler: _core.Scheduler) -> None:
         )
 
 
-def _close_all() -> None:
+def _leave() -> None:
     for scheduler in list(_schedulers):
         close_scheduler(scheduler)
+    stop_callbacks()
 
 
 def _forget_lock() -> None:
@@ -114,5 +113,5 @@ def _forget_lock() -> None:
     _lock = threading.Lock()  # another thread may have held it at fork
 
 
-atexit.register(_close_all)
+atexit.register(_leave)
 os.register_at_fork(after_in_child=_forget_lock)

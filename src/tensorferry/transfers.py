@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from errno import EMFILE, ENFILE
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tensorferry import _core
 from tensorferry.arrays import Memory, memory_of
@@ -14,14 +14,15 @@ from tensorferry.runtime import with_descriptors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Path = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
-Direct = Union[bool, Literal["auto"]]
+Path: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
+Direct: TypeAlias = "bool | Literal['auto']"
 
 # Offsets are signed 64-bit numbers in the kernel.
 _MAX_FILE_NBYTES = (1 << 63) - 1
 
 
 def direct_mode(direct: Direct) -> str:
+    """Return the core's name of what a caller says of O_DIRECT."""
     if direct == "auto":
         return "auto"
     if direct is True:
@@ -32,6 +33,7 @@ def direct_mode(direct: Direct) -> str:
 
 
 def checked_path(path: Path, name: str = "path") -> str:
+    """Return a path as text, which os.fsencode() turns back into its bytes."""
     text = os.fsdecode(path)
     if "\0" in text:
         raise ValueError(f"{name}: {path!r} has a null character")
@@ -39,6 +41,7 @@ def checked_path(path: Path, name: str = "path") -> str:
 
 
 def checked_offset(offset: int, nbytes: int, name: str = "offset") -> int:
+    """Return an offset that a file can have, with `nbytes` behind it."""
     if not hasattr(offset, "__index__"):
         raise TypeError(f"{name}: {offset!r} is no integer")
     offset = offset.__index__()
@@ -51,7 +54,9 @@ def checked_offset(offset: int, nbytes: int, name: str = "offset") -> int:
 
 def open_for_transfer(path: Path | int, write: bool, direct: str, name: str = "path") -> _core.File:
     """Open a path (created if missing, for writing) or reopen the file of a descriptor, which stays the caller's."""
-    if isinstance(path, int) and not isinstance(path, bool):
+    if isinstance(path, bool):
+        raise TypeError(f"{name}: {path!r} is neither a path nor a descriptor")
+    if isinstance(path, int):
         return _core.file_from_descriptor(path, write, direct)
     text = checked_path(path, name)
     return _core.open_file(text, not write, write, write, False, False, direct)
@@ -74,7 +79,9 @@ def transfer(
     If the caller is interrupted, blocks not yet begun are cancelled; the array stays referenced until those that
     have begun are done.
     """
-    request = _submit_one(scheduler, target, memory, offset, memory, True, write, direct, truncate, sync, name)
+    request = _submit_one(
+        scheduler, target, memory, offset, memory, True, write, direct, truncate, sync, name
+    )
     finish(request)
 
 
@@ -93,7 +100,9 @@ def start(
     """Begin to move one array."""
     future = Future(array, memory)
     future._start(
-        _submit_one(scheduler, target, memory, offset, future, False, write, direct, False, sync, name)
+        _submit_one(
+            scheduler, target, memory, offset, future, False, write, direct, False, sync, name
+        )
     )
     return future
 
@@ -127,7 +136,9 @@ def transfer_many(
     checked: list[tuple[Path, Memory, int]] = []
     for index, item in enumerate(items):
         if not isinstance(item, (tuple, list)) or not 2 <= len(item) <= 3:
-            raise TypeError(f"items[{index}]: expected (path, array) or (path, array, offset), got {item!r}")
+            raise TypeError(
+                f"items[{index}]: expected (path, array) or (path, array, offset), got {item!r}"
+            )
         memory = memory_of(item[1], writable=not write, name=f"items[{index}]")
         offset = checked_offset(item[2], memory.nbytes, f"items[{index}]") if len(item) == 3 else 0
         checked.append((item[0], memory, offset))
@@ -135,7 +146,9 @@ def transfer_many(
     requests: list[_core.Request] = []
     try:
         for begin in range(0, len(checked), _CHUNK):
-            _submit_chunk(scheduler, checked[begin : begin + _CHUNK], requests, write, direct, truncate, sync)
+            _submit_chunk(
+                scheduler, checked[begin : begin + _CHUNK], requests, write, direct, truncate, sync
+            )
         for request in requests:
             request.wait(None)
     except BaseException:
@@ -173,7 +186,9 @@ def _submit_one(
 
     def submit() -> _core.Request:
         file = (
-            target if isinstance(target, _core.File) else open_for_transfer(target, write, direct, name)
+            target
+            if isinstance(target, _core.File)
+            else open_for_transfer(target, write, direct, name)
         )
         pieces = [(file, memory.address, memory.nbytes, offset)]
         return scheduler.submit(pieces, write, truncate, sync, owner, blocking)

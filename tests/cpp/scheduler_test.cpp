@@ -1,0 +1,269 @@
+// Files, engines and the scheduler together, on real files: sizes, parallelism, faults, cancellation, close.
+#include "transfer/scheduler.h"
+
+#include <doctest/doctest.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "memory/allocation.h"
+
+namespace tensorferry {
+namespace {
+
+using std::chrono::milliseconds;
+
+class TemporaryDirectory {
+ public:
+  TemporaryDirectory() { REQUIRE(::mkdtemp(path_) != nullptr); }
+  ~TemporaryDirectory() {
+    for (const auto& name : names_) ::unlink(name.c_str());
+    ::rmdir(path_);
+  }
+  std::string file(const std::string& name) {
+    names_.push_back(std::string(path_) + "/" + name);
+    return names_.back();
+  }
+
+ private:
+  char path_[32] = "/tmp/tensorferry-cpp-XXXXXX";
+  std::vector<std::string> names_;
+};
+
+std::shared_ptr<Scheduler> make(const std::string& engine, uint32_t workers = 1, uint32_t depth = 8,
+                                uint64_t block_nbytes = 64 << 10) {
+  std::vector<EngineRefusal> refusals;
+  SchedulerOptions options;
+  options.engine = engine;
+  options.worker_count = workers;
+  options.queue_depth = depth;
+  options.block_nbytes = block_nbytes;
+  auto scheduler = Scheduler::create(options, refusals);
+  if (!scheduler) MESSAGE("skipping ", engine, ": ", refusals.front().reason);
+  return scheduler;
+}
+
+std::shared_ptr<File> open_file(const std::string& path, bool write, DirectMode direct = DirectMode::automatic) {
+  auto file = File::open(
+      path, {.read = !write, .write = write, .create = write, .exclusive = false, .truncate = false, .direct = direct});
+  REQUIRE(file);
+  return *file;
+}
+
+std::shared_ptr<Request> start(Scheduler& scheduler, TransferSpec spec, bool blocking = false) {
+  auto request = std::make_shared<Request>(scheduler.next_request_id(), 1);
+  auto transfer = Transfer::create(std::move(spec), request, 0, scheduler.options().block_nbytes);
+  REQUIRE(transfer);
+  scheduler.submit(request, {*transfer}, blocking);
+  return request;
+}
+
+std::vector<char> pattern(size_t nbytes, unsigned seed) {
+  std::vector<char> bytes(nbytes);
+  std::minstd_rand random(seed);
+  for (auto& byte : bytes) byte = static_cast<char>(random());
+  return bytes;
+}
+
+const std::vector<std::string> engines{"io_uring", "libaio", "threads"};
+
+TEST_CASE("what is written is read, on every engine, by any number of workers") {
+  TemporaryDirectory directory;
+  for (const auto& engine : engines)
+    for (uint32_t workers : {1u, 3u}) {
+      auto scheduler = make(engine, workers);
+      if (!scheduler) continue;
+      const std::string path = directory.file(engine + std::to_string(workers));
+      for (size_t nbytes : {size_t{0}, size_t{1}, size_t{4096}, size_t{65'537}, size_t{1'000'003}})
+        for (uint64_t offset : {uint64_t{0}, uint64_t{7}, uint64_t{4096}, uint64_t{123'457}}) {
+          auto source = pattern(nbytes + 64, static_cast<unsigned>(nbytes + offset));
+          std::vector<char> found(nbytes + 64);
+          auto written = start(*scheduler, {open_file(path, true), source.data() + 1, offset, nbytes, true});
+          REQUIRE(written->wait_for(milliseconds(60'000)));
+          CHECK_FALSE(written->fault());
+          auto read = start(*scheduler, {open_file(path, false, DirectMode::never), found.data() + 3, offset, nbytes});
+          REQUIRE(read->wait_for(milliseconds(60'000)));
+          CHECK_FALSE(read->fault());
+          CHECK(std::memcmp(source.data() + 1, found.data() + 3, nbytes) == 0);
+        }
+      CHECK(scheduler->close(milliseconds(10'000)));
+    }
+}
+
+TEST_CASE("neighbours of a ragged write keep their bytes while both are written") {
+  TemporaryDirectory directory;
+  for (const auto& engine : engines) {
+    auto scheduler = make(engine, 2);
+    if (!scheduler) continue;
+    const std::string path = directory.file(engine);
+    const auto source = pattern(3'000'000, 5);
+    auto file = open_file(path, true);
+    std::vector<std::shared_ptr<Request>> requests;
+    // Pieces of many lengths, each sharing pages with its neighbours, in two interleaved rounds.
+    std::vector<std::pair<size_t, size_t>> pieces;
+    for (size_t begin = 0, length = 1; begin < source.size(); length = length * 3 % 70'001 + 1) {
+      const size_t nbytes = std::min(length, source.size() - begin);
+      pieces.emplace_back(begin, nbytes);
+      begin += nbytes;
+    }
+    for (size_t parity : {0u, 1u})
+      for (size_t index = parity; index < pieces.size(); index += 2)
+        requests.push_back(start(*scheduler, {file, const_cast<char*>(source.data()) + pieces[index].first,
+                                              pieces[index].first, pieces[index].second, true}));
+    for (auto& request : requests) {
+      REQUIRE(request->wait_for(milliseconds(60'000)));
+      CHECK_FALSE(request->fault());
+    }
+    std::vector<char> found(source.size());
+    auto read = start(*scheduler, {open_file(path, false), found.data(), 0, found.size()}, true);
+    REQUIRE(read->wait_for(milliseconds(60'000)));
+    CHECK(found == source);
+    CHECK(scheduler->close(milliseconds(10'000)));
+  }
+}
+
+TEST_CASE("a file that ends during the read is a fault with the place and the count") {
+  TemporaryDirectory directory;
+  for (const auto& engine : engines) {
+    auto scheduler = make(engine);
+    if (!scheduler) continue;
+    const std::string path = directory.file(engine);
+    auto source = pattern(300'000, 1);
+    auto written = start(*scheduler, {open_file(path, true), source.data(), 0, source.size(), true});
+    REQUIRE(written->wait_for(milliseconds(60'000)));
+
+    std::vector<char> found(source.size());
+    auto request = std::make_shared<Request>(scheduler->next_request_id(), 1);
+    auto transfer = Transfer::create({open_file(path, false), found.data(), 0, found.size()}, request, 0, 64 << 10);
+    REQUIRE(transfer);
+    REQUIRE(::truncate(path.c_str(), 200'000) == 0);  // after the size was checked
+    scheduler->submit(request, {*transfer}, false);
+    REQUIRE(request->wait_for(milliseconds(60'000)));
+    REQUIRE(request->fault());
+    CHECK(request->fault()->end_of_file);
+    CHECK(request->fault()->offset == 200'000);
+    CHECK(request->fault()->expected == found.size());
+    CHECK(std::memcmp(source.data(), found.data(), 196'608) == 0);
+    CHECK(scheduler->close(milliseconds(10'000)));
+  }
+}
+
+TEST_CASE("several threads submit while others wait") {
+  TemporaryDirectory directory;
+  for (const auto& engine : engines) {
+    auto scheduler = make(engine, 2, 16, 16 << 10);
+    if (!scheduler) continue;
+    std::vector<std::thread> threads;
+    std::atomic<int> wrong{0};
+    std::vector<std::string> paths;
+    for (unsigned id = 0; id < 4; ++id) paths.push_back(directory.file(engine + std::to_string(id)));
+    for (unsigned id = 0; id < 4; ++id)
+      threads.emplace_back([&, id] {
+        auto source = pattern(200'000 + id, id);
+        for (int round = 0; round < 10; ++round) {
+          std::vector<char> found(source.size());
+          auto file = File::open(paths[id], {.write = true, .create = true});
+          auto out = std::make_shared<Request>(scheduler->next_request_id(), 1);
+          auto write = Transfer::create({*file, source.data(), 11, source.size(), true}, out, 0, 16 << 10);
+          scheduler->submit(out, {*write}, round % 2 == 0);
+          while (!out->wait_for(milliseconds(100))) {
+          }
+          auto again = File::open(paths[id], {.read = true});
+          auto in = std::make_shared<Request>(scheduler->next_request_id(), 1);
+          auto read = Transfer::create({*again, found.data(), 11, found.size()}, in, 0, 16 << 10);
+          scheduler->submit(in, {*read}, round % 3 == 0);
+          while (!in->wait_for(milliseconds(100))) {
+          }
+          wrong += found != source;
+        }
+      });
+    for (auto& thread : threads) thread.join();
+    CHECK(wrong == 0);
+    CHECK(scheduler->outstanding() == 0);
+    CHECK(scheduler->close(milliseconds(10'000)));
+  }
+}
+
+TEST_CASE("a cancelled request ends, and its queue goes on") {
+  TemporaryDirectory directory;
+  for (const auto& engine : engines) {
+    auto scheduler = make(engine, 1, 1, 4096);
+    if (!scheduler) continue;
+    auto source = pattern(4 << 20, 1);
+    auto memory = Allocation::create(source.size(), Locking::none);
+    std::memcpy(memory->data(), source.data(), source.size());
+    auto file = open_file(directory.file(engine), true);
+    auto first = start(*scheduler, {file, memory->data(), 0, source.size(), true});
+    auto second = start(*scheduler, {file, memory->data(), 0, 8192, true});
+    first->cancel();
+    REQUIRE(first->wait_for(milliseconds(60'000)));
+    REQUIRE(second->wait_for(milliseconds(60'000)));
+    if (first->fault()) CHECK(first->fault()->error_number == ECANCELED);
+    CHECK_FALSE(second->fault());
+    CHECK(scheduler->close(milliseconds(10'000)));
+  }
+}
+
+TEST_CASE("closing finishes what is outstanding") {
+  TemporaryDirectory directory;
+  for (const auto& engine : engines) {
+    auto scheduler = make(engine);
+    if (!scheduler) continue;
+    auto source = pattern(8 << 20, 3);
+    const std::string path = directory.file(engine);
+    auto queue = std::make_shared<CompletionQueue>();
+    auto request = start(*scheduler, {open_file(path, true), source.data(), 5, source.size(), true});
+    request->notify(queue, 42);
+    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(request->done());
+    CHECK(queue->take() == std::vector<uint64_t>{42});
+    struct stat status;
+    REQUIRE(::stat(path.c_str(), &status) == 0);
+    CHECK(status.st_size == 5 + (8 << 20));
+    CHECK(scheduler->take_finished().size() == 1);
+  }
+}
+
+TEST_CASE("a bounce pool smaller than the queue still moves everything") {
+  TemporaryDirectory directory;
+  BouncePool::set_process_pool_nbytes(BouncePool::min_nbytes);
+  for (const auto& engine : engines) {
+    auto scheduler = make(engine, 3, 64, 1 << 20);
+    if (!scheduler) continue;
+    const std::string path = directory.file(engine);
+    auto source = pattern(20'000'001, 9);
+    std::vector<char> found(source.size());
+    auto written = start(*scheduler, {open_file(path, true), source.data() + 1, 0, source.size() - 1, true});
+    REQUIRE(written->wait_for(milliseconds(60'000)));
+    auto read = start(*scheduler, {open_file(path, false, DirectMode::always), found.data() + 1, 0, found.size() - 1});
+    REQUIRE(read->wait_for(milliseconds(60'000)));
+    found[0] = source[0];
+    CHECK(found == source);
+    CHECK(scheduler->close(milliseconds(10'000)));
+  }
+  BouncePool::set_process_pool_nbytes(BouncePool::default_nbytes);
+}
+
+TEST_CASE("percentiles lie within an eighth of the truth") {
+  LatencyHistogram histogram;
+  CHECK(histogram.percentile(0.5) == 0);
+  for (uint64_t value = 1; value <= 100'000; ++value) histogram.add(value);
+  for (double fraction : {0.01, 0.5, 0.9, 0.999}) {
+    const double truth = fraction * 100'000;
+    const auto found = static_cast<double>(histogram.percentile(fraction));
+    CHECK(found >= truth);
+    CHECK(found <= truth * 1.13 + 1);
+  }
+  histogram.add(UINT64_MAX);
+  CHECK(histogram.percentile(1.0) > 100'000);
+}
+
+}  // namespace
+}  // namespace tensorferry

@@ -1,0 +1,58 @@
+"""The examples run as they stand, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo.py"
+
+pytest.importorskip("torch")
+pytest.importorskip("rich")
+
+
+def test_demo_moves_tensors_every_way_and_cleans_up(tmp_path: Path) -> None:
+    figures = tmp_path.parent / f"{tmp_path.name}.json"
+    arguments = [f"--directory={tmp_path}", "--nbytes=3000017", "--small-count=24"]
+    done = subprocess.run(
+        [sys.executable, DEMO, *arguments, f"--json={figures}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Every byte was checked." in done.stdout
+    rows = json.loads(figures.read_text())["rows"]
+    ways = {row["way"] for row in rows}
+    assert ways == {"plain Python", "tensorferry.aio_handle", "tensorferry.write/read"}
+    works = {row["work"] for row in rows}
+    assert works == {"store large", "load large", "store small", "load small"}
+    assert len(rows) == len(ways) * len(works)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_demo_removes_its_files(tmp_path: Path, number: signal.Signals) -> None:
+    arguments = [f"--directory={tmp_path}", "--nbytes=200000000", "--small-count=1000"]
+    demo = subprocess.Popen(
+        [sys.executable, DEMO, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not any(tmp_path.glob("*/*")):
+            assert demo.poll() is None, demo.stdout.read() if demo.stdout else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        demo.send_signal(number)
+        output, _ = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+        demo.wait()
+    assert demo.returncode == 130, output
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,325 @@
+"""Functions and files: any size, offset, alignment and dtype, on every engine, against plain Python."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import TYPE_CHECKING
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tensorferry
+
+if TYPE_CHECKING:
+    import pathlib
+
+BLOCK = 65536
+
+# Sizes and offsets where something changes: sectors, pages, blocks, and their neighbours.
+edges = st.sampled_from(
+    [0, 1, 7, 511, 512, 513, 4095, 4096, 4097, 8192, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]
+)
+sizes = st.one_of(edges, st.integers(0, 5 * BLOCK))
+in_turn = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def aligned_at(nbytes: int, misalignment: int) -> numpy.ndarray:
+    """Return bytes whose address is `misalignment` beyond a page."""
+    memory = numpy.zeros(nbytes + 2 * 4096, numpy.uint8)
+    begin = -memory.__array_interface__["data"][0] % 4096 + misalignment
+    return memory[begin : begin + nbytes]
+
+
+@in_turn
+@given(
+    steps=st.lists(
+        st.tuples(sizes, sizes, st.sampled_from([0, 4, 64, 512]), st.booleans()),
+        min_size=1,
+        max_size=6,
+    ),
+    direct=st.sampled_from(["auto", True, False]),
+    queue_depth=st.sampled_from([1, 2, 32]),
+)
+def test_any_sequence_of_writes_and_reads_equals_plain_files(
+    engine: str,
+    directory: pathlib.Path,
+    steps: list[tuple[int, int, int, bool]],
+    direct: bool | str,
+    queue_depth: int,
+) -> None:
+    path = directory / "steps"
+    path.unlink(missing_ok=True)
+    model = bytearray()
+    with tensorferry.open(
+        path, "w+", engine=engine, block_size=BLOCK, queue_depth=queue_depth, direct=direct
+    ) as file:
+        for seed, (nbytes, offset, misalignment, waits) in enumerate(steps):
+            source = aligned_at(nbytes, misalignment)
+            source[:] = numpy.random.default_rng(seed).integers(0, 256, nbytes, numpy.uint8)
+            if waits:
+                file.write_from(source, offset).result()
+            else:
+                file.write(source, offset)
+            if nbytes:
+                model.extend(bytes(max(0, offset + nbytes - len(model))))
+                model[offset : offset + nbytes] = source.tobytes()
+            begin = min(offset // 2, len(model))
+            found = aligned_at(min(nbytes + 9, len(model) - begin), misalignment)
+            file.read(found, begin)
+            assert found.tobytes() == model[begin : begin + found.nbytes]
+    assert path.read_bytes() == model
+
+
+def test_whole_file_round_trip_keeps_neighbouring_bytes(
+    engine: str, directory: pathlib.Path
+) -> None:
+    path = directory / "file"
+    before = os.urandom(1_000_000)
+    path.write_bytes(before)
+    part = os.urandom(300_001)
+    with tensorferry.open(path, "r+", engine=engine) as file:
+        file.write(part, 12_345)
+    assert path.read_bytes() == before[:12_345] + part + before[12_345 + len(part) :]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64]
+)
+def test_every_dtype_and_shape_of_torch(directory: pathlib.Path, dtype: torch.dtype) -> None:
+    path = directory / "tensor"
+    for shape in ((), (0,), (3,), (5, 7), (2, 3, 1001)):
+        source = torch.randint(0, 2, (*shape,)).to(dtype)
+        tensorferry.write(path, source, truncate=True)
+        found = torch.empty(shape, dtype=dtype)
+        assert tensorferry.read(path, found) is found
+        assert torch.equal(
+            found.view(torch.uint8) if found.dim() else found,
+            source.view(torch.uint8) if source.dim() else source,
+        )
+        assert path.stat().st_size == source.nbytes
+
+
+def test_beyond_4_gib(directory: pathlib.Path) -> None:
+    """A sparse file, read at both ends and across 4 GiB; the hole costs no disk."""
+    path = directory / "large"
+    with tensorferry.open(path, "w+") as file:
+        file.write(b"begin", 3)
+        file.write(b"across", (1 << 32) - 3)
+        file.write(b"end", 5 << 30)
+        for text, offset in ((b"begin", 3), (b"across", (1 << 32) - 3), (b"end", 5 << 30)):
+            assert bytes(file.read(bytearray(len(text)), offset)) == text
+        assert file.size == (5 << 30) + 3
+
+
+def test_one_transfer_of_more_than_4_gib(directory: pathlib.Path) -> None:
+    # A read system call moves at most 2 GiB, and 32 bits end at 4 GiB. Reading a hole costs memory, not disk.
+    nbytes = (4 << 30) + 4097
+    path = directory / "hole"
+    with open(path, "wb") as plain:
+        plain.truncate(nbytes + 5)
+        plain.seek(nbytes)
+        plain.write(b"\1")
+    found = numpy.full(nbytes, 7, numpy.uint8)
+    tensorferry.read(path, found, 1)
+    assert found[-1] == 1
+    assert not found[:-1].any()
+
+
+def test_writing_a_longer_file_keeps_its_end_unless_truncated(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    path.write_bytes(b"x" * 10_000)
+    tensorferry.write(path, b"y" * 5_000)
+    assert path.read_bytes() == b"y" * 5_000 + b"x" * 5_000
+    tensorferry.write(path, b"z" * 100, 50, truncate=True)
+    assert path.read_bytes() == b"y" * 50 + b"z" * 100
+
+
+def test_new_files_get_the_usual_mode(directory: pathlib.Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        tensorferry.write(directory / "new", b"1")
+    finally:
+        os.umask(mask)
+    assert (directory / "new").stat().st_mode & 0o777 == 0o644
+
+
+def test_synced_write_is_complete(directory: pathlib.Path) -> None:
+    data = os.urandom(5_000_001)
+    tensorferry.write(directory / "durable", data, sync=True)
+    assert (directory / "durable").read_bytes() == data
+
+
+def test_paths_of_every_type(directory: pathlib.Path) -> None:
+    for path in (
+        directory / "p",
+        str(directory / "s"),
+        os.fsencode(directory / "b"),
+        directory / "n\udcff",
+    ):
+        tensorferry.write(path, b"content")
+        assert bytes(tensorferry.read(path, bytearray(7))) == b"content"
+    for wrong in (None, 1.5, object()):
+        with pytest.raises(TypeError):
+            tensorferry.write(wrong, b"")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="null"):
+        tensorferry.write("a\0b", b"")
+
+
+@pytest.mark.parametrize("direct", ["auto", True, False])
+def test_cached_dirty_and_partly_cached_files_read_right(
+    engine: str, directory: pathlib.Path, direct: bool | str
+) -> None:
+    path = directory / "cached"
+    data = bytearray(os.urandom(3_000_000))
+    path.write_bytes(data)  # dirty in the page cache
+    with tensorferry.open(path, engine=engine, block_size=BLOCK, direct=direct) as file:
+        assert file.read(bytearray(len(data))) == data
+        os.sync()
+        with open(path, "r+b") as plain:
+            os.posix_fadvise(plain.fileno(), 1_000_000, 0, os.POSIX_FADV_DONTNEED)
+            assert file.read(bytearray(len(data))) == data
+            plain.seek(2_000_000)
+            plain.write(b"changed")
+            plain.flush()
+            data[2_000_000:2_000_007] = b"changed"
+            assert file.read(bytearray(len(data))) == data
+
+
+def test_parts_in_the_page_cache_are_read_from_it(directory: pathlib.Path) -> None:
+    if tensorferry_cannot_ask_the_page_cache(directory):
+        pytest.skip("this kernel has no cachestat(2), or a sandbox forbids it")
+    path = directory / "cached"
+    path.write_bytes(os.urandom(4_000_000))
+    os.sync()
+    with tensorferry.open(path, block_size=BLOCK) as file:
+        buffer = tensorferry.empty(4_000_000, "u1")
+        file.read(buffer)
+        assert file.stats()["buffered_nbytes"] == 4_000_000
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 1 << 20, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+        file.read(buffer)
+        assert 4_000_000 < file.stats()["buffered_nbytes"] < 8_000_000
+        assert file.stats()["direct_nbytes"] > 0
+
+
+def tensorferry_cannot_ask_the_page_cache(directory: pathlib.Path) -> bool:
+    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    return version < (6, 5)
+
+
+def test_memory_file_systems_work_and_refuse_forced_direct(
+    engine: str, tmpfs_directory: pathlib.Path
+) -> None:
+    data = os.urandom(1_000_003)
+    path = tmpfs_directory / "file"
+    with tensorferry.open(path, "w+", engine=engine) as file:
+        file.write(data, 5)
+        assert file.read(bytearray(len(data)), 5) == data
+    with pytest.raises(tensorferry.StorageError, match="direct"):
+        tensorferry.read(path, bytearray(5), direct=True)
+
+
+def test_many_small_files_and_pieces(directory: pathlib.Path) -> None:
+    arrays = [os.urandom(17 * index % 9001) for index in range(1_000)]
+    tensorferry.write_many([(directory / str(index), array) for index, array in enumerate(arrays)])
+    found = [bytearray(len(array)) for array in arrays]
+    tensorferry.read_many([(directory / str(index), array) for index, array in enumerate(found)])
+    assert found == arrays
+    offsets = numpy.cumsum([0] + [len(array) for array in arrays])
+    tensorferry.write_many(
+        [(directory / "one", array, int(at)) for array, at in zip(arrays, offsets, strict=False)]
+    )
+    assert (directory / "one").read_bytes() == b"".join(arrays)
+
+
+def test_many_reports_the_first_that_failed_and_counts_the_rest(directory: pathlib.Path) -> None:
+    (directory / "good").write_bytes(b"12345")
+    with pytest.raises(tensorferry.StorageError) as caught:
+        tensorferry.read_many(
+            [
+                (directory / "good", bytearray(5)),
+                (directory / "none", bytearray(1)),
+                (directory / "nil", bytearray(1)),
+            ]
+        )
+    assert caught.value.filename == str(directory / "none")
+    for wrong in ([("a",)], ["ab"], [("a", b"", 0, 0)], [("a", 1)]):
+        with pytest.raises(TypeError):
+            tensorferry.write_many(wrong)  # type: ignore[arg-type]
+
+
+def test_bad_arguments_are_refused_before_any_io(directory: pathlib.Path) -> None:
+    path = directory / "never"
+    for offset in (-1, 1 << 63, (1 << 63) - 2):
+        with pytest.raises(ValueError, match="offset"):
+            tensorferry.write(path, b"abc", offset)
+    with pytest.raises(TypeError, match="offset"):
+        tensorferry.write(path, b"abc", 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="direct"):
+        tensorferry.write(path, b"abc", direct="perhaps")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mode"):
+        tensorferry.open(path, "rw")
+    with pytest.raises(ValueError, match="block_size"):
+        tensorferry.open(path, "w", block_size=0)
+    with pytest.raises(ValueError, match="engine"):
+        tensorferry.open(path, "w", engine="windows")
+    assert not path.exists()
+
+
+def test_file_modes(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    with pytest.raises(tensorferry.StorageError):
+        tensorferry.open(path)
+    with tensorferry.open(path, "x") as file:
+        file.write(b"12345")
+        with pytest.raises(ValueError, match="reading"):
+            file.read(bytearray(1))
+    with pytest.raises(tensorferry.StorageError):
+        tensorferry.open(path, "x")
+    with tensorferry.open(path) as file:
+        assert file.size == 5
+        with pytest.raises(ValueError, match="writing"):
+            file.write(b"1")
+    with tensorferry.open(path, "w"):
+        pass
+    assert path.read_bytes() == b""
+    with pytest.raises(ValueError, match="closed"):
+        file.read(bytearray(1))
+
+
+def test_closing_a_file_waits_for_its_transfers(engine: str, directory: pathlib.Path) -> None:
+    data = os.urandom(20_000_000)
+    with tensorferry.open(directory / "file", "w", engine=engine) as file:
+        future = file.write_from(data, 1)
+    assert future.done()
+    assert (directory / "file").read_bytes()[1:] == data
+
+
+def test_errors_say_what_and_survive_pickling(directory: pathlib.Path) -> None:
+    (directory / "short").write_bytes(b"12345")
+    with pytest.raises(tensorferry.ShortReadError) as caught:
+        tensorferry.read(directory / "short", bytearray(10), 2)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(error, tensorferry.ShortReadError)
+    assert (error.offset, error.expected, error.transferred) == (5, 10, 0)
+    assert error.filename == str(directory / "short")
+    assert "5 bytes" in str(error)
+    with pytest.raises(FileNotFoundError):
+        raise_as_oserror(directory / "missing")
+
+
+def raise_as_oserror(path: pathlib.Path) -> None:
+    """StorageError is an OSError whose errno tells; callers turn it into the built-in kind where they want one."""
+    try:
+        tensorferry.read(path, bytearray(1))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename) from error

@@ -1,0 +1,248 @@
+"""aio_handle: DeepNVMe's contract, on every engine. Its faults are in tests/faults."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import tensorferry
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from tests.conftest import MakeHandle
+
+
+def random_tensor(count: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8)
+
+
+def test_signatures_are_those_of_deepnvme() -> None:
+    def names(method: str) -> list[str]:
+        return list(inspect.signature(getattr(tensorferry.aio_handle, method)).parameters)[1:]
+
+    assert names("__init__")[:5] == [
+        "block_size",
+        "queue_depth",
+        "single_submit",
+        "overlap_events",
+        "intra_op_parallelism",
+    ]
+    for method in ("read", "write"):
+        assert names(method) == ["buffer", "filename", "validate", "file_offset"]
+    for method in ("sync_pread", "sync_pwrite", "async_pread", "async_pwrite"):
+        assert names(method) == ["buffer", "filename", "file_offset"]
+    for method in ("pread", "pwrite"):
+        assert names(method)[:3] == ["buffer", "filename", "validate"]
+
+
+def test_settings_are_reported_as_given(make_handle: MakeHandle) -> None:
+    handle = make_handle()
+    settings = (
+        handle.get_block_size(),
+        handle.get_queue_depth(),
+        handle.get_single_submit(),
+        handle.get_overlap_events(),
+        handle.get_intra_op_parallelism(),
+        handle.get_thread_count(),
+    )
+    assert settings == (1 << 20, 128, False, False, 1, 1)
+    handle = make_handle(
+        block_size=1000, queue_depth=3, single_submit=True, overlap_events=True, num_threads=4
+    )
+    settings = (
+        handle.get_block_size(),
+        handle.get_queue_depth(),
+        handle.get_single_submit(),
+        handle.get_overlap_events(),
+        handle.get_intra_op_parallelism(),
+        handle.get_thread_count(),
+    )
+    assert settings == (1000, 3, True, True, 4, 4)
+    assert handle.get_alignment() % 512 == 0
+    assert tensorferry.aio_handle(4096, 2, True, True, 3).get_intra_op_parallelism() == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 0},
+        {"block_size": -1},
+        {"queue_depth": 0},
+        {"queue_depth": 1 << 20},
+        {"intra_op_parallelism": 0},
+        {"intra_op_parallelism": -1},
+        {"intra_op_parallelism": 2, "num_threads": 3},
+        {"engine": "nonesuch"},
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=list(options)[-1]):
+        tensorferry.aio_handle(**options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="block_size"):
+        tensorferry.aio_handle(block_size=1.5)  # type: ignore[arg-type]
+
+
+def test_return_values(make_handle: MakeHandle, directory: pathlib.Path) -> None:
+    handle = make_handle()
+    path = str(directory / "tensor")
+    source, found = random_tensor(100_003), random_tensor(100_003)
+    assert handle.wait() == 0
+    assert handle.sync_pwrite(source, path) == 1
+    assert handle.sync_pread(found, path) == 1
+    assert torch.equal(source, found)
+    assert handle.write(source, path, False) == 0
+    assert handle.read(found, path, True) == 0
+    assert handle.pwrite(source, path, True, False) == 1
+    assert handle.pread(found, path, False, True) == 0
+    assert handle.pread(found, path, validate=True, **{"async": True}) == 0
+    assert handle.wait() == 2
+    assert handle.wait() == 0
+    handle.async_pwrite(source, path)
+    handle.async_pwrite(source, path + "2", 5)
+    assert handle.sync_pread(found, path) == 3  # its own and all that were pending
+    assert handle.wait() == 0
+    with pytest.raises(TypeError, match="async"):
+        handle.pread(found, path, False)
+    with pytest.raises(TypeError, match="nonsense"):
+        handle.pread(found, path, False, nonsense=True)
+
+
+def test_offsets(make_handle: MakeHandle, directory: pathlib.Path) -> None:
+    handle = make_handle(block_size=4096, intra_op_parallelism=3)
+    path = directory / "file"
+    source = random_tensor(50_000)
+    handle.sync_pwrite(source, path, 7)
+    handle.sync_pwrite(source[:100], path, file_offset=60_000)
+    found = torch.empty_like(source)
+    handle.sync_pread(found, path, 7)
+    assert torch.equal(found, source)
+    content = path.read_bytes()
+    assert len(content) == 60_100
+    assert content[:7] == bytes(7)
+    assert content[50_007:60_000] == bytes(60_000 - 50_007)
+
+
+def test_descriptors_stay_the_callers(make_handle: MakeHandle, directory: pathlib.Path) -> None:
+    handle = make_handle()
+    source = random_tensor(1_000_003)
+    for flags in (0, os.O_DIRECT, os.O_APPEND):
+        path = directory / f"file{flags}"
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | flags)
+        assert handle.async_pwrite(source, descriptor) == 0
+        assert handle.async_pwrite(source[:10], descriptor, source.numel()) == 0
+        os.write(descriptor, b"") if not flags else None
+        assert handle.wait() == 2
+        os.fstat(descriptor)  # still open
+        os.close(descriptor)
+        assert path.read_bytes() == source.numpy().tobytes() + source[:10].numpy().tobytes()
+
+
+def test_a_descriptor_may_be_closed_at_once(
+    make_handle: MakeHandle, directory: pathlib.Path
+) -> None:
+    handle = make_handle()
+    source = random_tensor(10_000_000)
+    descriptor = os.open(directory / "file", os.O_CREAT | os.O_RDWR)
+    handle.async_pwrite(source, descriptor)
+    os.close(descriptor)
+    assert handle.wait() == 1
+    assert (directory / "file").read_bytes() == source.numpy().tobytes()
+
+
+def test_validation_finds_a_difference(make_handle: MakeHandle, directory: pathlib.Path) -> None:
+    handle = make_handle()
+    path = directory / "file"
+    source = random_tensor(100_000)
+    handle.sync_pwrite(source, path)
+    found = torch.empty_like(source)
+    handle.pread(found, path, True, True)
+    while not handle._pending[0].future.done():
+        pass
+    found[12_345] += 1  # between the read and its validation
+    with pytest.raises(tensorferry.StorageError, match="12345") as caught:
+        handle.wait()
+    assert caught.value.offset == 12_345
+
+
+def test_failures_are_raised_in_order_and_the_handle_goes_on(
+    make_handle: MakeHandle, directory: pathlib.Path
+) -> None:
+    handle = make_handle()
+    path = directory / "file"
+    handle.sync_pwrite(random_tensor(1000), path)
+    with pytest.raises(tensorferry.StorageError):
+        handle.async_pread(random_tensor(10), directory / "missing")
+    with pytest.raises(tensorferry.ShortReadError):
+        handle.async_pread(random_tensor(10), path, 995)
+    handle.async_pread(random_tensor(10), path, 990)
+    assert handle.wait() == 1
+
+
+def test_threads_share_a_handle_and_each_completion_counts_once(
+    make_handle: MakeHandle, directory: pathlib.Path
+) -> None:
+    handle = make_handle(intra_op_parallelism=2)
+    counts: list[int] = []
+
+    def work(name: str) -> None:
+        source = random_tensor(20_000)
+        for _ in range(50):
+            handle.async_pwrite(source, directory / name)
+            counts.append(handle.wait())
+
+    threads = [threading.Thread(target=work, args=(str(index),)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(counts) + handle.wait() == 200
+
+
+def test_counters(make_handle: MakeHandle, directory: pathlib.Path) -> None:
+    handle = make_handle()
+    locked = handle.new_cpu_locked_tensor(8 << 20, torch.zeros(1, dtype=torch.uint8))
+    handle.sync_pwrite(locked, directory / "file")
+    stats = handle.stats()
+    assert stats["engine"] == handle.engine
+    assert stats["requests"] == 1
+    assert stats["written_nbytes"] == 8 << 20
+    assert stats["direct_nbytes"] + stats["buffered_nbytes"] == 8 << 20
+    assert stats["bounced_nbytes"] == 0
+    assert stats["engine_blocks"] == 8
+    assert (
+        0 < stats["block_latency_microseconds"]["p50"] <= stats["block_latency_microseconds"]["p99"]
+    )
+
+
+def test_a_closed_handle_says_so(make_handle: MakeHandle, directory: pathlib.Path) -> None:
+    with make_handle() as handle:
+        handle.async_pwrite(random_tensor(10), directory / "file")
+    assert (directory / "file").stat().st_size == 10
+    with pytest.raises(ValueError, match="closed"):
+        handle.sync_pwrite(random_tensor(10), directory / "file")
+    handle.close()
+
+
+def test_failures_that_nobody_waited_for_are_warned_of(
+    make_handle: MakeHandle, directory: pathlib.Path
+) -> None:
+    handle = make_handle()
+    path = directory / "file"
+    handle.sync_pwrite(random_tensor(5_000_000), path)
+    found = [random_tensor(5_000_000) for _ in range(20)]
+    for tensor in found:
+        handle.async_pread(tensor, path)
+    os.truncate(path, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pending = list(handle._pending)
+        handle.close()
+    failed = sum(operation.future.exception() is not None for operation in pending)
+    assert len([warning for warning in caught if warning.category is RuntimeWarning]) == failed

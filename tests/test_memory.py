@@ -1,0 +1,138 @@
+"""Aligned, page-locked memory and the bounce pool."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import numpy
+import pytest
+import torch
+
+import tensorferry
+
+if TYPE_CHECKING:
+    import pathlib
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.uint8, "f8", numpy.dtype("i2")]
+)
+@pytest.mark.parametrize("shape", [5, (0,), (3, 4), (), (1 << 20,)])
+def test_empty_gives_aligned_arrays_of_the_kind_asked_for(shape: object, dtype: object) -> None:
+    array = tensorferry.empty(shape, dtype)  # type: ignore[arg-type]
+    assert tuple(array.shape) == ((shape,) if isinstance(shape, int) else shape)
+    assert array.dtype == dtype
+    is_tensor = isinstance(dtype, torch.dtype)
+    assert isinstance(array, torch.Tensor if is_tensor else numpy.ndarray)
+    if array.nbytes:
+        address = array.data_ptr() if is_tensor else array.ctypes.data
+        assert address % 4096 == 0
+        assert not array.any()
+        array[...] = 1  # writable
+    assert tensorferry.empty(3).dtype == torch.get_default_dtype()
+
+
+def test_empty_refuses_nonsense() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        tensorferry.empty((2, -1))
+    with pytest.raises(ValueError, match="objects"):
+        tensorferry.empty(2, object)
+    with pytest.raises(MemoryError):
+        tensorferry.empty(1 << 55, torch.float64)
+
+
+def locked_kib() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmLck"))
+
+
+def test_locked_memory_goes_with_its_last_array() -> None:
+    gc.collect()
+    before = locked_kib()
+    tensor = tensorferry.empty(4 << 20, torch.uint8)
+    if locked_kib() == before:
+        pytest.skip("RLIMIT_MEMLOCK allows no 4 MiB here")
+    view = tensor[100:200]
+    del tensor
+    assert locked_kib() > before
+    del view
+    gc.collect()
+    assert locked_kib() == before
+
+
+def test_locked_tensors_of_a_handle() -> None:
+    handle = tensorferry.aio_handle()
+    example = torch.zeros(3, dtype=torch.float16)
+    tensor = handle.new_cpu_locked_tensor(10_000, example)
+    assert (tensor.dtype, tuple(tensor.shape)) == (torch.float16, (10_000,))
+    assert torch.equal(
+        handle.new_cpu_locked_tensor(num_elem=3, example_tenosr=example), torch.zeros_like(example)
+    )
+    assert torch.equal(
+        handle.new_cpu_locked_tensor(num_elem=3, example_tensor=example), torch.zeros_like(example)
+    )
+    pinned = handle.is_pinned(tensor)
+    assert handle.is_pinned(tensor[5:]) == pinned
+    assert not handle.is_pinned(torch.zeros(10))
+    handle.close()
+    assert handle.is_pinned(tensor) == pinned  # it outlives its handle
+    assert not handle.free_cpu_locked_tensor(tensor[5:])
+    assert handle.free_cpu_locked_tensor(tensor[:5])
+    assert not handle.free_cpu_locked_tensor(tensor)
+    assert not handle.free_cpu_locked_tensor(torch.zeros(10))
+    assert not handle.is_pinned(tensor)
+    tensor.fill_(1)  # freed, and still safe
+    assert handle.new_cpu_locked_tensor(0, example).numel() == 0
+    with pytest.raises(ValueError, match="num_elem"):
+        handle.new_cpu_locked_tensor(-1, example)
+    with pytest.raises(TypeError, match="example_tensor"):
+        handle.new_cpu_locked_tensor(1)
+    with pytest.raises(MemoryError):
+        handle.new_cpu_locked_tensor(1 << 60, example)
+
+
+def test_bounce_pool_is_settable_and_bounds_memory(directory: pathlib.Path) -> None:
+    assert tensorferry.bounce_pool_nbytes() == 32 << 20
+    with pytest.raises(ValueError, match="nbytes"):
+        tensorferry.set_bounce_pool_nbytes(1000)
+    source = torch.randint(0, 256, (30_000_001,), dtype=torch.uint8)[1:]
+    try:
+        tensorferry.set_bounce_pool_nbytes(1 << 20)
+        tensorferry.write(directory / "file", source)
+        assert torch.equal(tensorferry.read(directory / "file", torch.empty_like(source)), source)
+    finally:
+        tensorferry.set_bounce_pool_nbytes(32 << 20)
+
+
+def test_unaligned_transfers_add_no_more_than_the_pool(directory: pathlib.Path) -> None:
+    program = f"""
+import numpy, resource, tensorferry
+memory = numpy.ones((256 << 20) + 64, numpy.uint8)
+array = memory[-memory.ctypes.data % 4096 + 64:][:255 << 20]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tensorferry.write({str(directory / "file")!r}, array)
+tensorferry.read({str(directory / "file")!r}, array, direct=True)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    grown_kib = int(
+        subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True
+        ).stdout
+    )
+    assert grown_kib <= (tensorferry.bounce_pool_nbytes() + (16 << 20)) // 1024
+
+
+def test_pool_size_from_the_environment() -> None:
+    program = "import tensorferry; print(tensorferry.bounce_pool_nbytes())"
+
+    def run(value: str) -> subprocess.CompletedProcess[str]:
+        environment = {"TENSORFERRY_BOUNCE_POOL_NBYTES": value, "PATH": "/usr/bin:/bin"}
+        return subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+        )
+
+    assert run("8388608").stdout.strip() == "8388608"
+    assert "TENSORFERRY_BOUNCE_POOL_NBYTES" in run("much").stderr

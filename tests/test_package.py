@@ -1,0 +1,70 @@
+"""The package as a whole: what it imports, what it documents, that its stub is true."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import tensorferry
+
+SOURCE = pathlib.Path(tensorferry.__file__).parent
+
+
+def test_import_needs_neither_torch_nor_numpy() -> None:
+    program = (
+        "import sys, tensorferry; "
+        "heavy = {'torch', 'numpy', 'asyncio', 'logging', 'rich', 'typer'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("name", tensorferry.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    thing = getattr(tensorferry, name)
+    assert len(inspect.getdoc(thing) or "") > 30
+    if inspect.isclass(thing):
+        for member, value in vars(thing).items():
+            if not member.startswith("_") and (
+                inspect.isfunction(value) or isinstance(value, property)
+            ):
+                assert inspect.getdoc(value), f"{name}.{member}"
+
+
+def test_help_of_the_handle_reads_like_documentation() -> None:
+    text = tensorferry.aio_handle.__doc__ or ""
+    for section in ("Parameters", "Raises", "Notes", "Examples"):
+        assert f"{section}\n    {'-' * len(section)}" in text
+
+
+def test_engines_are_reported_in_order_of_preference() -> None:
+    found = tensorferry.engines()
+    assert list(found) == ["io_uring", "libaio", "threads"]
+    assert found["threads"] is None
+    chosen = next(name for name, refusal in found.items() if refusal is None)
+    handle = tensorferry.aio_handle()
+    assert handle.engine in found
+    if "TENSORFERRY_ENGINE" not in __import__("os").environ:
+        assert handle.engine == chosen
+        assert handle.engine_refusals == {name: why for name, why in found.items() if why}
+
+
+def test_the_environment_forces_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORFERRY_ENGINE", "threads")
+    assert tensorferry.aio_handle().engine == "threads"
+    monkeypatch.setenv("TENSORFERRY_ENGINE", "steam")
+    with pytest.raises(ValueError, match="steam"):
+        tensorferry.aio_handle()
+
+
+def test_native_errors_do_not_leak_references(tmp_path: pathlib.Path) -> None:
+    buffer = bytearray(10)
+    count = sys.getrefcount(buffer)
+    for _ in range(100):
+        with pytest.raises(tensorferry.StorageError):
+            tensorferry.read(tmp_path / "missing", buffer)
+    assert sys.getrefcount(buffer) == count
