@@ -66,7 +66,7 @@ sanitize: ## Run the C++ tests under ASan + UBSan, then under TSan
 	$(call cpp_tests,asan-ubsan,address;undefined)
 	$(call cpp_tests,tsan,thread)
 
-bench: $(VENV)/.bench.stamp $(VENV)/.core.stamp ## Run the benchmarks
+bench: $(VENV)/.core.stamp ## Run the benchmarks
 	$(BIN)/python -m benchmarks
 
 wheel: $(VENV)/.deps.stamp ## Build the sdist and manylinux wheels into dist/
@@ -121,10 +121,6 @@ $(VENV)/.deps.stamp: pyproject.toml $(VENV)/.system.stamp
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet $(TORCH))
 	$(BIN)/python -m pip install --quiet --group build --group test --group dev
-	touch $@
-
-$(VENV)/.bench.stamp: $(VENV)/.deps.stamp
-	$(BIN)/python -m pip install --quiet --group bench
 	touch $@
 
 $(VENV)/.core.stamp: $(CORE_SOURCES) $(VENV)/.deps.stamp

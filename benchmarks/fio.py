@@ -135,6 +135,7 @@ def run(config: Config, path: Path, kind: str, nbytes: int, *options: str) -> di
         f"--rw={kind}",
         "--fallocate=native",
         "--invalidate=0",  # the benchmark decides what the page cache holds
+        "--scramble_buffers=0",  # it would change each block before it is written
         "--thread",
         "--output-format=json",
         *config.arguments(),

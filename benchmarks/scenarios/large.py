@@ -1,8 +1,8 @@
 """One large tensor to a fresh file and back cold: default handle against the best fio.
 
 Rules: O_DIRECT and no fsync on either side; every write goes to a new preallocated file; the file
-is dropped from the page cache before each read. Only "plain Python write + fsync" goes through the
-page cache.
+is dropped from the page cache before each read. Only "plain Python write + fsync, readinto" goes
+through the page cache.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def transfers(
             Contender(ODD, "ours", action(odd, offset=ODD_OFFSET, **odd_path)),
             Contender(ALIGNED_FUNCTIONS, "ours", action(aligned_functions)),
             Contender(PLAIN_FUNCTIONS, "ours", action(plain_functions)),
-            Contender("plain Python, buffered, write + fsync", "peer", action(buffered)),
+            Contender("plain Python write + fsync, readinto", "peer", action(buffered)),
             Contender("plain Python, O_DIRECT 8 MiB blocks", "peer", action(direct)),
         ]
 
@@ -135,7 +135,7 @@ def _figures(comparison: Comparison, what: str, name: str) -> list[Figure]:
             Figure(f"{what}, {short}", ">=", 0.92, ratio(comparison.row(label), best), "", note)
         )
     for tag, limit in (("unregistered", 1.1), ("registered", 1.5)):
-        least = comparison.least_cpu("fio", "io_uring", tag)
+        least = comparison.least_cpu("fio", "io_uring", "1M", tag)  # the size of our blocks
         figures.append(
             Figure(
                 f"{what}, locked: CPU over fio io_uring {tag}",

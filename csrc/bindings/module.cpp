@@ -178,20 +178,31 @@ class PyScheduler {
     (void)core_->close(close_patience);
   }
 
-  PyRequest submit(const std::vector<std::tuple<PyFile, uintptr_t, uint64_t, uint64_t>>& pieces, bool write,
-                   bool truncate, bool sync, nb::object owner, bool blocking) {
+  // One request of as many transfers as there are files; the other lists are as long.
+  PyRequest submit(const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
+                   const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets, bool write, bool truncate,
+                   bool sync, nb::object owner, bool blocking) {
+    if (addresses.size() != files.size() || nbytes.size() != files.size() || offsets.size() != files.size()) {
+      throw nb::value_error("files, addresses, nbytes and offsets differ in length");
+    }
     check_usable();
     reap();
-    wait_interruptibly(std::nullopt, [&](milliseconds slice) { return core_->wait_for_room(pieces.size(), slice); });
-    auto request = std::make_shared<Request>(core_->next_request_id(), pieces.size());
+    wait_interruptibly(std::nullopt, [&](milliseconds slice) { return core_->wait_for_room(files.size(), slice); });
+    auto request = std::make_shared<Request>(core_->next_request_id(), files.size());
     std::vector<std::shared_ptr<Transfer>> transfers;
-    transfers.reserve(pieces.size());
+    transfers.reserve(files.size());
     std::optional<Fault> fault;
     {
       nb::gil_scoped_release release;
-      for (const auto& [file, address, nbytes, offset] : pieces) {
-        TransferSpec spec{file.core, reinterpret_cast<char*>(address), offset, nbytes, write, truncate, sync};
-        auto transfer = Transfer::create(std::move(spec), request, transfers.size(), core_->options().block_nbytes);
+      for (size_t index = 0; index < files.size(); ++index) {
+        TransferSpec spec{files[index].core,
+                          reinterpret_cast<char*>(addresses[index]),
+                          offsets[index],
+                          nbytes[index],
+                          write,
+                          truncate,
+                          sync};
+        auto transfer = Transfer::create(std::move(spec), request, index, core_->options().block_nbytes);
         if (!transfer) {
           fault = transfer.fault();
           break;
@@ -327,14 +338,17 @@ bool give_back(uintptr_t address) {
   return allocation->give_back();
 }
 
-// The buffer stays where it is as long as the caller keeps `view`, a memoryview, alive.
-std::tuple<uintptr_t, uint64_t> buffer_memory(nb::handle view) {
+// Address and bytes of a C-contiguous buffer, or None where the object has none (or no writable one). It stays where
+// it is as long as the caller keeps an export, such as a memoryview, alive.
+std::optional<std::pair<uintptr_t, uint64_t>> buffer_memory(nb::handle exporter, bool writable) {
   Py_buffer buffer;
-  if (PyObject_GetBuffer(view.ptr(), &buffer, PyBUF_FULL_RO) != 0) throw nb::python_error();
-  const auto address = reinterpret_cast<uintptr_t>(buffer.buf);
-  const auto nbytes = static_cast<uint64_t>(buffer.len);
+  if (PyObject_GetBuffer(exporter.ptr(), &buffer, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) != 0) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  const std::pair found{reinterpret_cast<uintptr_t>(buffer.buf), static_cast<uint64_t>(buffer.len)};
   PyBuffer_Release(&buffer);
-  return {address, nbytes};
+  return found;
 }
 
 // Address, bytes, whether it may be written to, whether it is C-contiguous.
@@ -407,8 +421,7 @@ NB_MODULE(_core, module) {
   nb::class_<PyRequest>(module, "Request")
       .def("done", [](const PyRequest& request) { return request.core->done(); })
       .def("wait", &PyRequest::wait, "timeout_seconds"_a.none() = nb::none())
-      .def("exception", &PyRequest::exception,
-           nb::sig("def exception(self) -> tensorferry.errors.StorageError | None"))
+      .def("exception", &PyRequest::exception, nb::sig("def exception(self) -> tensorferry.errors.StorageError | None"))
       .def("cancel", [](const PyRequest& request) { request.core->cancel(); })
       .def(
           "notify",
@@ -428,8 +441,8 @@ NB_MODULE(_core, module) {
                        refusals.emplace_back(refusal.engine, refusal.reason);
                      return refusals;
                    })
-      .def("submit", &PyScheduler::submit, "pieces"_a, "write"_a, "truncate"_a, "sync"_a, "owner"_a.none(),
-           "blocking"_a)
+      .def("submit", &PyScheduler::submit, "files"_a, "addresses"_a, "nbytes"_a, "offsets"_a, "write"_a, "truncate"_a,
+           "sync"_a, "owner"_a.none(), "blocking"_a)
       .def("reap", &PyScheduler::reap)
       .def("outstanding", [](const PyScheduler& scheduler) { return scheduler.core_->outstanding(); })
       .def("wait_for_progress", &PyScheduler::wait_for_progress, "timeout_seconds"_a)
@@ -447,7 +460,7 @@ NB_MODULE(_core, module) {
   module.def("allocate", &allocate, "nbytes"_a, "lock"_a);
   module.def("is_locked", &is_locked, "address"_a, "nbytes"_a);
   module.def("give_back", &give_back, "address"_a);
-  module.def("buffer_memory", &buffer_memory, "view"_a);
+  module.def("buffer_memory", &buffer_memory, "exporter"_a, "writable"_a);
   module.def("dlpack_memory", &dlpack_memory, "array"_a);
   module.def("fork_generation", &fork_generation);
   module.def("bounce_pool_nbytes", &BouncePool::process_pool_nbytes);

@@ -73,11 +73,22 @@ std::string name_of(int descriptor) {
                     : "descriptor " + std::to_string(descriptor);
 }
 
-// Memory file systems may accept O_DIRECT and then copy all the same; their page cache *is* the file.
-bool lives_in_memory(int descriptor) {
+#ifndef FUSE_SUPER_MAGIC
+#define FUSE_SUPER_MAGIC 0x65735546  // linux/magic.h since 5.13
+#endif
+
+enum class FileSystem { memory, fuse, other };
+
+FileSystem file_system_of(int descriptor) {
   struct statfs info;
-  if (::fstatfs(descriptor, &info) != 0) return false;
-  return info.f_type == TMPFS_MAGIC || info.f_type == RAMFS_MAGIC || info.f_type == HUGETLBFS_MAGIC;
+  if (::fstatfs(descriptor, &info) != 0) return FileSystem::other;
+  switch (info.f_type) {
+    case TMPFS_MAGIC:
+    case RAMFS_MAGIC:
+    case HUGETLBFS_MAGIC: return FileSystem::memory;
+    case FUSE_SUPER_MAGIC: return FileSystem::fuse;
+    default: return FileSystem::other;
+  }
 }
 
 // Extending is check-then-act (a failed reservation is undone), so it is serialized within the process.
@@ -186,7 +197,9 @@ std::optional<Fault> File::enable_direct(DirectMode mode) {
     refused.hint = why;
     return refused;
   };
-  if (regular_ && lives_in_memory(descriptor_)) {
+  // Memory file systems may accept O_DIRECT and then copy all the same; their page cache *is* the file.
+  const FileSystem file_system = file_system_of(descriptor_);
+  if (regular_ && file_system == FileSystem::memory) {
     return unsupported("the file system lives in memory: use direct=\"auto\" or False");
   }
   StatxWithDirectAlignment status_x;
@@ -196,6 +209,9 @@ std::optional<Fault> File::enable_direct(DirectMode mode) {
   if (told && status_x.offset_alignment == 0) {
     return unsupported("the file system has no direct I/O for this file: use direct=\"auto\" or False");
   }
+  // Linux reports a short asynchronous direct write to FUSE as EIO (fs/fuse/file.c, fuse_get_res_by_io), so that it
+  // could not be resumed.
+  if (!told && file_system == FileSystem::fuse && mode == DirectMode::automatic) return std::nullopt;
   if (::fcntl(descriptor_, F_SETFL, (flags & ~O_NONBLOCK) | O_DIRECT) != 0) {
     if (errno != EINVAL) return fault("fcntl", errno);
     return unsupported("the file system does not take O_DIRECT: use direct=\"auto\" or False");
@@ -246,7 +262,9 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes) {
   // First the blocks, then the size: a refusal must not leave a file that looks longer than its data.
   if (fallocate_retrying(descriptor_, FALLOC_FL_KEEP_SIZE, begin, end - begin) != 0) {
     const int error_number = errno;
-    if (error_number == EOPNOTSUPP || error_number == ENOSYS) return std::nullopt;
+    // Only a lack of space is a refusal. File systems that cannot reserve say so in many ways, and get their
+    // writes without.
+    if (error_number != ENOSPC && error_number != EDQUOT && error_number != EFBIG) return std::nullopt;
     Fault refused = fault("reserve space", error_number);
     refused.offset = begin;
     // Give back what was reserved before the disk was full. Truncating to the size that the file has releases
@@ -256,11 +274,8 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes) {
     }
     return refused;
   }
-  if (fallocate_retrying(descriptor_, 0, begin, end - begin) != 0) {
-    Fault refused = fault("extend", errno);
-    refused.offset = begin;
-    return refused;
-  }
+  // The blocks are there; if the size cannot be set now, the writes will set it.
+  (void)fallocate_retrying(descriptor_, 0, begin, end - begin);
   return std::nullopt;
 }
 

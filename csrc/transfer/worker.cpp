@@ -9,6 +9,10 @@ namespace {
 // prepared is handed over and free places are filled.
 constexpr uint64_t copy_between_submits_nbytes = uint64_t{256} << 10;
 
+// Bounce memory that one worker has in flight. Enough for any drive's bandwidth times latency, small enough to stay
+// in the processor's cache between the copy and the drive, and to leave the pool something for other workers.
+constexpr uint64_t max_bounced_in_flight_nbytes = uint64_t{12} << 20;
+
 }  // namespace
 
 Worker::Worker(Scheduler& scheduler, std::unique_ptr<Engine> engine)
@@ -48,6 +52,10 @@ bool Worker::fill() {
       if (!scheduler_.take(*block, this, nullptr)) return false;
       free_.pop_back();
     }
+    if (block->planned.way == Way::bounced && bounced_in_flight_nbytes_ >= max_bounced_in_flight_nbytes) {
+      stalled_ = block;
+      return false;  // goes on with the next completion
+    }
     stalled_ = nullptr;
     switch (block->transfer->prepare(*block, this)) {
       case Prepared::failed: put_back(*block); continue;
@@ -72,6 +80,7 @@ bool Worker::start(WorkBlock& block) {
     return true;
   }
   if (block.operation == Operation::write) count_copy(block);
+  if (block.bounce) bounced_in_flight_nbytes_ += block.planned.io_nbytes;
   scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
   ++in_flight_;
   engine_->add(block);
@@ -89,10 +98,11 @@ void Worker::settle(WorkBlock& block) {
 }
 
 void Worker::count_copy(const WorkBlock& block) {
-  if (block.planned.way == Way::bounced) copied_since_submit_ += block.planned.nbytes;
+  if (block.bounce) copied_since_submit_ += block.planned.nbytes;
 }
 
 void Worker::put_back(WorkBlock& block) {
+  if (block.bounce) bounced_in_flight_nbytes_ -= block.planned.io_nbytes;
   scheduler_.drop(block);
   free_.push_back(&block);
 }

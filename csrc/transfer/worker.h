@@ -34,6 +34,7 @@ class Worker final : public BounceWaiter {
   std::vector<WorkBlock*> free_;
   WorkBlock* stalled_ = nullptr;  // taken, but without bounce memory
   size_t in_flight_ = 0;
+  uint64_t bounced_in_flight_nbytes_ = 0;
   uint64_t copied_since_submit_ = 0;
 };
 

@@ -7,7 +7,7 @@ protocol or DLPack.
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from tensorferry import _core
 
@@ -15,12 +15,9 @@ from tensorferry import _core
 _HOST_DEVICES = (1, 3, 11)
 
 
-class Memory(NamedTuple):
-    """Contiguous host memory: valid as long as ``owner`` lives."""
-
-    address: int
-    nbytes: int
-    owner: object
+# Contiguous host memory: address, bytes, and an owner as long as which it is valid. A plain tuple: read_many makes
+# thousands.
+Memory: TypeAlias = "tuple[int, int, object]"
 
 
 def memory_of(array: Any, *, writable: bool, name: str = "array") -> Memory:
@@ -92,7 +89,7 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str) -> Memory:
             f"{name}: {type(tensor).__name__} has no memory of its own (for a DTensor pass .to_local(); an FSDP "
             "parameter may be resharded)"
         )
-    return Memory(address, nbytes, tensor)
+    return address, nbytes, tensor
 
 
 def _storage_device(tensor: Any) -> str | None:
@@ -107,6 +104,9 @@ def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
         raise ValueError(
             f"{name}: an array of Python objects (dtype {array.dtype}) has no bytes to move"
         )
+    memory = _core.buffer_memory(array, writable)
+    if memory is not None:
+        return memory[0], memory[1], array
     if not array.flags.c_contiguous:
         if writable:
             raise ValueError(
@@ -115,7 +115,8 @@ def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
         array = array.copy(order="C")
     if writable and not array.flags.writeable:
         raise ValueError(f"{name}: cannot read into a read-only array")
-    return Memory(array.__array_interface__["data"][0], array.nbytes, array)
+    # The buffer protocol has no word for some dtypes (datetime64, ml_dtypes' bfloat16).
+    return array.__array_interface__["data"][0], array.nbytes, array
 
 
 def _of_buffer(view: memoryview, writable: bool, name: str) -> Memory:
@@ -129,8 +130,10 @@ def _of_buffer(view: memoryview, writable: bool, name: str) -> Memory:
                 f"{name}: cannot read into a buffer that is not C-contiguous (strides {view.strides})"
             )
         view = memoryview(view.tobytes())
-    address, nbytes = _core.buffer_memory(view)
-    return Memory(address, nbytes, view)
+    memory = _core.buffer_memory(view, writable)
+    if memory is None:
+        raise ValueError(f"{name}: the buffer cannot be exported")
+    return memory[0], memory[1], view
 
 
 def _of_dlpack(array: Any, writable: bool, name: str) -> Memory:
@@ -147,4 +150,4 @@ def _of_dlpack(array: Any, writable: bool, name: str) -> Memory:
         raise ValueError(f"{name}: cannot read into a read-only {type(array).__name__}")
     if not contiguous:
         raise ValueError(f"{name}: an array that is not C-contiguous cannot be moved as it is")
-    return Memory(address, nbytes, array)
+    return address, nbytes, array

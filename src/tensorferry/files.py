@@ -72,7 +72,7 @@ def write(
         default_scheduler(),
         path,
         memory,
-        checked_offset(offset, memory.nbytes),
+        checked_offset(offset, memory[1]),
         write=True,
         direct=direct_mode(direct),
         truncate=truncate,
@@ -109,7 +109,7 @@ def read(path: Path, array: Any, offset: int = 0, *, direct: Direct = "auto") ->
         default_scheduler(),
         path,
         memory,
-        checked_offset(offset, memory.nbytes),
+        checked_offset(offset, memory[1]),
         write=False,
         direct=direct_mode(direct),
     )
@@ -288,7 +288,7 @@ class File:
         """Fill an array from ``offset`` (bytes) on, and return it. See :func:`tensorferry.read`."""
         file = self._open_file(reading=True)
         memory = memory_of(array, writable=True)
-        transfer(self._scheduler, file, memory, checked_offset(offset, memory.nbytes), write=False)
+        transfer(self._scheduler, file, memory, checked_offset(offset, memory[1]), write=False)
         return array
 
     def write(self, array: Any, offset: int = 0, *, sync: bool = False) -> None:
@@ -299,7 +299,7 @@ class File:
             self._scheduler,
             file,
             memory,
-            checked_offset(offset, memory.nbytes),
+            checked_offset(offset, memory[1]),
             write=True,
             sync=sync,
         )
@@ -320,7 +320,7 @@ class File:
                 file,
                 array,
                 memory,
-                checked_offset(offset, memory.nbytes),
+                checked_offset(offset, memory[1]),
                 write=False,
             )
         )
@@ -341,7 +341,7 @@ class File:
                 file,
                 array,
                 memory,
-                checked_offset(offset, memory.nbytes),
+                checked_offset(offset, memory[1]),
                 write=True,
                 sync=sync,
             )

@@ -301,14 +301,14 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             that shares it is gone, so a later use is safe.
         """
         memory = memory_of(tensor, writable=False, name="tensor")
-        return memory.nbytes > 0 and _core.give_back(memory.address)
+        return memory[1] > 0 and _core.give_back(memory[0])
 
     def is_pinned(self, buffer: Any) -> bool:
         """Return whether a buffer is page-locked, by torch or by tensorferry."""
         if hasattr(buffer, "is_pinned") and buffer.is_pinned():
             return True
         memory = memory_of(buffer, writable=False, name="buffer")
-        return memory.nbytes > 0 and _core.is_locked(memory.address, memory.nbytes)
+        return memory[1] > 0 and _core.is_locked(memory[0], memory[1])
 
     # Settings
 
@@ -412,7 +412,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             self._transfer(buffer, filename, file_offset, write, validate)
             return 1 + self.wait() if self._pending else 1
         memory = memory_of(buffer, writable=not write, name="buffer")
-        offset = checked_offset(file_offset, memory.nbytes, "file_offset")
+        offset = checked_offset(file_offset, memory[1], "file_offset")
         future = start(
             self._scheduler, filename, buffer, memory, offset, write=write, name="filename"
         )
@@ -424,7 +424,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         self, buffer: Any, filename: Path | int, file_offset: int, write: bool, validate: bool
     ) -> None:
         memory = memory_of(buffer, writable=not write, name="buffer")
-        offset = checked_offset(file_offset, memory.nbytes, "file_offset")
+        offset = checked_offset(file_offset, memory[1], "file_offset")
         transfer(self._scheduler, filename, memory, offset, write=write, name="filename")
         if validate:
             _compare(memory, filename, offset)
@@ -467,11 +467,11 @@ def _async_of(async_: bool | None, keywords: dict[str, bool]) -> bool:
 def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
     """Raise a StorageError with EIO where the file does not hold what memory does, read by other means than ours."""
     chunk_nbytes = 8 << 20
-    expected = memoryview((ctypes.c_ubyte * memory.nbytes).from_address(memory.address)).cast("B")
+    expected = memoryview((ctypes.c_ubyte * memory[1]).from_address(memory[0])).cast("B")
     # Reopened by number as well: a descriptor for writing cannot be read from.
     path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fsdecode(filename)
     with open(path, "rb", buffering=0) as file:
-        for begin in range(0, memory.nbytes, chunk_nbytes):
+        for begin in range(0, memory[1], chunk_nbytes):
             part = expected[begin : begin + chunk_nbytes]
             found = os.pread(file.fileno(), len(part), offset + begin)
             if found != part:
@@ -484,6 +484,6 @@ def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
                     f"validation failed: the file differs from the buffer at offset {offset + begin + same}",
                     path,
                     offset=offset + begin + same,
-                    expected=memory.nbytes,
-                    transferred=memory.nbytes,
+                    expected=memory[1],
+                    transferred=memory[1],
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from errno import EMFILE, ENFILE
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from tensorferry import _core
 from tensorferry.arrays import Memory, memory_of
@@ -133,34 +133,56 @@ def transfer_many(
 
     Everything is checked before the first byte moves.
     """
-    checked: list[tuple[Path, Memory, int]] = []
+    # Lists side by side rather than a list of tuples: thousands of tuples wake the garbage collector.
+    batch = _Batch([], [], [], [], [])
     for index, item in enumerate(items):
         if not isinstance(item, (tuple, list)) or not 2 <= len(item) <= 3:
             raise TypeError(
                 f"items[{index}]: expected (path, array) or (path, array, offset), got {item!r}"
             )
-        memory = memory_of(item[1], writable=not write, name=f"items[{index}]")
-        offset = checked_offset(item[2], memory.nbytes, f"items[{index}]") if len(item) == 3 else 0
-        checked.append((item[0], memory, offset))
+        address, nbytes, owner = memory_of(item[1], writable=not write, name=f"items[{index}]")
+        offset = checked_offset(item[2], nbytes, f"items[{index}]") if len(item) == 3 else 0
+        batch.paths.append(item[0])
+        batch.addresses.append(address)
+        batch.nbytes.append(nbytes)
+        batch.offsets.append(offset)
+        batch.owners.append(owner)
 
     requests: list[_core.Request] = []
     try:
-        for begin in range(0, len(checked), _CHUNK):
-            _submit_chunk(
-                scheduler, checked[begin : begin + _CHUNK], requests, write, direct, truncate, sync
-            )
+        for begin in range(0, len(batch.paths), _CHUNK):
+            chunk = batch.part(begin, begin + _CHUNK)
+            _submit_chunk(scheduler, chunk, requests, write, direct, truncate, sync)
         for request in requests:
             request.wait(None)
-    except BaseException:
+    except BaseException as error:
         for request in requests:
             request.cancel()
-        for request in requests:
-            request.wait(None)
+        if isinstance(error, Exception):  # not for Ctrl-C: the arrays stay referenced until the end
+            for request in requests:
+                request.wait(None)
         raise
     for request in requests:
         exception = request.exception()
         if exception is not None:
             raise exception
+
+
+class _Batch(NamedTuple):
+    paths: list[Path]
+    addresses: list[int]
+    nbytes: list[int]
+    offsets: list[int]
+    owners: list[object]
+
+    def part(self, begin: int, end: int) -> _Batch:
+        return _Batch(
+            self.paths[begin:end],
+            self.addresses[begin:end],
+            self.nbytes[begin:end],
+            self.offsets[begin:end],
+            self.owners[begin:end],
+        )
 
 
 _DESCRIPTOR_ERRORS = (EMFILE, ENFILE)
@@ -190,15 +212,16 @@ def _submit_one(
             if isinstance(target, _core.File)
             else open_for_transfer(target, write, direct, name)
         )
-        pieces = [(file, memory.address, memory.nbytes, offset)]
-        return scheduler.submit(pieces, write, truncate, sync, owner, blocking)
+        return scheduler.submit(
+            [file], [memory[0]], [memory[1]], [offset], write, truncate, sync, owner, blocking
+        )
 
     return with_descriptors(scheduler, submit)
 
 
 def _submit_chunk(
     scheduler: _core.Scheduler,
-    items: Sequence[tuple[Path, Memory, int]],
+    batch: _Batch,
     requests: list[_core.Request],
     write: bool,
     direct: str,
@@ -209,20 +232,28 @@ def _submit_chunk(
     scheduler.check_usable()
 
     def submit() -> _core.Request:
-        files: dict[Path, _core.File] = {}
-        pieces = []
-        for path, memory, offset in items:
-            file = files.get(path)
-            if file is None:
-                file = files[path] = open_for_transfer(path, write, direct)
-            pieces.append((file, memory.address, memory.nbytes, offset))
-        return scheduler.submit(pieces, write, truncate, sync, items, False)
+        opened: dict[Path, _core.File] = {}
+        for path in batch.paths:
+            if path not in opened:
+                opened[path] = open_for_transfer(path, write, direct)
+        files = [opened[path] for path in batch.paths]
+        return scheduler.submit(
+            files,
+            batch.addresses,
+            batch.nbytes,
+            batch.offsets,
+            write,
+            truncate,
+            sync,
+            batch.owners,
+            False,
+        )
 
     try:
         requests.append(with_descriptors(scheduler, submit))
     except OSError as error:
-        if error.errno not in _DESCRIPTOR_ERRORS or len(items) == 1:
+        if error.errno not in _DESCRIPTOR_ERRORS or len(batch.paths) == 1:
             raise
-        half = len(items) // 2
-        _submit_chunk(scheduler, items[:half], requests, write, direct, truncate, sync)
-        _submit_chunk(scheduler, items[half:], requests, write, direct, truncate, sync)
+        half = len(batch.paths) // 2
+        for part in (batch.part(0, half), batch.part(half, len(batch.paths))):
+            _submit_chunk(scheduler, part, requests, write, direct, truncate, sync)

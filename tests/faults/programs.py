@@ -331,6 +331,7 @@ def no_descriptors(engine: str, directory: str) -> dict[str, Any]:
     path.write_bytes(bytes(4096))
     handle = tensorferry.aio_handle(engine=engine)
     assert_works(handle, path.parent)
+    tensorferry.read(path, np.zeros(4096, np.uint8))
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     taken = []
     with contextlib.suppress(OSError):
@@ -341,7 +342,7 @@ def no_descriptors(engine: str, directory: str) -> dict[str, Any]:
         lambda: handle.sync_pread(np.zeros(4096, np.uint8), path),
         lambda: handle.async_pread(np.zeros(4096, np.uint8), path),
         lambda: handle.sync_pwrite(np.zeros(4096, np.uint8), path),
-        lambda: tensorferry.open(path, engine=engine),
+        lambda: tensorferry.read(path, np.zeros(4096, np.uint8)),
     ]
     for call in calls:
         for _ in range(100):
@@ -349,16 +350,23 @@ def no_descriptors(engine: str, directory: str) -> dict[str, Any]:
                 call()
             except tensorferry.StorageError as error:
                 errors.append([error.errno, str(error.filename)])
-    for _ in range(20):  # a ring or context that cannot be had is no reason to crash
-        with contextlib.suppress(OSError, tensorferry.EngineUnavailableError):
-            tensorferry.aio_handle(engine=engine)
+    refusals = []
+    for attempt in (
+        lambda: tensorferry.aio_handle(engine=engine),
+        lambda: tensorferry.open(path, engine=engine),
+    ):
+        for _ in range(20):
+            try:
+                attempt()
+            except (tensorferry.StorageError, tensorferry.EngineUnavailableError) as error:
+                refusals.append(str(error))
     for descriptor in taken:
         os.close(descriptor)
     assert_works(handle, path.parent)
     before = count_descriptors()
     assert_works(tensorferry.aio_handle(engine=engine), path.parent)
     gc.collect()
-    return {"errors": errors, "grown": count_descriptors() - before}
+    return {"errors": errors, "refusals": refusals, "grown": count_descriptors() - before}
 
 
 def little_lockable_memory(engine: str, directory: str, limit: int) -> dict[str, Any]:
@@ -371,9 +379,14 @@ def little_lockable_memory(engine: str, directory: str, limit: int) -> dict[str,
     os.setuid(65534)
     assert ctypes.CDLL(None).mlock(ctypes.create_string_buffer(2 * limit), 2 * limit) != 0
     path = pathlib.Path(directory) / "file"
+    refusal = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        handle = tensorferry.aio_handle(engine=engine)
+        try:
+            handle = tensorferry.aio_handle(engine=engine)
+        except tensorferry.EngineUnavailableError as error:
+            refusal = str(error)
+            handle = tensorferry.aio_handle()
         plain = torch.arange(4 << 20, dtype=torch.int32)
         target = torch.zeros_like(plain)
         assert handle.sync_pwrite(plain, path) == 1
@@ -391,11 +404,13 @@ def little_lockable_memory(engine: str, directory: str, limit: int) -> dict[str,
         empty = tensorferry.empty((1 << 20,), torch.int32).fill_(3)
         assert handle.sync_pwrite(empty, path) == 1
         assert_works(handle, path.parent)
-        handles = [tensorferry.aio_handle(engine=engine) for _ in range(8)]
-        for other in handles:
+        automatic = [tensorferry.aio_handle() for _ in range(8)]
+        for other in automatic:
             assert_works(other, path.parent)
     return {
         "engine": handle.engine,
+        "refusal": refusal,
+        "automatic": [[other.engine, other.engine_refusals] for other in automatic],
         "uid": os.getuid(),
         "warnings": [str(warning.message) for warning in caught],
     }
@@ -413,9 +428,9 @@ def exhaust_aio_contexts(directory: str) -> dict[str, Any]:
         except tensorferry.EngineUnavailableError as error:
             refusal = str(error)
             break
-    for _ in range(3000):  # what is left for small ones
+    for _ in range(3000):  # what is left for default ones
         try:
-            handles.append(tensorferry.aio_handle(engine="libaio", queue_depth=1))
+            handles.append(tensorferry.aio_handle(engine="libaio", queue_depth=128))
         except tensorferry.EngineUnavailableError:
             break
     automatic = tensorferry.aio_handle()

@@ -152,7 +152,7 @@ def test_of_several_transfers_that_fail_the_first_submitted_is_reported_with_the
 @pytest.mark.parametrize("short", [1000, 4096, 40_000])
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, NBYTES), (7, 5 * BLOCK + 13)])
 def test_short_transfers_are_resumed(
-    blocks_handle: Handle,
+    engine: str,
     faultfs: FaultFS,
     random_bytes: RandomBytes,
     op: str,
@@ -164,26 +164,72 @@ def test_short_transfers_are_resumed(
     wanted = random_bytes(NBYTES + 100)
     wanted.tofile(path)
     array = random_bytes(nbytes)
-    faultfs.order(Fault(op, short=short, start=2 * BLOCK, end=4 * BLOCK))
-    assert transfer(blocks_handle, op, array, path, offset) == 1
-    assert faultfs.hits() > 1
+    with tensorferry.open(path, "r+", direct=False, engine=engine, block_size=BLOCK) as file:
+        faultfs.order(Fault(op, short=short, start=2 * BLOCK, end=4 * BLOCK))
+        submit = file.read_into if op == "read" else file.write_from
+        submit(array, offset).result()
+        assert faultfs.hits() > 1
     if op == "write":
         wanted[offset : offset + nbytes] = array
     assert_equal(array, wanted[offset : offset + nbytes])
     assert_equal(contents(path), wanted)
+
+
+@pytest.mark.parametrize("short", [1000, 4096, 40_000])
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, NBYTES), (7, 5 * BLOCK + 13)])
+def test_short_direct_reads_are_resumed(
+    blocks_handle: Handle,
+    faultfs: FaultFS,
+    random_bytes: RandomBytes,
+    short: int,
+    offset: int,
+    nbytes: int,
+) -> None:
+    path = faultfs.path / "file"
+    wanted = random_bytes(NBYTES + 100)
+    wanted.tofile(path)
+    array = random_bytes(nbytes)
+    faultfs.order(Fault("read", short=short, start=2 * BLOCK, end=4 * BLOCK))
+    assert transfer(blocks_handle, "read", array, path, offset) == 1
+    assert faultfs.hits() > 1
+    assert_equal(array, wanted[offset : offset + nbytes])
+    assert_works(blocks_handle, faultfs.path)
+
+
+@pytest.mark.parametrize("short", [1000, 4096, 40_000])
+def test_short_direct_writes_are_resumed_or_raised(
+    blocks_handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes, short: int
+) -> None:
+    """FUSE makes EIO of a short write that is direct and asynchronous (fuse_get_res_by_io)."""
+    path = faultfs.path / "file"
+    array = random_bytes(NBYTES)
+    faultfs.order(Fault("write", short=short, start=2 * BLOCK, end=4 * BLOCK))
+    try:
+        assert transfer(blocks_handle, "write", array, path) == 1
+    except tensorferry.StorageError as error:
+        if error.errno != errno.EIO or error.offset != 2 * BLOCK:
+            raise
+    else:
+        assert_equal(contents(path), array)
+    assert faultfs.hits() >= 1
+    faultfs.clear()
     assert_works(blocks_handle, faultfs.path)
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_an_error_after_a_short_transfer_counts_what_had_moved(
-    make_handle: MakeHandle, faultfs: FaultFS, random_bytes: RandomBytes, op: str
+    engine: str, faultfs: FaultFS, random_bytes: RandomBytes, op: str
 ) -> None:
-    handle = make_handle(queue_depth=1)
     path = faultfs.path / "file"
     random_bytes(BLOCK).tofile(path)
-    faultfs.order(Fault(op, short=8192, times=1), Fault(op, start=8192, error=errno.EIO, skip=1))
-    with storage_error(errno.EIO, path, expected=BLOCK) as caught:
-        transfer(handle, op, random_bytes(BLOCK), path)
+    array = random_bytes(BLOCK)
+    with tensorferry.open(path, "r+", direct=False, engine=engine) as file:
+        faultfs.order(
+            Fault(op, short=8192, times=1), Fault(op, start=8192, error=errno.EIO, skip=1)
+        )
+        submit = file.read_into if op == "read" else file.write_from
+        with storage_error(errno.EIO, path, expected=BLOCK) as caught:
+            submit(array).result()
     assert caught.value.offset == 8192
     assert caught.value.transferred == 8192
 

@@ -218,16 +218,25 @@ def _assert_complete(directory: pathlib.Path, count: int, nbytes: int) -> None:
 
 @covers("interrupt_sigint")
 @pytest.mark.parametrize(
-    "method", ["wait", "sync_pread", "result", "file.read", "tensorferry.read"]
+    ("method", "nbytes"),
+    [
+        ("wait", 4096),
+        ("wait", 8 << 20),
+        ("result", 4096),
+        # The calling thread itself does what is small, and FUSE does not let go a thread it holds.
+        ("sync_pread", 8 << 20),
+        ("file.read", 8 << 20),
+        ("tensorferry.read", 8 << 20),
+    ],
 )
 def test_ctrl_c_interrupts_a_call_that_waits_for_a_slow_read(
-    engine: str, faultfs: FaultFS, method: str
+    engine: str, faultfs: FaultFS, method: str, nbytes: int
 ) -> None:
     path = faultfs.path / "file"
-    np.full(4096, 5, np.uint8).tofile(path)
+    np.full(nbytes, 5, np.uint8).tofile(path)
     faultfs.order(Fault("read", delay_s=1.5, times=1))
     program = f"{PROGRAMS}:interrupt"
-    ended = child.call(program, engine=engine, path=path, method=method, nbytes=4096)
+    ended = child.call(program, engine=engine, path=path, method=method, nbytes=nbytes)
     latency_s = ended.result["latency_s"]
     print(f"KeyboardInterrupt left {method} {latency_s * 1000:.1f} ms after the signal")
     if latency_s > INTERRUPT_TARGET_S:

@@ -244,8 +244,10 @@ def test_thousands_of_reads_of_one_file_leave_no_descriptor_open(
     path = directory / "file"
     data = random_bytes(1 << 16)
     data.tofile(path)
-    handle.sync_pread(np.zeros(100, np.uint8), str(path))
     targets = np.zeros((2000, 4096), np.uint8)
+    for target in targets[:500]:  # until all threads run that there may be
+        handle.async_pread(target, str(path))
+    handle.wait()
     with nothing_leaks(resident_slack_nbytes=16 << 20):
         for index, target in enumerate(targets):
             handle.async_pread(target, str(path), index % 15 * 4096 + index % 7)
