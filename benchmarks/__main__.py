@@ -58,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         memory_nbytes=options.memory_nbytes,
         huge_pages=options.huge_pages,
         deepspeed=options.deepspeed,
+        others_share_max=options.others_share_max,
         progress=progress,
     )
     with fio.reserved_huge_pages(options.huge_pages), progress:
@@ -113,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="compare with DeepSpeed's handle where it is installed",
+    )
+    parser.add_argument(
+        "--others-share-max",
+        type=float,
+        help="measure again while other processes use more than this part of the processors "
+        "(0.05, say, where others work on the machine)",
     )
     parser.add_argument("--json", type=Path, help="keep every sample in this file")
     parser.add_argument("--plot", type=Path, help="draw the medians into this file (matplotlib)")

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+from benchmarks.others import OthersClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 GB = 1e9
 MIB = 1 << 20
 GIB = 1 << 30
+
+_TRIES_MAX = 8
+_PAUSE_SECONDS = 1.0
 
 Kind = Literal["ours", "fio", "peer"]
 
@@ -46,6 +52,7 @@ class Settings:
     memory_nbytes: int = 4 * GIB
     huge_pages: bool = True
     deepspeed: bool = True
+    others_share_max: float | None = None
     progress: Progress | None = None
 
     @property
@@ -205,11 +212,25 @@ def compare(
             for contender, row in zip(contenders, comparison.rows, strict=True):
                 if row.failure is None:
                     try:
-                        row.samples.append(contender.measure(number))
+                        row.samples.append(_measure_undisturbed(settings, contender, number))
                     except (MeasurementError, UnavailableError) as error:
                         row.failure = str(error)
                 advance(contender.label)
     return comparison
+
+
+def _measure_undisturbed(settings: Settings, contender: Contender, number: int) -> Sample:
+    """Measure once; where a limit is set, again as long as others disturb, and keep the best try."""
+    tries: list[tuple[float, Sample]] = []
+    while True:
+        others = OthersClock()
+        sample = contender.measure(number)
+        share = others.share()
+        tries.append((share, replace(sample, details=sample.details | {"others_share": share})))
+        limit = settings.others_share_max
+        if limit is None or share <= limit or len(tries) == _TRIES_MAX:
+            return min(tries, key=lambda attempt: attempt[0])[1]
+        time.sleep(_PAUSE_SECONDS)
 
 
 def ratio(ours: Row | None, theirs: Row | None) -> float | None:

@@ -29,8 +29,8 @@ file(
 if(NOT _liburing_flag)
   message(
     FATAL_ERROR
-    "tensorferry needs liburing 2.3 or later; that in ${Liburing_INCLUDE_DIR} is older. Install a\n"
-    "later one from its sources and name its place with\n"
+    "tensorferry needs liburing 2.3 or later; that in ${Liburing_INCLUDE_DIR} is older. "
+    "Build a later one from its sources and name the place it is installed in with\n"
     "  pip install --config-settings=cmake.define.Liburing_ROOT=PREFIX ..."
   )
 endif()

@@ -90,9 +90,8 @@ bool Scheduler::wait_for_room(size_t count, std::chrono::milliseconds timeout) {
 
 bool Scheduler::wait_for_progress(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
-  if (outstanding_ == 0) return false;
   const uint64_t before = completed_;
-  return progress_.wait_for(lock, timeout, [&] { return completed_ != before; });
+  return progress_.wait_for(lock, timeout, [&] { return completed_ != before || outstanding_ == 0; });
 }
 
 size_t Scheduler::outstanding() const {

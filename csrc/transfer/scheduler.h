@@ -58,7 +58,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // Waits until `count` more transfers may be outstanding, or the time is over; returns whether they may.
   bool wait_for_room(size_t count, std::chrono::milliseconds timeout);
 
-  // Waits until something finishes that was outstanding; false when nothing is outstanding or time is over.
+  // Waits until something finishes that was outstanding; false when time is over. True at once if nothing is.
   bool wait_for_progress(std::chrono::milliseconds timeout);
 
   // Hands over all transfers of a request. With `inline_if_small`, what fits one block is done right here, and

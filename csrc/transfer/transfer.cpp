@@ -130,7 +130,8 @@ Prepared Transfer::prepare(WorkBlock& block, BounceWaiter* waiter) {
   block.resident = residency_ == Residency::whole;
   if (residency_ == Residency::partial) {
     auto resident = file.residency(spec_.offset + planned.begin, planned.nbytes);
-    block.resident = resident && resident->cached_pages >= resident->total_pages;
+    // Without a descriptor to read it by (a limit), what is cached is on the drive as well.
+    block.resident = resident && resident->cached_pages >= resident->total_pages && file.buffered_descriptor();
   }
   if (block.resident) {
     planned = {Way::buffered, planned.begin, planned.nbytes, spec_.offset + planned.begin, planned.nbytes};

@@ -7,6 +7,7 @@ callbacks are called by one thread that sleeps on it. No worker of the core ever
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -39,6 +40,7 @@ class Future:
 
     def _start(self, request: _core.Request) -> None:
         self._request = request
+        _unseen.add(self)
 
     def done(self) -> bool:
         """Return whether the transfer has ended, well or not."""
@@ -61,6 +63,7 @@ class Future:
         if not request.wait(timeout):
             raise TimeoutError(f"the transfer has not ended within {timeout} seconds")
         self._asked = True
+        _unseen.discard(self)
         if self._exception is None:
             self._exception = request.exception()
         return self._exception
@@ -101,16 +104,21 @@ class Future:
         return self.result(0)
 
     def __del__(self) -> None:
+        if not sys.is_finalizing():  # leave() has warned by then
+            self._warn_if_unseen()
+
+    def _warn_if_unseen(self) -> None:
         request = getattr(self, "_request", None)  # None: it was never submitted
         if request is None or self._asked or not request.done():
             return
         exception = request.exception()
         if exception is not None:
-            warnings.warn(
-                f"nobody asked for this transfer's outcome: {exception}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            message = f"nobody asked for this transfer's outcome: {exception}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+# Futures whose outcome nobody has asked for; the interpreter may leave before they are collected.
+_unseen: weakref.WeakSet[Future] = weakref.WeakSet()
 
 
 def _call(callback: Callable[[Future], object], future: Future) -> None:
@@ -205,10 +213,13 @@ def _callback_thread() -> _CallbackThread:
         return _callbacks
 
 
-def stop_callbacks() -> None:
-    """Call what is left to call and end the thread; for when the interpreter leaves and all transfers are done."""
+def leave() -> None:
+    """Call what is left to call and warn of failures nobody saw; for when all transfers have ended."""
     if _callbacks is not None and _callbacks.process == os.getpid():
         _callbacks.stop()
+    for future in list(_unseen):
+        future._warn_if_unseen()
+        _unseen.discard(future)
 
 
 def _forget_lock() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import sys
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -397,7 +398,8 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not sys.is_finalizing():  # all has been finished and reported by then
+            self.close()
 
     def _either(
         self,

@@ -98,6 +98,8 @@ def set_bounce_pool_nbytes(nbytes: int) -> None:
 
 def _allocate(nbytes: int) -> tuple[Any, bool]:
     global _warned
+    if nbytes > sys.maxsize:
+        raise MemoryError(f"cannot allocate {nbytes} bytes")
     memory, locked = _core.allocate(nbytes, True)
     if not locked and not _warned:
         _warned = True

@@ -11,9 +11,8 @@ import weakref
 from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, TypeVar
 
-from tensorferry import _core
+from tensorferry import _core, futures
 from tensorferry.errors import StorageError
-from tensorferry.futures import stop_callbacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,9 +74,9 @@ def with_descriptors(scheduler: _core.Scheduler, action: Callable[[], _Result]) 
 
     Half of the process's descriptors are left to others as long as waiting helps.
     """
-    # Looked up each time: a process may change its limit, and it costs less than opening a file.
+    # The limit is looked up each time: a process may change it, and that costs less than opening a file.
     while _core.open_descriptors() > 64 and _core.open_descriptors() > _descriptor_limit():
-        if not scheduler.wait_for_progress(60.0):
+        if scheduler.outstanding() == 0 or not scheduler.wait_for_progress(60.0):
             break
     while True:
         try:
@@ -105,7 +104,7 @@ def close_scheduler(scheduler: _core.Scheduler) -> None:
 def _leave() -> None:
     for scheduler in list(_schedulers):
         close_scheduler(scheduler)
-    stop_callbacks()
+    futures.leave()
 
 
 def _forget_lock() -> None:

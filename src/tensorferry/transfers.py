@@ -251,9 +251,11 @@ def _submit_chunk(
 
     try:
         requests.append(with_descriptors(scheduler, submit))
+        return
     except OSError as error:
         if error.errno not in _DESCRIPTOR_ERRORS or len(batch.paths) == 1:
             raise
-        half = len(batch.paths) // 2
-        for part in (batch.part(0, half), batch.part(half, len(batch.paths))):
-            _submit_chunk(scheduler, part, requests, write, direct, truncate, sync)
+    # Out here the exception is gone, and with it the frame that held the files opened so far.
+    half = len(batch.paths) // 2
+    for part in (batch.part(0, half), batch.part(half, len(batch.paths))):
+        _submit_chunk(scheduler, part, requests, write, direct, truncate, sync)
