@@ -181,45 +181,50 @@ class PyScheduler {
   // One request of as many transfers as there are files; the other lists are as long.
   PyRequest submit(const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
                    const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets, bool write, bool truncate,
-                   bool sync, nb::object owner, bool blocking) {
+                   bool sync, nb::object owner) {
     if (addresses.size() != files.size() || nbytes.size() != files.size() || offsets.size() != files.size()) {
       throw nb::value_error("files, addresses, nbytes and offsets differ in length");
     }
     check_usable();
-    reap();
-    wait_interruptibly(std::nullopt, [&](milliseconds slice) { return core_->wait_for_room(files.size(), slice); });
     auto request = std::make_shared<Request>(core_->next_request_id(), files.size());
     std::vector<std::shared_ptr<Transfer>> transfers;
     transfers.reserve(files.size());
     std::optional<Fault> fault;
     {
       nb::gil_scoped_release release;
-      for (size_t index = 0; index < files.size(); ++index) {
-        TransferSpec spec{files[index].core,
-                          reinterpret_cast<char*>(addresses[index]),
-                          offsets[index],
-                          nbytes[index],
-                          write,
-                          truncate,
-                          sync};
-        auto transfer = Transfer::create(std::move(spec), request, index, core_->options().block_nbytes);
-        if (!transfer) {
-          fault = transfer.fault();
-          break;
-        }
-        transfers.push_back(*transfer);
+      fault = create_transfers(files, addresses, nbytes, offsets, write, truncate, sync, request, transfers);
+    }
+    if (fault) raise(*fault);
+    enter(request, transfers, std::move(owner));
+    return PyRequest{request};
+  }
+
+  // A blocking call's transfer. None: done, and well. Else the request, to wait for or to ask what went wrong.
+  std::optional<PyRequest> run(const PyFile& file, uintptr_t address, uint64_t nbytes, uint64_t offset, bool write,
+                               bool truncate, bool sync, nb::object owner) {
+    check_usable();
+    auto request = std::make_shared<Request>(core_->next_request_id(), 1);
+    std::shared_ptr<Transfer> transfer;
+    std::optional<Fault> fault;
+    bool done = false;
+    {
+      nb::gil_scoped_release release;
+      TransferSpec spec{file.core, reinterpret_cast<char*>(address), offset, nbytes, write, truncate, sync};
+      auto created = Transfer::create(std::move(spec), request, 0, core_->options().block_nbytes);
+      if (created) {
+        transfer = *created;
+        done = core_->try_inline(transfer);
+      } else {
+        fault = created.fault();
       }
     }
     if (fault) raise(*fault);
-    {
-      nb::ft_lock_guard guard(mutex_);
-      owners_.emplace(request->id(), std::move(owner));
-    }
-    {
+    if (!done) {
+      enter(request, {transfer}, std::move(owner));
       nb::gil_scoped_release release;
-      core_->submit(request, std::move(transfers), blocking);
+      core_->share(transfer);
     }
-    if (request->done()) reap();
+    if (done && !request->fault()) return std::nullopt;
     return PyRequest{request};
   }
 
@@ -293,6 +298,48 @@ class PyScheduler {
 
  private:
   static constexpr milliseconds close_patience{60'000};
+
+  // Holds the owner from before the first block is taken until the request is reported as finished.
+  void enter(const std::shared_ptr<Request>& request, const std::vector<std::shared_ptr<Transfer>>& transfers,
+             nb::object owner) {
+    reap();
+    wait_interruptibly(std::nullopt, [&](milliseconds slice) { return core_->wait_for_room(transfers.size(), slice); });
+    {
+      nb::ft_lock_guard guard(mutex_);
+      owners_.emplace(request->id(), std::move(owner));
+    }
+    nb::gil_scoped_release release;
+    core_->submit(request, transfers);
+  }
+
+  std::optional<Fault> create_transfers(const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
+                                        const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets,
+                                        bool write, bool truncate, bool sync, const std::shared_ptr<Request>& request,
+                                        std::vector<std::shared_ptr<Transfer>>& transfers) const {
+    const File* seen = nullptr;
+    std::optional<File::Snapshot> snapshot;
+    for (size_t index = 0; index < files.size(); ++index) {
+      const auto& file = files[index].core;
+      if (file.get() != seen) {
+        seen = file.get();
+        snapshot.reset();
+        // Asking for the whole file pays where several pieces of it follow each other.
+        const size_t next = std::min(index + 4, files.size() - 1);
+        if (!write && next > index && files[next].core.get() == seen) {
+          auto taken = file->snapshot();
+          if (!taken) return taken.fault();
+          snapshot = *taken;
+        }
+      }
+      TransferSpec spec{file, reinterpret_cast<char*>(addresses[index]), offsets[index], nbytes[index], write, truncate,
+                        sync};
+      auto transfer = Transfer::create(std::move(spec), request, index, core_->options().block_nbytes,
+                                       snapshot ? &*snapshot : nullptr);
+      if (!transfer) return transfer.fault();
+      transfers.push_back(*transfer);
+    }
+    return std::nullopt;
+  }
 
   nb::ft_mutex mutex_;
   std::unordered_map<uint64_t, nb::object> owners_;
@@ -442,7 +489,9 @@ NB_MODULE(_core, module) {
                      return refusals;
                    })
       .def("submit", &PyScheduler::submit, "files"_a, "addresses"_a, "nbytes"_a, "offsets"_a, "write"_a, "truncate"_a,
-           "sync"_a, "owner"_a.none(), "blocking"_a)
+           "sync"_a, "owner"_a.none())
+      .def("run", &PyScheduler::run, "file"_a, "address"_a, "nbytes"_a, "offset"_a, "write"_a, "truncate"_a, "sync"_a,
+           "owner"_a.none())
       .def("reap", &PyScheduler::reap)
       .def("outstanding", [](const PyScheduler& scheduler) { return scheduler.core_->outstanding(); })
       .def("wait_for_progress", &PyScheduler::wait_for_progress, "timeout_seconds"_a)

@@ -325,4 +325,15 @@ std::optional<File::Residency> File::residency(uint64_t offset, uint64_t nbytes)
   return Residency{counts.cached, last - first + 1};
 }
 
+Result<File::Snapshot> File::snapshot() const {
+  auto found = size();
+  if (!found) return found.fault();
+  Snapshot snapshot{*found, false};
+  if (snapshot.size && *snapshot.size > 0 && direct_ && mode_ == DirectMode::automatic) {
+    const auto resident = residency(0, *snapshot.size);
+    snapshot.nothing_cached = resident && resident->cached_pages == 0;
+  }
+  return snapshot;
+}
+
 }  // namespace tensorferry

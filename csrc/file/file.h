@@ -77,6 +77,13 @@ class File {
   };
   std::optional<Residency> residency(uint64_t offset, uint64_t nbytes) const;
 
+  // What many transfers of one submission would each ask the kernel for.
+  struct Snapshot {
+    std::optional<uint64_t> size;
+    bool nothing_cached = false;
+  };
+  Result<Snapshot> snapshot() const;
+
   // Descriptors held by all Files of the process.
   static size_t open_descriptors();
 

@@ -104,23 +104,14 @@ std::vector<uint64_t> Scheduler::take_finished() {
   return std::exchange(finished_, {});
 }
 
-void Scheduler::submit(const std::shared_ptr<Request>& request, std::vector<std::shared_ptr<Transfer>> transfers,
-                       bool inline_if_small) {
-  {
-    std::lock_guard lock(mutex_);
-    requests_[request.get()] = request;
-    outstanding_ += transfers.size();
-  }
+void Scheduler::submit(const std::shared_ptr<Request>& request,
+                       const std::vector<std::shared_ptr<Transfer>>& transfers) {
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
-  const bool alone = inline_if_small && transfers.size() == 1;
-  for (const auto& transfer : transfers) {
-    if (alone && transfer->nbytes() <= max_inline_nbytes && !transfer->has_many_blocks()) {
-      run_inline(transfer);
-    } else {
-      enqueue(transfer, false);
-      if (alone && transfer->from_page_cache()) share(transfer);
-    }
-  }
+  std::lock_guard lock(mutex_);
+  requests_[request.get()] = request;
+  outstanding_ += transfers.size();
+  ready_.insert(ready_.end(), transfers.begin(), transfers.end());
+  wake_hungry(transfers.size() > 1 || transfers.front()->has_many_blocks());
 }
 
 bool Scheduler::close(std::chrono::milliseconds patience) {
@@ -174,31 +165,22 @@ void Scheduler::drop(WorkBlock& block) {
   if (transfer->release()) phase_over(transfer);
 }
 
-void Scheduler::enqueue(const std::shared_ptr<Transfer>& transfer, bool first) {
-  std::vector<Worker*> woken;
-  {
-    std::lock_guard lock(mutex_);
-    if (first) {
-      ready_.push_front(transfer);
-    } else {
-      ready_.push_back(transfer);
-    }
-    if (transfer->has_many_blocks()) {
-      woken.swap(hungry_);
-    } else if (!hungry_.empty()) {
-      woken.push_back(hungry_.back());
-      hungry_.pop_back();
-    }
-    for (Worker* worker : woken) worker->wake();  // under the lock: close() ends workers after taking it
+void Scheduler::wake_hungry(bool all) {
+  const size_t kept = all || hungry_.empty() ? 0 : hungry_.size() - 1;
+  while (hungry_.size() > kept) {
+    hungry_.back()->wake();
+    hungry_.pop_back();
   }
 }
 
 void Scheduler::phase_over(const std::shared_ptr<Transfer>& transfer) {
-  if (transfer->next_phase()) {
-    enqueue(transfer, true);
-  } else {
+  if (!transfer->next_phase()) {
     finish(transfer);
+    return;
   }
+  std::lock_guard lock(mutex_);
+  ready_.push_front(transfer);
+  wake_hungry(false);
 }
 
 void Scheduler::finish(const std::shared_ptr<Transfer>& transfer) {
@@ -229,33 +211,33 @@ void Scheduler::execute(WorkBlock& block) {
   } while (block.transfer->settle(block, statistics_) == Settled::again);
 }
 
-// A blocking call's small transfer, from its first block to its end, without another thread.
-void Scheduler::run_inline(const std::shared_ptr<Transfer>& transfer) {
-  while (true) {
-    bool exhausted = false;
-    while (!exhausted) {
-      WorkBlock block;
-      if (!transfer->take(block, exhausted)) break;
+bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer) {
+  if (transfer->nbytes() > max_inline_nbytes || transfer->has_many_blocks()) return false;
+  do {
+    WorkBlock block;
+    bool exhausted;
+    if (transfer->take(block, exhausted)) {
       const Prepared prepared = transfer->prepare(block, nullptr);
       if (prepared == Prepared::no_bounce_memory) {
-        // A worker can wait for it. What was done is done again, which changes nothing.
-        transfer->rewind();
-        enqueue(transfer, false);
-        return;
+        transfer->rewind();  // a worker can wait for it
+        return false;
       }
       if (prepared == Prepared::ready) execute(block);
-      block.bounce.reset();
-      block.transfer.reset();
       (void)transfer->release();  // the cursor still keeps the phase open
     }
     (void)transfer->release();
-    if (!transfer->next_phase()) break;
-  }
-  finish(transfer);
+  } while (transfer->next_phase());
+  Request& request = transfer->request();
+  statistics_.requests.fetch_add(1, std::memory_order_relaxed);
+  if (transfer->fault()) statistics_.failed_requests.fetch_add(1, std::memory_order_relaxed);
+  (void)request.transfer_finished(transfer->index, transfer->fault());
+  request.announce();
+  return true;
 }
 
-// The calling thread works on a transfer beside the workers: copies out of the page cache scale with threads.
+// Copies out of the page cache scale with threads.
 void Scheduler::share(const std::shared_ptr<Transfer>& transfer) {
+  if (!transfer->from_page_cache()) return;
   WorkBlock block;
   while (take(block, nullptr, transfer.get())) {
     if (transfer->prepare(block, nullptr) == Prepared::ready) execute(block);

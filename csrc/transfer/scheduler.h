@@ -61,10 +61,13 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // Waits until something finishes that was outstanding; false when time is over. True at once if nothing is.
   bool wait_for_progress(std::chrono::milliseconds timeout);
 
-  // Hands over all transfers of a request. With `inline_if_small`, what fits one block is done right here, and
-  // what lies in the page cache is shared between this thread and the workers.
-  void submit(const std::shared_ptr<Request>& request, std::vector<std::shared_ptr<Transfer>> transfers,
-              bool inline_if_small);
+  // Hands over all transfers of a request.
+  void submit(const std::shared_ptr<Request>& request, const std::vector<std::shared_ptr<Transfer>>& transfers);
+
+  // For blocking calls: does a small transfer here and now, without another thread, and returns whether it did. If
+  // not, submit it; then share() works on it beside the workers where that helps.
+  bool try_inline(const std::shared_ptr<Transfer>& transfer);
+  void share(const std::shared_ptr<Transfer>& transfer);
 
   // Ids of requests that finished since the last call.
   std::vector<uint64_t> take_finished();
@@ -87,10 +90,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // to take, the worker `hungry`, if given, will be woken when there is.
   bool take(WorkBlock& block, Worker* hungry, const Transfer* only);
   void drop(WorkBlock& block);  // settled or abandoned
-  void run_inline(const std::shared_ptr<Transfer>& transfer);
-  void share(const std::shared_ptr<Transfer>& transfer);
   void execute(WorkBlock& block);
-  void enqueue(const std::shared_ptr<Transfer>& transfer, bool first);
+  void wake_hungry(bool all);  // with mutex_ held
   void phase_over(const std::shared_ptr<Transfer>& transfer);
   void finish(const std::shared_ptr<Transfer>& transfer);
 

@@ -34,7 +34,7 @@ Transfer::Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t p
     : index(position), spec_(std::move(spec)), request_(std::move(request)) {}
 
 Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::shared_ptr<Request> request, size_t index,
-                                                   uint64_t block_nbytes) {
+                                                   uint64_t block_nbytes, const File::Snapshot* snapshot) {
   File& file = *spec.file;
   auto refused = [&](Fault fault) {
     fault.expected = spec.nbytes;
@@ -46,7 +46,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
       if (auto fault = file.preallocate(spec.offset, spec.nbytes)) return refused(*fault);
     }
   } else {
-    auto size = file.size();
+    auto size = snapshot ? Result(snapshot->size) : file.size();
     if (!size) return refused(size.fault());
     if (*size && spec.nbytes > **size - std::min(**size, spec.offset)) {
       Fault fault{.error_number = 0, .operation = "read", .path = file.path(), .offset = std::max(spec.offset, **size)};
@@ -58,7 +58,8 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
   const TransferSpec& own = transfer->spec_;
   bool direct = file.direct() && own.nbytes > 0;
-  if (direct && !own.write && file.direct_mode() == DirectMode::automatic) {
+  const bool may_be_cached = !snapshot || !snapshot->nothing_cached;
+  if (direct && !own.write && may_be_cached && file.direct_mode() == DirectMode::automatic) {
     if (auto resident = file.residency(own.offset, own.nbytes); resident && resident->cached_pages > 0) {
       const bool whole = resident->cached_pages >= resident->total_pages;
       transfer->residency_ = whole ? Residency::whole : Residency::partial;

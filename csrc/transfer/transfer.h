@@ -50,9 +50,10 @@ enum class Prepared { ready, no_bounce_memory, failed };
 
 class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
-  // Checks the range, reserves space and plans. Nothing is moved yet.
+  // Checks the range, reserves space and plans. Nothing is moved yet. `snapshot` is that of the file, if a reader
+  // has one.
   static Result<std::shared_ptr<Transfer>> create(TransferSpec spec, std::shared_ptr<Request> request, size_t index,
-                                                  uint64_t block_nbytes);
+                                                  uint64_t block_nbytes, const File::Snapshot* snapshot = nullptr);
 
   Request& request() const { return *request_; }
   uint64_t nbytes() const { return spec_.nbytes; }

@@ -6,8 +6,9 @@ namespace tensorferry {
 namespace {
 
 // Copying to or from bounce buffers takes time in which the drive must not run dry: after this much, what is
-// prepared is handed over and free places are filled.
+// prepared is handed over and free places are filled. The same after some completions of small blocks.
 constexpr uint64_t copy_between_submits_nbytes = uint64_t{256} << 10;
+constexpr uint32_t settled_between_submits = 8;
 
 // Bounce memory that one worker has in flight. Enough for any drive's bandwidth times latency, small enough to stay
 // in the processor's cache between the copy and the drive, and to leave the pool something for other workers.
@@ -32,12 +33,14 @@ void Worker::run() {
     }
     completed.clear();
     engine_->reap(completed, !again);
+    uint32_t settled = 0;
     for (Block* block : completed) {
       settle(static_cast<WorkBlock&>(*block));
-      if (copied_since_submit_ >= copy_between_submits_nbytes) {
+      if (++settled >= settled_between_submits || copied_since_submit_ >= copy_between_submits_nbytes) {
         (void)fill();
         engine_->submit();
         copied_since_submit_ = 0;
+        settled = 0;
       }
     }
   }

@@ -61,8 +61,18 @@ class Scheduler:
         truncate: bool,
         sync: bool,
         owner: object | None,
-        blocking: bool,
     ) -> Request: ...
+    def run(
+        self,
+        file: File,
+        address: int,
+        nbytes: int,
+        offset: int,
+        write: bool,
+        truncate: bool,
+        sync: bool,
+        owner: object | None,
+    ) -> Request | None: ...
     def reap(self) -> None: ...
     def outstanding(self) -> int: ...
     def wait_for_progress(self, timeout_seconds: float) -> bool: ...

@@ -41,6 +41,13 @@ def memory_of(array: Any, *, writable: bool, name: str = "array") -> Memory:
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
+        if type(array) is torch.Tensor and array.is_cpu and array.is_contiguous():
+            # The common case, in few calls: read_many has thousands.
+            strided = array.layout is torch.strided and not array.is_quantized
+            if strided and not array.is_neg() and not array.is_conj():
+                address = array.data_ptr()
+                if address:
+                    return address, array.nbytes, array
         return _of_tensor(torch, array, writable, name)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(array, numpy.ndarray):

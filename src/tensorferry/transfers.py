@@ -79,10 +79,20 @@ def transfer(
     If the caller is interrupted, blocks not yet begun are cancelled; the array stays referenced until those that
     have begun are done.
     """
-    request = _submit_one(
-        scheduler, target, memory, offset, memory, True, write, direct, truncate, sync, name
-    )
-    finish(request)
+    address, nbytes, _ = memory
+    if isinstance(target, _core.File):
+        request = scheduler.run(target, address, nbytes, offset, write, truncate, sync, memory)
+    else:
+        scheduler.check_usable()
+        path = target
+
+        def run() -> _core.Request | None:
+            file = open_for_transfer(path, write, direct, name)
+            return scheduler.run(file, address, nbytes, offset, write, truncate, sync, memory)
+
+        request = with_descriptors(scheduler, run)
+    if request is not None:
+        _finish(request)
 
 
 def start(
@@ -98,17 +108,23 @@ def start(
     name: str = "path",
 ) -> Future:
     """Begin to move one array."""
+    address, nbytes, _ = memory
+    scheduler.check_usable()
     future = Future(array, memory)
-    future._start(
-        _submit_one(
-            scheduler, target, memory, offset, future, False, write, direct, False, sync, name
+
+    def submit() -> _core.Request:
+        file = (
+            target
+            if isinstance(target, _core.File)
+            else open_for_transfer(target, write, direct, name)
         )
-    )
+        return scheduler.submit([file], [address], [nbytes], [offset], write, False, sync, future)
+
+    future._start(with_descriptors(scheduler, submit))
     return future
 
 
-def finish(request: _core.Request) -> None:
-    """Wait for a blocking call's request and raise what went wrong."""
+def _finish(request: _core.Request) -> None:
     if not request.done():
         try:
             request.wait(None)
@@ -191,34 +207,6 @@ _DESCRIPTOR_ERRORS = (EMFILE, ENFILE)
 _CHUNK = 256
 
 
-def _submit_one(
-    scheduler: _core.Scheduler,
-    target: Path | int | _core.File,
-    memory: Memory,
-    offset: int,
-    owner: object,
-    blocking: bool,
-    write: bool,
-    direct: str,
-    truncate: bool,
-    sync: bool,
-    name: str,
-) -> _core.Request:
-    scheduler.check_usable()
-
-    def submit() -> _core.Request:
-        file = (
-            target
-            if isinstance(target, _core.File)
-            else open_for_transfer(target, write, direct, name)
-        )
-        return scheduler.submit(
-            [file], [memory[0]], [memory[1]], [offset], write, truncate, sync, owner, blocking
-        )
-
-    return with_descriptors(scheduler, submit)
-
-
 def _submit_chunk(
     scheduler: _core.Scheduler,
     batch: _Batch,
@@ -246,7 +234,6 @@ def _submit_chunk(
             truncate,
             sync,
             batch.owners,
-            False,
         )
 
     try:

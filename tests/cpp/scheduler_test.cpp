@@ -61,7 +61,7 @@ std::shared_ptr<Request> start(Scheduler& scheduler, TransferSpec spec, bool blo
   auto request = std::make_shared<Request>(scheduler.next_request_id(), 1);
   auto transfer = Transfer::create(std::move(spec), request, 0, scheduler.options().block_nbytes);
   REQUIRE(transfer);
-  scheduler.submit(request, {*transfer}, blocking);
+  if (!blocking || !scheduler.try_inline(*transfer)) scheduler.submit(request, {*transfer});
   return request;
 }
 
@@ -144,7 +144,7 @@ TEST_CASE("a file that ends during the read is a fault with the place and the co
     auto transfer = Transfer::create({open_file(path, false), found.data(), 0, found.size()}, request, 0, 64 << 10);
     REQUIRE(transfer);
     REQUIRE(::truncate(path.c_str(), 200'000) == 0);  // after the size was checked
-    scheduler->submit(request, {*transfer}, false);
+    scheduler->submit(request, {*transfer});
     REQUIRE(request->wait_for(milliseconds(60'000)));
     REQUIRE(request->fault());
     CHECK(request->fault()->end_of_file);
@@ -172,13 +172,13 @@ TEST_CASE("several threads submit while others wait") {
           auto file = File::open(paths[id], {.write = true, .create = true});
           auto out = std::make_shared<Request>(scheduler->next_request_id(), 1);
           auto write = Transfer::create({*file, source.data(), 11, source.size(), true}, out, 0, 16 << 10);
-          scheduler->submit(out, {*write}, round % 2 == 0);
+          if (round % 2 == 0 || !scheduler->try_inline(*write)) scheduler->submit(out, {*write});
           while (!out->wait_for(milliseconds(100))) {
           }
           auto again = File::open(paths[id], {.read = true});
           auto in = std::make_shared<Request>(scheduler->next_request_id(), 1);
           auto read = Transfer::create({*again, found.data(), 11, found.size()}, in, 0, 16 << 10);
-          scheduler->submit(in, {*read}, round % 3 == 0);
+          if (round % 3 == 0 || !scheduler->try_inline(*read)) scheduler->submit(in, {*read});
           while (!in->wait_for(milliseconds(100))) {
           }
           wrong += found != source;

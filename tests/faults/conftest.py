@@ -27,18 +27,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S, method="thread"))
 
 
-@pytest.fixture
-def faultfs(directory: pathlib.Path) -> Iterator[FaultFS]:
-    """A FUSE file system that fails on demand."""
+def empty(directory: pathlib.Path) -> None:
+    """Delete what is in directory."""
+    for entry in directory.iterdir():
+        if entry.name != "lost+found":
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+@pytest.fixture(scope="module")
+def _faultfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultFS]:
     reason = why_unavailable()
     if reason:
         pytest.skip(reason)
     with contextlib.ExitStack() as stack:
         try:
-            fs = stack.enter_context(FaultFS(directory / "faultfs"))
+            fs = stack.enter_context(FaultFS(tmp_path_factory.mktemp("faultfs")))
         except FaultFSUnavailableError as unavailable:
             pytest.skip(str(unavailable))
         yield fs
+
+
+@pytest.fixture
+def faultfs(_faultfs: FaultFS) -> Iterator[FaultFS]:
+    """A FUSE file system that fails on demand."""
+    yield _faultfs
+    _faultfs.clear()
+    empty(_faultfs.backing)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +65,7 @@ def _ext4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
 def small_ext4(_ext4: pathlib.Path) -> Iterator[pathlib.Path]:
     """An empty ext4 of less than 32 MiB."""
     yield _ext4
-    for entry in _ext4.iterdir():
-        if entry.name != "lost+found":
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    empty(_ext4)
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ def test_short_transfers_are_resumed(
     offset: int,
     nbytes: int,
 ) -> None:
-    path = faultfs.path / "file"
+    path = faultfs.path / ("file" if op == "read" else "cached")
     wanted = random_bytes(NBYTES + 100)
     wanted.tofile(path)
     array = random_bytes(nbytes)
@@ -220,7 +220,7 @@ def test_short_direct_writes_are_resumed_or_raised(
 def test_an_error_after_a_short_transfer_counts_what_had_moved(
     engine: str, faultfs: FaultFS, random_bytes: RandomBytes, op: str
 ) -> None:
-    path = faultfs.path / "file"
+    path = faultfs.path / ("file" if op == "read" else "cached")
     random_bytes(BLOCK).tofile(path)
     array = random_bytes(BLOCK)
     with tensorferry.open(path, "r+", direct=False, engine=engine) as file:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass, replace
-from typing import Any
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest

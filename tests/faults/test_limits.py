@@ -54,7 +54,7 @@ def test_no_descriptor_left_raises_emfile_and_leaks_none(
 
 
 @covers("nonroot_unpinned_16MB", "nonroot_locked_16MB")
-@pytest.mark.parametrize("limit", [0, 64 << 10, 8 << 20])
+@pytest.mark.parametrize("limit", [64 << 10, 8 << 20])
 def test_an_ordinary_user_with_little_lockable_memory_writes_and_reads(
     engine: str, open_directory: pathlib.Path, limit: int
 ) -> None:
@@ -65,7 +65,7 @@ def test_an_ordinary_user_with_little_lockable_memory_writes_and_reads(
     ended = child.call(program, engine=engine, directory=open_directory, limit=limit)
     if ended.result["refusal"]:  # from some kernel on, rings count as locked memory
         assert engine == "io_uring"
-        assert limit == 0
+        assert limit < 1 << 20
         assert "RLIMIT_MEMLOCK" in ended.result["refusal"]
     else:
         assert ended.result["engine"] == engine
