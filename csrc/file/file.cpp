@@ -180,6 +180,7 @@ std::optional<Fault> File::enable_direct(DirectMode mode) {
   if (::fstat(descriptor_, &status) != 0) return fault("fstat", errno);
   if (S_ISDIR(status.st_mode)) return fault("open", EISDIR);
   regular_ = S_ISREG(status.st_mode);
+  identity_ = {status.st_dev, status.st_ino};
   if (!regular_ && !S_ISBLK(status.st_mode)) {
     Fault refused = fault("open", ESPIPE);
     refused.hint = "only regular files and block devices can hold tensors";

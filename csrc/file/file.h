@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "file/fault.h"
 
@@ -33,6 +34,9 @@ struct OpenOptions {
   DirectMode direct = DirectMode::automatic;
 };
 
+// Which file it is, whatever it is called: device and inode.
+using FileIdentity = std::pair<uint64_t, uint64_t>;
+
 class File {
  public:
   static Result<std::shared_ptr<File>> open(const std::string& path, const OpenOptions& options);
@@ -51,6 +55,7 @@ class File {
   bool writable() const { return writable_; }
   DirectAlignment alignment() const { return alignment_; }
   int descriptor() const { return descriptor_; }
+  const FileIdentity& identity() const { return identity_; }
 
   // The descriptor whose I/O goes through the page cache.
   Result<int> buffered_descriptor();
@@ -99,6 +104,7 @@ class File {
   bool direct_ = false;
   DirectMode mode_ = DirectMode::automatic;
   bool regular_ = true;
+  FileIdentity identity_;
   DirectAlignment alignment_;
   std::mutex mutex_;  // guards the lazily opened ones
   int buffered_ = -1;

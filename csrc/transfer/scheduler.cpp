@@ -8,6 +8,7 @@
 
 #include "memory/after_fork.h"
 #include "transfer/worker.h"
+#include "transfer/write_order.h"
 
 namespace tensorferry {
 namespace {
@@ -107,11 +108,26 @@ std::vector<uint64_t> Scheduler::take_finished() {
 void Scheduler::submit(const std::shared_ptr<Request>& request,
                        const std::vector<std::shared_ptr<Transfer>>& transfers) {
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
+  {
+    std::lock_guard lock(mutex_);
+    requests_[request.get()] = request;
+    outstanding_ += transfers.size();
+  }
+  std::vector<std::shared_ptr<Transfer>> ready;
+  ready.reserve(transfers.size());
+  for (const auto& transfer : transfers) {
+    if (WriteOrder::enter(transfer, shared_from_this())) ready.push_back(transfer);
+  }
+  if (ready.empty()) return;
   std::lock_guard lock(mutex_);
-  requests_[request.get()] = request;
-  outstanding_ += transfers.size();
-  ready_.insert(ready_.end(), transfers.begin(), transfers.end());
-  wake_hungry(transfers.size() > 1 || transfers.front()->has_many_blocks());
+  ready_.insert(ready_.end(), ready.begin(), ready.end());
+  wake_hungry(ready.size() > 1 || ready.front()->has_many_blocks());
+}
+
+void Scheduler::begin(const std::shared_ptr<Transfer>& transfer) {
+  std::lock_guard lock(mutex_);
+  ready_.push_back(transfer);
+  wake_hungry(transfer->has_many_blocks());
 }
 
 bool Scheduler::close(std::chrono::milliseconds patience) {
@@ -184,6 +200,8 @@ void Scheduler::phase_over(const std::shared_ptr<Transfer>& transfer) {
 }
 
 void Scheduler::finish(const std::shared_ptr<Transfer>& transfer) {
+  transfer->release_file();
+  WriteOrder::leave(*transfer);
   Request& request = transfer->request();
   const bool last = request.transfer_finished(transfer->index, transfer->fault());
   std::shared_ptr<Request> kept;
@@ -213,6 +231,7 @@ void Scheduler::execute(WorkBlock& block) {
 
 bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer) {
   if (transfer->nbytes() > max_inline_nbytes || transfer->has_many_blocks()) return false;
+  if (!WriteOrder::enter(transfer, nullptr)) return false;
   do {
     WorkBlock block;
     bool exhausted;
@@ -220,6 +239,7 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer) {
       const Prepared prepared = transfer->prepare(block, nullptr);
       if (prepared == Prepared::no_bounce_memory) {
         transfer->rewind();  // a worker can wait for it
+        WriteOrder::leave(*transfer);
         return false;
       }
       if (prepared == Prepared::ready) execute(block);
@@ -227,6 +247,8 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer) {
     }
     (void)transfer->release();
   } while (transfer->next_phase());
+  transfer->release_file();
+  WriteOrder::leave(*transfer);
   Request& request = transfer->request();
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
   if (transfer->fault()) statistics_.failed_requests.fetch_add(1, std::memory_order_relaxed);

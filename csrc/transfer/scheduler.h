@@ -67,6 +67,10 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // For blocking calls: does a small transfer here and now, without another thread, and returns whether it did. If
   // not, submit it; then share() works on it beside the workers where that helps.
   bool try_inline(const std::shared_ptr<Transfer>& transfer);
+
+  // For WriteOrder: a submitted write no longer has to wait for another.
+  void begin(const std::shared_ptr<Transfer>& transfer);
+
   void share(const std::shared_ptr<Transfer>& transfer);
 
   // Ids of requests that finished since the last call.

@@ -31,7 +31,7 @@ const char* describe(Operation operation) {
 }  // namespace
 
 Transfer::Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t position)
-    : index(position), spec_(std::move(spec)), request_(std::move(request)) {}
+    : index(position), spec_(std::move(spec)), identity_(spec_.file->identity()), request_(std::move(request)) {}
 
 Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::shared_ptr<Request> request, size_t index,
                                                    uint64_t block_nbytes, const File::Snapshot* snapshot) {

@@ -57,6 +57,10 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
   Request& request() const { return *request_; }
   uint64_t nbytes() const { return spec_.nbytes; }
+  bool is_write() const { return spec_.write; }
+  uint64_t begin() const { return spec_.offset; }
+  uint64_t end() const { return spec_.offset + spec_.nbytes; }
+  const FileIdentity& identity() const { return identity_; }
   bool has_many_blocks() const { return plan_.block_at(0).nbytes < spec_.nbytes; }
   bool from_page_cache() const { return residency_ == Residency::whole; }
 
@@ -82,6 +86,9 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
   const std::optional<Fault>& fault() const { return fault_; }
 
+  // Once finished: lets go of the file, so that it is closed before anybody hears of the end.
+  void release_file() { spec_.file.reset(); }
+
  private:
   enum class Phase { moving, syncing_data, syncing_directory, finished };
   enum class Residency { none, partial, whole };
@@ -100,6 +107,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
  private:
   TransferSpec spec_;
+  const FileIdentity identity_;
   std::shared_ptr<Request> request_;
   Plan plan_;
   Residency residency_ = Residency::none;

@@ -128,7 +128,7 @@ def write_many(
     Parameters
     ----------
     items : sequence of (path, array) or (path, array, offset)
-        Pieces of one file may be given in any order; where they overlap, which one wins is not defined.
+        Pieces of one file may be given in any order; where they overlap, the later one wins.
     truncate, sync, direct
         As for :func:`write`. With ``truncate``, give each file once.
 

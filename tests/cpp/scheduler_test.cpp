@@ -129,6 +129,42 @@ TEST_CASE("neighbours of a ragged write keep their bytes while both are written"
   }
 }
 
+TEST_CASE("overlapping writes are done in order, on different schedulers too, and lose nothing beside the overlap") {
+  TemporaryDirectory directory;
+  for (const auto& engine : engines) {
+    auto first = make(engine, 2);
+    auto second = make("threads");
+    if (!first) continue;
+    const std::string path = directory.file(engine);
+    std::vector<char> expected(3'000'000);
+    std::vector<std::vector<char>> sources;
+    std::vector<std::shared_ptr<Request>> requests;
+    std::minstd_rand random(7);
+    for (unsigned round = 0; round < 60; ++round) {
+      const size_t begin = random() % 1'000'000;
+      const size_t nbytes = random() % 2'000'000 + 1;
+      sources.push_back(pattern(nbytes, round));
+      std::copy(sources.back().begin(), sources.back().end(), expected.begin() + static_cast<ptrdiff_t>(begin));
+      Scheduler& scheduler = round % 3 == 0 ? *second : *first;
+      requests.push_back(
+          start(scheduler, {open_file(path, true), sources.back().data(), begin, nbytes, true}, round % 5 == 0));
+    }
+    for (auto& request : requests) {
+      REQUIRE(request->wait_for(milliseconds(60'000)));
+      CHECK_FALSE(request->fault());
+    }
+    struct stat status;
+    REQUIRE(::stat(path.c_str(), &status) == 0);
+    std::vector<char> found(static_cast<size_t>(status.st_size));
+    auto read = start(*first, {open_file(path, false), found.data(), 0, found.size()});
+    REQUIRE(read->wait_for(milliseconds(60'000)));
+    expected.resize(found.size());
+    CHECK(found == expected);
+    CHECK(first->close(milliseconds(10'000)));
+    CHECK(second->close(milliseconds(10'000)));
+  }
+}
+
 TEST_CASE("a file that ends during the read is a fault with the place and the count") {
   TemporaryDirectory directory;
   for (const auto& engine : engines) {
