@@ -61,11 +61,10 @@ def make_warm(path: Path) -> None:
             pass
 
 
-def write_pattern(path: Path, nbytes: int, seed: int, offset: int = 0) -> None:
-    """Make a file that holds ``nbytes`` of the pattern from ``offset`` on, and sync it."""
+def write_pattern(path: Path, nbytes: int, seed: int) -> None:
+    """Make a file of the pattern, and sync it."""
     block = bytearray(min(nbytes, 64 * MIB))
     with open(path, "wb", buffering=0) as file:
-        file.seek(offset)
         for start in range(0, nbytes, len(block)):
             part = memoryview(block)[: min(len(block), nbytes - start)]
             pattern.fill(part, seed, start)

@@ -18,14 +18,14 @@ _CHUNK_WORDS = 1 << 18  # 2 MiB: the words made stay in the processor's cache
 
 
 def fill(buffer: Any, seed: int, start: int = 0) -> None:
-    """Fill a byte buffer with the pattern's bytes from ``start`` (a multiple of 8) on."""
+    """Fill a byte buffer with the pattern's bytes from ``start`` on."""
     array = np.frombuffer(buffer, dtype=np.uint8)
     for position, expected in _chunks(len(array), seed, start):
         array[position : position + len(expected)] = expected
 
 
 def matches(buffer: Any, seed: int, start: int = 0) -> bool:
-    """Whether a byte buffer holds the pattern's bytes from ``start`` (a multiple of 8) on."""
+    """Whether a byte buffer holds the pattern's bytes from ``start`` on."""
     array = np.frombuffer(buffer, dtype=np.uint8)
     return all(
         np.array_equal(array[position : position + len(expected)], expected)
@@ -34,10 +34,8 @@ def matches(buffer: Any, seed: int, start: int = 0) -> bool:
 
 
 def _chunks(nbytes: int, seed: int, start: int) -> Iterator[tuple[int, np.ndarray]]:
-    if start % 8:
-        raise ValueError(f"start must be a multiple of 8, not {start}")
     for position in range(0, nbytes, _CHUNK_WORDS * 8):
         length = min(_CHUNK_WORDS * 8, nbytes - position)
-        first = seed + (start + position) // 8
-        words = np.arange(first, first + -(-length // 8), dtype=np.uint64)
-        yield position, (words * _MULTIPLIER).view(np.uint8)[:length]
+        first, skipped = divmod(start + position, 8)
+        words = np.arange(seed + first, seed + first + length // 8 + 2, dtype=np.uint64)
+        yield position, (words * _MULTIPLIER).view(np.uint8)[skipped : skipped + length]

@@ -45,11 +45,11 @@ class TransferPeer:
             raise MeasurementError("wrote other bytes than it was given")
         return watch.result(self.tensor.nbytes)
 
-    def _read(self, seed: int, transfer: Callable[[], object]) -> dict[str, Any]:
-        """Time a read of the pattern, and compare the memory with it."""
+    def _read(self, seed: int, transfer: Callable[[], object], offset: int = 0) -> dict[str, Any]:
+        """Time a read of the pattern from ``offset`` on, and compare the memory with it."""
         self.tensor.zero_()
         with Stopwatch() as watch:
             transfer()
-        if not pattern.matches(byte_view(self.tensor), seed):
+        if not pattern.matches(byte_view(self.tensor), seed, offset):
             raise MeasurementError("read other bytes than the file holds")
         return watch.result(self.tensor.nbytes)

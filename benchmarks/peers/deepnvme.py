@@ -47,7 +47,9 @@ class Handle(TransferPeer):
 
     def read(self, path: str, seed: int, offset: int = 0, **options: Any) -> dict[str, Any]:
         handle = self._handle(options)
-        return self._read(seed, lambda: _succeed(handle.sync_pread(self.tensor, path, offset)))
+        return self._read(
+            seed, lambda: _succeed(handle.sync_pread(self.tensor, path, offset)), offset
+        )
 
     def _handle(self, options: dict[str, Any]) -> Any:
         key = repr(sorted(options.items()))

@@ -39,7 +39,7 @@ class Handle(TransferPeer):
 
     def read(self, path: str, seed: int, offset: int = 0, **options: Any) -> dict[str, Any]:
         handle = self._handle(options)
-        return self._read(seed, lambda: handle.sync_pread(self.tensor, path, offset))
+        return self._read(seed, lambda: handle.sync_pread(self.tensor, path, offset), offset)
 
     def stats(self) -> dict[str, Any]:
         return dict(self._handle({}).stats())
@@ -73,7 +73,9 @@ class Functions(TransferPeer):
         )
 
     def read(self, path: str, seed: int, offset: int = 0, **options: Any) -> dict[str, Any]:
-        return self._read(seed, lambda: tensorferry.read(path, self.tensor, offset, **options))
+        return self._read(
+            seed, lambda: tensorferry.read(path, self.tensor, offset, **options), offset
+        )
 
     def pool_nbytes(self) -> dict[str, Any]:
         return {"pool_nbytes": tensorferry.bounce_pool_nbytes()}

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ _TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
 
 
 def run(settings: Settings) -> Outcome:
-    size = 4 * (settings.nbytes + 2 * large.ODD_NBYTES) + 64 * MIB
+    size = 3 * (settings.nbytes + 2 * large.ODD_NBYTES) + 64 * MIB
     try:
         with _loop_mounted(size) as directory, workers() as make:
             quick = replace(settings, directory=directory)
@@ -60,7 +61,7 @@ def _loop_mounted(nbytes: int) -> Iterator[Path]:
         stack.callback(_quietly, "losetup", "--detach", device)
         _output("mkfs.ext4", "-q", "-F", "-E", "nodiscard,lazy_itable_init=0", device)
         _output("mount", "-o", "nodiscard", device, str(mount_point))
-        stack.callback(_quietly, "umount", str(mount_point))
+        stack.callback(_unmount, mount_point)
         yield mount_point
 
 
@@ -77,6 +78,15 @@ def _output(*command: str) -> str:
     if done.returncode:
         raise UnavailableError(f"{command[0]} failed: {done.stderr.strip()}")
     return done.stdout.strip()
+
+
+def _unmount(mount_point: Path) -> None:
+    """Somebody may hold a file a moment longer; after ten seconds the mount goes when they do."""
+    for _ in range(100):
+        if subprocess.run(["umount", str(mount_point)], capture_output=True).returncode == 0:
+            return
+        time.sleep(0.1)
+    _quietly("umount", "--lazy", str(mount_point))
 
 
 def _quietly(*command: str) -> None:

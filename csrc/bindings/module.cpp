@@ -19,6 +19,7 @@
 #include <cmath>
 #include <unordered_map>
 
+#include "bindings/collect.h"
 #include "engine/engine.h"
 #include "file/file.h"
 #include "memory/after_fork.h"
@@ -149,11 +150,12 @@ struct PyRequest {
 
 class PyScheduler {
  public:
-  PyScheduler(const std::string& engine, uint64_t block_nbytes, uint32_t queue_depth, uint32_t worker_count,
-              bool single_submit) {
+  PyScheduler(const std::string& engine, uint64_t block_nbytes, uint64_t large_block_nbytes, uint32_t queue_depth,
+              uint32_t worker_count, bool single_submit) {
     SchedulerOptions options;
     options.engine = engine;
     options.block_nbytes = block_nbytes;
+    options.large_block_nbytes = large_block_nbytes;
     options.queue_depth = queue_depth;
     options.worker_count = worker_count;
     options.single_submit = single_submit;
@@ -210,7 +212,7 @@ class PyScheduler {
     {
       nb::gil_scoped_release release;
       TransferSpec spec{file.core, reinterpret_cast<char*>(address), offset, nbytes, write, truncate, sync};
-      auto created = Transfer::create(std::move(spec), request, 0, core_->options().block_nbytes);
+      auto created = Transfer::create(std::move(spec), request, 0, core_->block_nbytes_for(nbytes));
       if (created) {
         transfer = *created;
         done = core_->try_inline(transfer);
@@ -333,7 +335,7 @@ class PyScheduler {
       }
       TransferSpec spec{file, reinterpret_cast<char*>(addresses[index]), offsets[index], nbytes[index], write, truncate,
                         sync};
-      auto transfer = Transfer::create(std::move(spec), request, index, core_->options().block_nbytes,
+      auto transfer = Transfer::create(std::move(spec), request, index, core_->block_nbytes_for(nbytes[index]),
                                        snapshot ? &*snapshot : nullptr);
       if (!transfer) return transfer.fault();
       transfers.push_back(*transfer);
@@ -478,8 +480,8 @@ NB_MODULE(_core, module) {
           "queue"_a, "token"_a);
 
   nb::class_<PyScheduler>(module, "Scheduler", nb::is_weak_referenceable())
-      .def(nb::init<const std::string&, uint64_t, uint32_t, uint32_t, bool>(), "engine"_a, "block_nbytes"_a,
-           "queue_depth"_a, "worker_count"_a, "single_submit"_a)
+      .def(nb::init<const std::string&, uint64_t, uint64_t, uint32_t, uint32_t, bool>(), "engine"_a, "block_nbytes"_a,
+           "large_block_nbytes"_a, "queue_depth"_a, "worker_count"_a, "single_submit"_a)
       .def_prop_ro("engine", [](const PyScheduler& scheduler) { return scheduler.core_->engine_name(); })
       .def_prop_ro("refusals",
                    [](const PyScheduler& scheduler) {
@@ -519,5 +521,6 @@ NB_MODULE(_core, module) {
     for (const EngineKind& kind : engine_kinds()) names.emplace_back(kind.name);
     return names;
   });
+  bind_collect(module);
   module.attr("MIN_BOUNCE_POOL_NBYTES") = BouncePool::min_nbytes;
 }

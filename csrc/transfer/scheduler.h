@@ -28,6 +28,7 @@ namespace tensorferry {
 struct SchedulerOptions {
   std::string engine;  // empty: the first that works
   uint64_t block_nbytes = uint64_t{1} << 20;
+  uint64_t large_block_nbytes = uint64_t{1} << 20;  // for requests of many such blocks for each worker
   uint32_t queue_depth = 128;
   uint32_t worker_count = 1;
   bool single_submit = false;
@@ -53,6 +54,12 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   const char* engine_name() const { return engine_name_; }
   const SchedulerOptions& options() const { return options_; }
   Statistics& statistics() { return statistics_; }
+
+  // Large requests go in large blocks: fewer submissions, same bytes in flight.
+  uint64_t block_nbytes_for(uint64_t request_nbytes) const {
+    const bool large = request_nbytes / options_.worker_count >= 16 * options_.large_block_nbytes;
+    return large ? options_.large_block_nbytes : options_.block_nbytes;
+  }
   uint64_t next_request_id() { return ++last_request_id_; }
 
   // Waits until `count` more transfers may be outstanding, or the time is over; returns whether they may.

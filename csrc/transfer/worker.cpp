@@ -55,7 +55,7 @@ bool Worker::fill() {
       if (!scheduler_.take(*block, this, nullptr)) return false;
       free_.pop_back();
     }
-    if (block->planned.way == Way::bounced && bounced_in_flight_nbytes_ >= max_bounced_in_flight_nbytes) {
+    if (is_full_for(*block)) {
       stalled_ = block;
       return false;  // goes on with the next completion
     }
@@ -83,6 +83,7 @@ bool Worker::start(WorkBlock& block) {
     return true;
   }
   if (block.operation == Operation::write) count_copy(block);
+  in_flight_nbytes_ += block.planned.io_nbytes;
   if (block.bounce) bounced_in_flight_nbytes_ += block.planned.io_nbytes;
   scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
   ++in_flight_;
@@ -97,7 +98,16 @@ void Worker::settle(WorkBlock& block) {
   }
   if (block.operation == Operation::read) count_copy(block);
   --in_flight_;
+  in_flight_nbytes_ -= block.planned.io_nbytes;
+  if (block.bounce) bounced_in_flight_nbytes_ -= block.planned.io_nbytes;
   put_back(block);
+}
+
+// The queue's depth is also a limit in bytes: large blocks must not make others wait longer.
+bool Worker::is_full_for(const WorkBlock& block) const {
+  if (block.planned.way == Way::bounced) return bounced_in_flight_nbytes_ >= max_bounced_in_flight_nbytes;
+  const uint64_t limit = scheduler_.options().queue_depth * scheduler_.options().block_nbytes;
+  return in_flight_ > 0 && in_flight_nbytes_ + block.planned.io_nbytes > limit;
 }
 
 void Worker::count_copy(const WorkBlock& block) {
@@ -105,7 +115,6 @@ void Worker::count_copy(const WorkBlock& block) {
 }
 
 void Worker::put_back(WorkBlock& block) {
-  if (block.bounce) bounced_in_flight_nbytes_ -= block.planned.io_nbytes;
   scheduler_.drop(block);
   free_.push_back(&block);
 }

@@ -25,6 +25,7 @@ class Worker final : public BounceWaiter {
   bool fill();
   void settle(WorkBlock& block);
   bool start(WorkBlock& block);
+  bool is_full_for(const WorkBlock& block) const;
   void count_copy(const WorkBlock& block);
   void put_back(WorkBlock& block);
 
@@ -34,6 +35,7 @@ class Worker final : public BounceWaiter {
   std::vector<WorkBlock*> free_;
   WorkBlock* stalled_ = nullptr;  // taken, but without bounce memory
   size_t in_flight_ = 0;
+  uint64_t in_flight_nbytes_ = 0;
   uint64_t bounced_in_flight_nbytes_ = 0;
   uint64_t copied_since_submit_ = 0;
 };

@@ -2,7 +2,7 @@
 The native core of tensorferry: see csrc/. Use the package's public names instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import tensorferry.errors
@@ -43,6 +43,7 @@ class Scheduler:
         self,
         engine: str,
         block_nbytes: int,
+        large_block_nbytes: int,
         queue_depth: int,
         worker_count: int,
         single_submit: bool,
@@ -98,5 +99,13 @@ def fork_generation() -> int: ...
 def bounce_pool_nbytes() -> int: ...
 def set_bounce_pool_nbytes(nbytes: int) -> None: ...
 def engine_names() -> list[str]: ...
+def collect(
+    items: Sequence[Any],
+    writable: bool,
+    tensor_type: object,
+    strided: object,
+    ndarray_type: object,
+    check: Callable[[int, Any], tuple[Any, int, int, int, object]],
+) -> tuple[list[Any], list[int], list[int], list[int], list[object]]: ...
 
 MIN_BOUNCE_POOL_NBYTES: int = 1048576

@@ -36,9 +36,10 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     Parameters
     ----------
     block_size : int
-        Bytes that one submission to the kernel carries. Rounded up to what the file system asks for.
+        Bytes that one submission to the kernel carries. Rounded up to what the file system asks for. With the
+        default, large transfers use 4 MiB where that keeps the queue full.
     queue_depth : int
-        Blocks in flight at most, for each worker.
+        Blocks in flight at most, for each worker; and bytes in flight at most, in units of the block size.
     single_submit : bool
         Use one system call for each block. Costs time; for comparisons.
     overlap_events : bool

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 DEFAULT_BLOCK_NBYTES = 1 << 20
 DEFAULT_QUEUE_DEPTH = 128
 
+# Blocks of large requests, unless a block size was chosen: half the processor time, and some speed on fast drives.
+_LARGE_BLOCK_NBYTES = 4 << 20
+
 _Result = TypeVar("_Result")
 
 _schedulers: weakref.WeakSet[_core.Scheduler] = weakref.WeakSet()
@@ -52,7 +55,10 @@ def make_scheduler(
         engine = os.environ.get("TENSORFERRY_ENGINE") or ""
     if engine and engine not in _core.engine_names():
         raise ValueError(f"engine: {engine!r} is none of {', '.join(_core.engine_names())}")
-    scheduler = _core.Scheduler(engine, block_nbytes, queue_depth, worker_count, single_submit)
+    large = _LARGE_BLOCK_NBYTES if block_nbytes == DEFAULT_BLOCK_NBYTES else block_nbytes
+    scheduler = _core.Scheduler(
+        engine, block_nbytes, large, queue_depth, worker_count, single_submit
+    )
     _schedulers.add(scheduler)
     return scheduler
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -149,20 +150,29 @@ def transfer_many(
 
     Everything is checked before the first byte moves.
     """
-    # Lists side by side rather than a list of tuples: thousands of tuples wake the garbage collector.
-    batch = _Batch([], [], [], [], [])
-    for index, item in enumerate(items):
+
+    def check(index: int, item: Any) -> tuple[Path, int, int, int, object]:
+        name = f"items[{index}]"
         if not isinstance(item, (tuple, list)) or not 2 <= len(item) <= 3:
             raise TypeError(
-                f"items[{index}]: expected (path, array) or (path, array, offset), got {item!r}"
+                f"{name}: expected (path, array) or (path, array, offset), got {item!r}"
             )
-        address, nbytes, owner = memory_of(item[1], writable=not write, name=f"items[{index}]")
-        offset = checked_offset(item[2], nbytes, f"items[{index}]") if len(item) == 3 else 0
-        batch.paths.append(item[0])
-        batch.addresses.append(address)
-        batch.nbytes.append(nbytes)
-        batch.offsets.append(offset)
-        batch.owners.append(owner)
+        address, nbytes, owner = memory_of(item[1], writable=not write, name=name)
+        offset = checked_offset(item[2], nbytes, name) if len(item) == 3 else 0
+        return item[0], address, nbytes, offset, owner
+
+    # Where an item is plainly usable, the core sees it; the rule is `check`.
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    batch = _Batch(
+        *_core.collect(
+            items,
+            not write,
+            getattr(torch, "Tensor", None),
+            getattr(torch, "strided", None),
+            getattr(numpy, "ndarray", None),
+            check,
+        )
+    )
 
     requests: list[_core.Request] = []
     try:
@@ -185,6 +195,8 @@ def transfer_many(
 
 
 class _Batch(NamedTuple):
+    """Lists side by side: thousands of tuples would keep the garbage collector busy."""
+
     paths: list[Path]
     addresses: list[int]
     nbytes: list[int]

@@ -468,3 +468,25 @@ def report_engine(directory: str) -> dict[str, Any]:
         "engines": tensorferry.engines(),
         "forced": forced,
     }
+
+
+def fork_and_overlap(engine: str, directory: str) -> bool:
+    """Fork while many writes of one range are pending; the child writes that range as well."""
+    path = pathlib.Path(directory) / "file"
+    handle = tensorferry.aio_handle(engine=engine)
+    for value in range(30):
+        handle.async_pwrite(np.full(4_000_003, value, np.uint8), path)
+    pid = os.fork()
+    if pid == 0:
+
+        def write() -> None:
+            own = tensorferry.aio_handle(engine=engine)
+            for value in (100, 101):
+                own.async_pwrite(np.full(1_000_003, value, np.uint8), path, 3)
+            assert own.wait() == 2
+            assert own.sync_pwrite(np.full(5_003, 102, np.uint8), path) == 1
+
+        _in_child(write)
+    _assert_exits_with_zero(pid)
+    assert handle.wait() == 30
+    return True

@@ -2,11 +2,11 @@
 
 A child process serves the mount. The test talks to it over a Unix socket, not through the mount, so
 that a held request never stands in the way of the order to release it. Files are opened with FUSE's
-direct_io, because otherwise the kernel's page cache hides short reads and writes from the caller;
-O_DIRECT opens work as well. Short asynchronous writes are the exception: of those that bypass the
-cache the kernel makes EIO (fuse_get_res_by_io), so files whose name begins with "cached" go through
-the cache, where short writes, unlike short reads, reach the caller. Use it as a context manager: however the test ends, the mount is
-detached and the server killed.
+direct_io, because otherwise the kernel's page cache hides short reads from the caller; O_DIRECT
+opens work as well. Short asynchronous writes are the exception: of those that bypass the cache the
+kernel makes EIO (fuse_get_res_by_io), so files whose name begins with "cached" go through the cache,
+where short writes, unlike short reads, reach the caller. Use it as a context manager: however the
+test ends, the mount is detached and the server killed.
 """
 
 # The server does what the kernel asks, call for call.
