@@ -6,6 +6,7 @@ import inspect
 import pathlib
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 
@@ -68,3 +69,11 @@ def test_native_errors_do_not_leak_references(tmp_path: pathlib.Path) -> None:
         with pytest.raises(tensorferry.StorageError):
             tensorferry.read(tmp_path / "missing", buffer)
     assert sys.getrefcount(buffer) == count
+
+
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python is not free-threaded"
+)
+def test_importing_it_leaves_a_free_threaded_python_free() -> None:
+    program = "import sys, tensorferry; assert not sys._is_gil_enabled()"
+    subprocess.run([sys.executable, "-c", program], check=True)
