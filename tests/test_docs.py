@@ -23,12 +23,19 @@ BLOCKS = [
 @pytest.mark.parametrize("code", [code for _, code in BLOCKS], ids=[name for name, _ in BLOCKS])
 def test_examples_run(code: str, directory: pathlib.Path) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=directory, env=dict(os.environ), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        cwd=directory,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/guide.md", "docs/api.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/guide.md", "docs/api.md"]
+)
 def test_links_within_the_project_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):

@@ -10,6 +10,7 @@ import pytest
 
 import tensorferry
 from tests.faults.table import covers
+from tests.faults.test_limits import LIMIT_OF
 from tests.support.expect import (
     as_bytes,
     assert_equal,
@@ -298,7 +299,7 @@ def test_two_hundred_handles_of_default_size_can_exist(
         try:
             handles.append(make_handle())
         except tensorferry.EngineUnavailableError as error:
-            if engine != "libaio" or "aio-max-nr" not in str(error):
+            if LIMIT_OF.get(engine, "none") not in str(error):
                 raise
             handles.append(make_handle(engine=None))
     assert_works(handles[0], directory)
