@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         deepspeed=options.deepspeed,
         others_share_max=options.others_share_max,
         progress=progress,
+        finished=lambda comparison: report.print_comparison(console, comparison),
     )
     with fio.reserved_huge_pages(options.huge_pages), progress:
         for name in names:
@@ -67,12 +68,14 @@ def main(arguments: list[str] | None = None) -> int:
                 outcomes[name] = SCENARIOS[name](settings)
             except (UnavailableError, MeasurementError) as reason:
                 outcomes[name] = Outcome(notes=[str(reason)])
-            report.print_outcome(console, name, outcomes[name])
+            for note in outcomes[name].notes:
+                console.print(f"{name}: {note}", style="dim")
 
     figures: list[Figure] = [f for outcome in outcomes.values() for f in outcome.figures]
     report.print_figures(console, figures)
     if options.json:
-        kept = dataclasses.asdict(dataclasses.replace(settings, progress=None))
+        kept = dataclasses.asdict(dataclasses.replace(settings, progress=None, finished=None))
+        kept = {name: value for name, value in kept.items() if value is not None}
         kept["directory"] = str(settings.directory)
         report.write_json(options.json, report.as_json(description, kept, outcomes))
     if options.plot:

@@ -194,7 +194,8 @@ def reserved_huge_pages(wanted: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        setting.write_text(str(before))
+        # what we added, and no more: another benchmark may have added its own meanwhile
+        setting.write_text(str(max(0, int(setting.read_text()) - needed)))
 
 
 def free_huge_pages_nbytes() -> int:

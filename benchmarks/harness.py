@@ -26,8 +26,8 @@ GB = 1e9
 MIB = 1 << 20
 GIB = 1 << 30
 
-_TRIES_MAX = 8
-_PAUSE_SECONDS = 1.0
+_TRIES_MAX = 4
+_PAUSE_SECONDS = 0.5
 
 Kind = Literal["ours", "fio", "peer"]
 
@@ -54,6 +54,7 @@ class Settings:
     deepspeed: bool = True
     others_share_max: float | None = None
     progress: Progress | None = None
+    finished: Callable[[Comparison], None] | None = None
 
     @property
     def smoke(self) -> bool:
@@ -216,6 +217,8 @@ def compare(
                     except (MeasurementError, UnavailableError) as error:
                         row.failure = str(error)
                 advance(contender.label)
+    if settings.finished:
+        settings.finished(comparison)
     return comparison
 
 

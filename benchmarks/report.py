@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 _COLOURS = {"ours": "#1f77b4", "fio": "#8c8c8c", "peer": "#e8a33d"}
 
 
-def print_outcome(console: Console, name: str, outcome: Outcome) -> None:
-    """One table for each comparison of a scenario."""
-    for comparison in outcome.comparisons:
-        console.print(_comparison_table(comparison))
-        for row in comparison.rows:
-            if not row.usable:
-                console.print(f"[red]{row.label} failed:[/red] {row.failure or 'no sample'}")
-    for note in outcome.notes:
-        console.print(f"[dim]{name}: {note}[/dim]")
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """A comparison's table, best first, and what failed in it."""
+    console.print(_comparison_table(comparison))
+    for row in comparison.rows:
+        if not row.usable:
+            console.print(f"[red]{row.label} failed:[/red] {row.failure or 'no sample'}")
 
 
 def print_figures(console: Console, figures: list[Figure]) -> None:

@@ -114,11 +114,16 @@ class Row:
     """One way's figures for one piece of work."""
 
     way: str
-    work: str
+    verb: str
+    tensors: str
     nbytes: int
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     peak_nbytes: int = 0
+
+    @property
+    def work(self) -> str:
+        return f"{self.verb} {self.tensors}"
 
     @property
     def gb_per_second(self) -> float:
@@ -165,7 +170,7 @@ def scratch_directory(parent: Path) -> Iterator[Path]:
 
 
 def make_durable(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -184,113 +189,115 @@ def drop_from_page_cache(paths: Sequence[Path]) -> None:
 # --- the demonstration ---
 
 
-def run_way(
+def store_and_load(
     way: Any,
-    work: str,
     directory: Path,
     sources: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
-    rounds: int,
-    advance: Callable[[str], None],
-) -> tuple[Row, Row]:
-    """Store and load the tensors, check every byte, and return the figures of both."""
-    nbytes = sum(source.nbytes for source in sources)
-    stored, loaded = Row(way.name, f"store {work}", nbytes), Row(way.name, f"load {work}", nbytes)
-    paths = [directory / f"tensor{number}.bin" for number in range(len(sources))]
-    for _ in range(rounds):
-        for target in targets:
-            target.zero_()
-        advance(f"{way.name}: {stored.work}")
-        measure(stored, lambda: way.store(paths, sources))
-        drop_from_page_cache(paths)
-        advance(f"{way.name}: {loaded.work}")
-        measure(loaded, lambda: way.load(paths, targets))
-        for path, source, target in zip(paths, sources, targets, strict=True):
-            if path.stat().st_size != source.nbytes or not torch.equal(source, target):
-                raise SystemExit(f"{way.name}: {path} came back different")
-            path.unlink()
-    return stored, loaded
+    stored: Row,
+    loaded: Row,
+) -> None:
+    """Store tensors, load them cold, check every byte, and add both times to the rows."""
+    home = Path(tempfile.mkdtemp(dir=directory))
+    paths = [home / f"tensor{number}.bin" for number in range(len(sources))]
+    for target in targets:
+        target.zero_()
+    measure(stored, lambda: way.store(paths, sources))
+    drop_from_page_cache(paths)
+    measure(loaded, lambda: way.load(paths, targets))
+    for path, source, target in zip(paths, sources, targets, strict=True):
+        if path.stat().st_size != source.nbytes or not torch.equal(source, target):
+            raise SystemExit(f"{way.name}: {path} came back different")
+    if len(paths) == 1:
+        paths[0].unlink()
+        make_durable(home)  # the file system is through with it before the clock runs again
+    # Many stay until the end: where many were removed, ext4 is slow to make new ones.
 
 
-def large_tensors(way: Any, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor to store and one to load into: the handle's are locked, the others' ordinary."""
-    if isinstance(way, Handle):
-        example = torch.empty(0, dtype=torch.uint8)
-        source = way.handle.new_cpu_locked_tensor(nbytes, example)
-        target = way.handle.new_cpu_locked_tensor(nbytes, example)
-    else:
-        source, target = (torch.empty(nbytes, dtype=torch.uint8) for _ in range(2))
+def large_tensors(
+    nbytes: int, make: Callable[[], torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """One tensor to store and one to load into."""
+    source, target = make(), make()
     words = source[: nbytes // 8 * 8].view(torch.int64)  # eight bytes at a time are made faster
     words.random_(generator=torch.Generator().manual_seed(0))
     source[nbytes // 8 * 8 :] = 7
-    return source, target.zero_()
+    return [source], [target]
 
 
 def small_tensors(count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tensors of odd sizes, and empty ones to load into."""
+    """Tensors of odd sizes, and others to load into."""
     sizes = list(itertools.islice(itertools.cycle(ODD_NBYTES), count))
     generator = torch.Generator().manual_seed(1)
     sources = [torch.empty(n, dtype=torch.uint8).random_(generator=generator) for n in sizes]
     return sources, [torch.zeros_like(source) for source in sources]
 
 
-def fio_gb_per_second(directory: Path, kind: str, nbytes: int) -> float | None:
+def fio_gb_per_second(directory: Path, nbytes: int) -> dict[str, float]:
     """fio on a file of the same size: io_uring, 1 MiB blocks, registered buffers, O_DIRECT."""
-    if shutil.which("fio") is None:
-        return None
+    found = {}
     path = directory / "fio.bin"
-    command = (
-        f"fio --name=demo --filename={path} --size={nbytes} --rw={kind} --ioengine=io_uring --bs=1M"
-        " --iodepth=32 --fixedbufs --registerfiles --direct=1 --fallocate=native"
-        " --end_fsync=1 --output-format=json"
-    )
-    done = subprocess.run(command.split(), capture_output=True, text=True)
-    if done.returncode:
-        return None
-    report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][kind]
-    seconds: float = max(1, report["runtime"]) / 1000
-    return int(report["io_bytes"]) / 1e9 / seconds
-
-
-def run_fio(directory: Path, nbytes: int, advance: Callable[[str], None]) -> dict[str, float]:
-    """fio's median GB/s for the large tensor, by work; empty where fio is not installed."""
-    found: dict[str, list[float]] = {}
-    for _ in range(ROUNDS):
-        for kind, work in (("write", "store large"), ("read", "load large")):
-            advance(f"fio: {work}")
-            if (value := fio_gb_per_second(directory, kind, nbytes)) is not None:
-                found.setdefault(work, []).append(value)
-        (directory / "fio.bin").unlink(missing_ok=True)
-    return {work: statistics.median(values) for work, values in found.items()}
+    for kind, work in (("write", "store large"), ("read", "load large")):
+        command = (
+            f"fio --name=demo --filename={path} --size={nbytes} --rw={kind} --ioengine=io_uring"
+            " --bs=1M --iodepth=32 --fixedbufs --registerfiles --direct=1 --fallocate=native"
+            " --end_fsync=1 --output-format=json"
+        )
+        done = subprocess.run(command.split(), capture_output=True, text=True)
+        if done.returncode == 0:
+            report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][kind]
+            found[work] = report["io_bytes"] / 1e9 / (max(1, report["runtime"]) / 1000)
+    path.unlink(missing_ok=True)
+    return found
 
 
 def run(directory: Path, nbytes: int, small_count: int, console: Console) -> dict[str, Any]:
-    """Run all ways on both kinds of tensors; return what the table shows."""
-    ways: list[Any] = [PlainPython(), Handle(), Functions()]
-    rows: list[Row] = []
+    """Run all ways on both kinds of tensors, in turns; return what the table shows."""
+    python, handle, functions = PlainPython(), Handle(), Functions()
+    ways: list[Any] = [python, handle, functions]
+    fio: list[dict[str, float]] = []
+    rows: dict[str, Row] = {}
     progress = Progress(
         BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
     )
-    steps = 2 * ROUNDS * (len(ways) + 1) + 2 * ROUNDS * len(ways)
+    steps = 2 + ROUNDS * (2 * len(ways) + 1)
     with progress, scratch_directory(directory) as scratch:
-        task = progress.add_task("making tensors", total=steps)
+        task = progress.add_task("making a large tensor", total=steps)
+        example = torch.empty(0, dtype=torch.uint8)
+        ordinary = large_tensors(nbytes, lambda: torch.zeros(nbytes, dtype=torch.uint8))
+        # The handle's own memory is page-aligned and locked: the drive reads and writes it as it is.
+        locked = large_tensors(nbytes, lambda: handle.handle.new_cpu_locked_tensor(nbytes, example))
+        large = {python: ordinary, handle: locked, functions: ordinary}
 
-        def advance(description: str) -> None:
-            progress.update(task, advance=1, description=description)
+        progress.update(task, advance=1, description="making small tensors")
+        small = dict.fromkeys(ways, small_tensors(small_count))
+        progress.advance(task)
 
-        fio = run_fio(scratch, nbytes, advance)
-        for way in ways:
-            source, target = large_tensors(way, nbytes)
-            rows += run_way(way, "large", scratch, [source], [target], ROUNDS, advance)
-            if isinstance(way, Handle):
-                way.handle.free_cpu_locked_tensor(source)
-                way.handle.free_cpu_locked_tensor(target)
-            del source, target
-        sources, targets = small_tensors(small_count)
-        for way in ways:
-            rows += run_way(way, "small", scratch, sources, targets, ROUNDS, advance)
-        progress.update(task, description="every byte checked")
-    return {"rows": rows, "fio": fio}
+        for work, tensors in (("large", large), ("small", small)):
+            for _ in range(ROUNDS):
+                if work == "large" and shutil.which("fio"):
+                    progress.update(task, advance=1, description="large: fio")
+                    fio.append(fio_gb_per_second(scratch, nbytes))
+                for way in ways:
+                    progress.update(task, advance=1, description=f"{work}: {way.name}")
+                    sources, targets = tensors[way]
+                    moved = sum(source.nbytes for source in sources)
+                    pair = [
+                        rows.setdefault(
+                            f"{verb} {work} {way.name}", Row(way.name, verb, work, moved)
+                        )
+                        for verb in ("store", "load")
+                    ]
+                    store_and_load(way, scratch, sources, targets, *pair)
+        progress.update(task, completed=steps, description="every byte checked")
+    return {
+        "rows": list(rows.values()),
+        "fio": {
+            work: statistics.median(run[work] for run in fio)
+            for work in ("store large", "load large")
+            if fio and all(work in run for run in fio)
+        },
+    }
 
 
 def print_table(console: Console, result: dict[str, Any], nbytes: int, small_count: int) -> None:
@@ -320,7 +327,8 @@ def print_table(console: Console, result: dict[str, Any], nbytes: int, small_cou
             )
     console.print(table)
     console.print(
-        "Medians. Handles use locked tensors for the large one, the others ordinary torch memory. "
+        "Medians of rounds in turns. The handle's large tensors are page-locked, the others ordinary "
+        "torch memory. fio: io_uring, 1 MiB blocks, depth 32, registered buffers. "
         "Every byte was checked."
     )
 

@@ -31,7 +31,14 @@ def run(settings: Settings) -> Outcome:
         with _loop_mounted(size) as directory, workers() as make:
             quick = replace(settings, directory=directory)
             return large.transfers(
-                quick, directory, make, "loop", {"queue_depth": DEPTH}, _configs(settings)
+                quick,
+                directory,
+                make,
+                "loop",
+                {"queue_depth": DEPTH},
+                _configs(settings),
+                locked_target=0.95,
+                ordinary_target=None,
             )
     except UnavailableError as reason:
         return Outcome(notes=[str(reason)])
