@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import signal
 import sys
@@ -21,6 +22,7 @@ from rich.progress import (
 
 from benchmarks import fio, machine, report
 from benchmarks.harness import GIB, Figure, MeasurementError, Outcome, Settings, UnavailableError
+from benchmarks.others import only_benchmark
 from benchmarks.scenarios import SCENARIOS
 
 if TYPE_CHECKING:
@@ -31,7 +33,10 @@ _PIPED_WIDTH = 160
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.directory.is_dir():
+        parser.error(f"--directory: {options.directory} is no directory")
     signal.signal(signal.SIGTERM, _interrupt)  # leave as after Ctrl-C: files and mounts removed
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     directory: Path = options.directory.resolve()
@@ -62,7 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
         progress=progress,
         finished=lambda comparison: report.print_comparison(console, comparison),
     )
-    with fio.reserved_huge_pages(options.huge_pages), progress:
+    with contextlib.ExitStack() as stack:
+        if not settings.smoke:
+            stack.enter_context(only_benchmark(lambda: console.print("another benchmark runs")))
+        stack.enter_context(fio.reserved_huge_pages(options.huge_pages))
+        stack.enter_context(progress)
         for name in names:
             try:
                 outcomes[name] = SCENARIOS[name](settings)

@@ -6,11 +6,30 @@ space counts: what the kernel does for a contender's I/O lies in kernel threads 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def only_benchmark(waiting: Callable[[], object]) -> Iterator[None]:
+    """Wait, after a call of ``waiting``, until no other benchmark of ours runs on this machine."""
+    with (Path(tempfile.gettempdir()) / "tensorferry-benchmarks.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class OthersClock:

@@ -366,6 +366,8 @@ def main() -> int:
     parser.add_argument("--small-count", type=int, default=1_000, help="how many small tensors")
     parser.add_argument("--json", type=Path, help="also keep the figures in this file")
     options = parser.parse_args()
+    if not options.directory.is_dir():
+        parser.error(f"--directory: {options.directory} is no directory")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_like_ctrl_c)
