@@ -53,6 +53,16 @@ nb::object exception_of(const Fault& fault, size_t failed_transfers = 1) {
 
 [[noreturn]] void raise(const Fault& fault) { raise(exception_of(fault)); }
 
+// Runs without the GIL what waits for the drive, and raises the fault it returns.
+template <typename Action>
+void raise_fault_of(Action action) {
+  const std::optional<Fault> fault = [&] {
+    nb::gil_scoped_release release;
+    return action();
+  }();
+  if (fault) raise(*fault);
+}
+
 void check_signals() {
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
@@ -379,6 +389,11 @@ bool is_locked(uintptr_t address, size_t nbytes) {
   return allocation && allocation->locked();
 }
 
+bool is_lent(uintptr_t address, size_t nbytes) {
+  auto allocation = Allocation::containing(reinterpret_cast<const void*>(address), nbytes);
+  return allocation && allocation->lent();
+}
+
 // Whether this is the first byte of an allocation that had not been given back yet.
 bool give_back(uintptr_t address) {
   auto allocation = Allocation::containing(reinterpret_cast<const void*>(address), 1);
@@ -421,9 +436,13 @@ std::tuple<uintptr_t, uint64_t, bool, bool> dlpack_memory(nb::handle array) {
 NB_MODULE(_core, module) {
   using namespace tensorferry;
   module.doc() = "The native core of tensorferry: see csrc/. Use the package's public names instead.";
+  // DeepSpeed's engines, and with them our handles, are alive when the interpreter ends. All their I/O has been
+  // finished by then (runtime.py), and each of a training's processes would print twenty lines.
+  nb::set_leak_warnings(false);
 
   nb::class_<PyFile>(module, "File")
       .def_prop_ro("path", path_object, nb::sig("def path(self) -> str"))
+      .def_prop_ro("device", [](const PyFile& file) { return file.core->identity().first; })
       .def_prop_ro("direct", [](const PyFile& file) { return file.core->direct(); })
       .def_prop_ro("readable", [](const PyFile& file) { return file.core->readable(); })
       .def_prop_ro("writable", [](const PyFile& file) { return file.core->writable(); })
@@ -435,24 +454,17 @@ NB_MODULE(_core, module) {
              if (!size) raise(size.fault());
              return *size;
            })
-      .def("sync",
-           [](const PyFile& file) {
-             auto fault = [&] {
-               nb::gil_scoped_release release;
-               return file.core->sync();
-             }();
-             if (fault) raise(*fault);
-           })
+      .def("sync", [](const PyFile& file) { raise_fault_of([&] { return file.core->sync(); }); })
       .def(
           "truncate",
-          [](const PyFile& file, uint64_t size) {
-            auto fault = [&] {
-              nb::gil_scoped_release release;
-              return file.core->truncate(size);
-            }();
-            if (fault) raise(*fault);
+          [](const PyFile& file, uint64_t size) { raise_fault_of([&] { return file.core->truncate(size); }); },
+          "size"_a)
+      .def(
+          "preallocate",
+          [](const PyFile& file, uint64_t offset, uint64_t nbytes) {
+            raise_fault_of([&] { return file.core->preallocate(offset, nbytes); });
           },
-          "size"_a);
+          "offset"_a, "nbytes"_a);
 
   nb::class_<PyCompletionQueue>(module, "CompletionQueue")
       .def(nb::init<>())
@@ -510,6 +522,7 @@ NB_MODULE(_core, module) {
   module.def("probe_engines", &probe_engines);
   module.def("allocate", &allocate, "nbytes"_a, "lock"_a);
   module.def("is_locked", &is_locked, "address"_a, "nbytes"_a);
+  module.def("is_lent", &is_lent, "address"_a, "nbytes"_a);
   module.def("give_back", &give_back, "address"_a);
   module.def("buffer_memory", &buffer_memory, "exporter"_a, "writable"_a);
   module.def("dlpack_memory", &dlpack_memory, "array"_a);

@@ -24,6 +24,8 @@ class Allocation {
   char* data() const { return data_; }
   size_t nbytes() const { return nbytes_; }
   bool locked() const { return locked_.load(std::memory_order_relaxed); }
+  // Whether it was made to be locked, RLIMIT_MEMLOCK letting it or not, and was not given back yet.
+  bool lent() const { return lent_.load(std::memory_order_relaxed); }
 
   // For an owner who says that it is done with memory that others may still see: unlocks it now, while the
   // memory itself lasts as long as this object. False if it was given back before, or never was lockable.

@@ -37,7 +37,9 @@ TEST_CASE("memory that no system has is refused, not promised") {
 TEST_CASE("lent memory is given back once") {
   auto allocation = Allocation::create(4096, Locking::wanted);
   REQUIRE(allocation);
+  CHECK(allocation->lent());
   CHECK(allocation->give_back());
+  CHECK_FALSE(allocation->lent());
   CHECK_FALSE(allocation->give_back());
   CHECK_FALSE(allocation->locked());
   CHECK_FALSE(Allocation::create(4096, Locking::none)->give_back());
