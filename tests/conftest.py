@@ -15,6 +15,9 @@ import pytest
 import tensorferry
 from tests.support.data import SEED, SEED_VARIABLE, RandomBytes
 
+# Settings that this machine's user has stored must not decide what is tested; child processes inherit this.
+os.environ["TENSORFERRY_PROFILES"] = "0"
+
 ENGINES = ["io_uring", "libaio", "threads"]
 REQUIRE_ENGINES_VARIABLE = "TENSORFERRY_TEST_REQUIRE_ENGINES"
 ROOT = pathlib.Path(__file__).parents[1]

@@ -296,6 +296,24 @@ def test_file_modes(directory: pathlib.Path) -> None:
         file.read(bytearray(1))
 
 
+def test_preallocated_space_is_there_and_can_be_cut(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    with tensorferry.open(path, "w") as file:
+        file.preallocate(1 << 20, 1000)
+        assert path.stat().st_blocks * 512 >= 1 << 20
+        assert file.size == (1 << 20) + 1000
+        file.preallocate(10)  # lies before the end: nothing to do
+        file.truncate(100)
+        assert file.size == 100
+        with pytest.raises(ValueError, match="nbytes"):
+            file.preallocate(-1)
+        with pytest.raises(tensorferry.StorageError):
+            file.preallocate(1 << 60)
+        assert file.size == 100
+    with tensorferry.open(path) as file, pytest.raises(ValueError, match="writ"):
+        file.preallocate(1)
+
+
 def test_closing_a_file_waits_for_its_transfers(engine: str, directory: pathlib.Path) -> None:
     data = os.urandom(20_000_000)
     with tensorferry.open(directory / "file", "w", engine=engine) as file:

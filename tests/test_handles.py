@@ -36,8 +36,9 @@ def test_signatures_are_those_of_deepnvme() -> None:
     ]
     for method in ("read", "write"):
         assert names(method) == ["buffer", "filename", "validate", "file_offset"]
-    for method in ("sync_pread", "sync_pwrite", "async_pread", "async_pwrite"):
+    for method in ("sync_pread", "sync_pwrite", "async_pread"):
         assert names(method) == ["buffer", "filename", "file_offset"]
+    assert names("async_pwrite") == ["buffer", "filename", "file_offset", "fd"]
     for method in ("pread", "pwrite"):
         assert names(method)[:3] == ["buffer", "filename", "validate"]
 
@@ -142,6 +143,19 @@ def test_descriptors_stay_the_callers(make_handle: MakeHandle, directory: pathli
         os.fstat(descriptor)  # still open
         os.close(descriptor)
         assert path.read_bytes() == source.numpy().tobytes() + source[:10].numpy().tobytes()
+
+
+def test_a_descriptor_may_be_given_by_deepnvmes_keyword(directory: pathlib.Path) -> None:
+    source = random_tensor(5000)
+    handle = tensorferry.aio_handle()
+    with open(directory / "file", "wb") as file:
+        assert handle.async_pwrite(buffer=source, fd=file.fileno(), file_offset=100) == 0
+        assert handle.wait() == 1
+        with pytest.raises(TypeError, match="filename, fd"):
+            handle.async_pwrite(source, directory / "file", fd=file.fileno())
+    with pytest.raises(TypeError, match="filename, fd"):
+        handle.async_pwrite(source)
+    assert (directory / "file").read_bytes() == bytes(100) + source.numpy().tobytes()
 
 
 def test_a_descriptor_may_be_closed_at_once(

@@ -10,9 +10,11 @@ from tensorferry.arrays import memory_of
 from tensorferry.runtime import (
     DEFAULT_BLOCK_NBYTES,
     DEFAULT_QUEUE_DEPTH,
+    AnyScheduler,
     close_scheduler,
     default_scheduler,
     make_scheduler,
+    scheduler_of,
     with_descriptors,
 )
 from tensorferry.transfers import (
@@ -205,7 +207,8 @@ def open(
     block_size : int, optional
         Bytes that one submission carries.
     queue_depth : int, optional
-        Blocks in flight at most. Any of these three gives the file workers of its own.
+        Blocks in flight at most. Any of these three gives the file workers of its own. With none of them, the
+        profile of the file's file system is used where ``tensorferry tune`` has stored one.
 
     Raises
     ------
@@ -243,8 +246,9 @@ class File:
         text = checked_path(path)
         how = direct_mode(direct)
         self._own_scheduler = not (engine is None and block_size is None and queue_depth is None)
+        scheduler: AnyScheduler
         if self._own_scheduler:
-            self._scheduler = make_scheduler(
+            scheduler = make_scheduler(
                 engine,
                 positive(
                     block_size if block_size is not None else DEFAULT_BLOCK_NBYTES, "block_size"
@@ -256,11 +260,12 @@ class File:
                 False,
             )
         else:
-            self._scheduler = default_scheduler()
+            scheduler = default_scheduler()
         self._pending: list[Future] = []
         self._file: _core.File | None = with_descriptors(
-            self._scheduler, lambda: _core.open_file(text, *_MODES[mode], how)
+            scheduler, lambda: _core.open_file(text, *_MODES[mode], how)
         )
+        self._scheduler = scheduler_of(scheduler, self._file)
         self._path = self._file.path
 
     @property
@@ -351,8 +356,24 @@ class File:
         """Make what has been written, and the size, durable (fdatasync). Transfers on their way are not covered."""
         self._open_file().sync()
 
+    def preallocate(self, nbytes: int, offset: int = 0) -> None:
+        """Reserve space for what [offset, offset + nbytes) has beyond the present end; the file then is longer.
+
+        A disk that has not so much left refuses at once with StorageError (ENOSPC), and nothing has changed. File
+        systems that cannot reserve are left alone, and so is the size there.
+        """
+        file = self._open_file(writing=True)
+        file.preallocate(checked_offset(offset, nbytes), checked_offset(nbytes, 0, "nbytes"))
+
+    def truncate(self, nbytes: int) -> None:
+        """Set the file's size in bytes."""
+        self._open_file(writing=True).truncate(checked_offset(nbytes, 0, "nbytes"))
+
     def stats(self) -> dict[str, Any]:
-        """Return the counters of the workers it uses: its own, or those shared by all files with default settings."""
+        """Return the counters of the workers it uses.
+
+        They are its own, or shared by all files without explicit settings (of file systems with the same profile).
+        """
         return self._scheduler.stats()
 
     def close(self) -> None:

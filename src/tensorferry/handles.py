@@ -8,26 +8,60 @@ import os
 import sys
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
 from tensorferry.arrays import Memory, memory_of
 from tensorferry.errors import StorageError
 from tensorferry.files import positive
-from tensorferry.memory import locked_tensor
-from tensorferry.runtime import close_scheduler, make_scheduler
+from tensorferry.memory import elements_like, free_locked_tensor, is_pinned, locked_tensor
+from tensorferry.runtime import (
+    DEFAULT_BLOCK_NBYTES,
+    DEFAULT_QUEUE_DEPTH,
+    AnyScheduler,
+    automatic_scheduler,
+    close_scheduler,
+    make_scheduler,
+)
 from tensorferry.transfers import Path, checked_offset, start, transfer
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from tensorferry.futures import Future
+    from tensorferry.tuning.settings import Settings
 
 # Slices of a buffer that begin at multiples of this need no copy on any drive.
 _ALIGNMENT = 4096
 
 _MAX_QUEUE_DEPTH = 32768
 _MAX_PARALLELISM = 256
+
+
+class _Default(int):
+    """A default that can be told, by identity, from the same value given by the caller."""
+
+
+class _DefaultFalse(_Default):
+    def __repr__(self) -> str:
+        return "False"
+
+
+class _Given(NamedTuple):
+    """The settings a handle was made with."""
+
+    block_size: int
+    queue_depth: int
+    single_submit: bool
+    overlap_events: bool
+    intra_op_parallelism: int
+
+
+_BLOCK_SIZE: int = _Default(DEFAULT_BLOCK_NBYTES)
+_QUEUE_DEPTH: int = _Default(DEFAULT_QUEUE_DEPTH)
+_PARALLELISM: int = _Default(1)
+_SINGLE_SUBMIT: Any = _DefaultFalse()
+_OVERLAP_EVENTS: Any = _DefaultFalse()
 
 
 class aio_handle:  # noqa: N801  DeepNVMe's name
@@ -71,6 +105,9 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     errno and bytes moved, :class:`tensorferry.ShortReadError` where the file ends too soon, ``ValueError`` or
     ``TypeError`` before any I/O.
 
+    A handle made without any setting uses, for each file, the profile that ``tensorferry tune`` stored for its file
+    system, if there is one. Any setting given, also one equal to its default, is kept to and switches profiles off.
+
     Any number of threads may use a handle. A child made by ``fork()`` must make its own. Deleting a handle finishes
     its outstanding transfers first.
 
@@ -85,30 +122,51 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
 
     def __init__(
         self,
-        block_size: int = 1048576,
-        queue_depth: int = 128,
-        single_submit: bool = False,
-        overlap_events: bool = False,
-        intra_op_parallelism: int = 1,
+        block_size: int = _BLOCK_SIZE,
+        queue_depth: int = _QUEUE_DEPTH,
+        single_submit: bool = _SINGLE_SUBMIT,
+        overlap_events: bool = _OVERLAP_EVENTS,
+        intra_op_parallelism: int = _PARALLELISM,
         *,
         num_threads: int | None = None,
         engine: str | None = None,
     ) -> None:
+        no_setting_given = (
+            block_size is _BLOCK_SIZE
+            and queue_depth is _QUEUE_DEPTH
+            and single_submit is _SINGLE_SUBMIT
+            and overlap_events is _OVERLAP_EVENTS
+            and intra_op_parallelism is _PARALLELISM
+            and num_threads is None
+            and engine is None
+        )
         if num_threads is not None:
             if intra_op_parallelism not in (1, num_threads):
                 raise ValueError(
                     f"num_threads: {num_threads} contradicts intra_op_parallelism {intra_op_parallelism}"
                 )
             intra_op_parallelism = num_threads
-        self._block_size = positive(block_size, "block_size")
-        self._queue_depth = positive(queue_depth, "queue_depth", _MAX_QUEUE_DEPTH)
-        self._single_submit = bool(single_submit)
-        self._overlap_events = bool(overlap_events)
-        self._parallelism = positive(intra_op_parallelism, "intra_op_parallelism", _MAX_PARALLELISM)
+        self._given = _Given(
+            block_size=positive(block_size, "block_size"),
+            queue_depth=positive(queue_depth, "queue_depth", _MAX_QUEUE_DEPTH),
+            single_submit=bool(single_submit),
+            overlap_events=bool(overlap_events),
+            intra_op_parallelism=positive(
+                intra_op_parallelism, "intra_op_parallelism", _MAX_PARALLELISM
+            ),
+        )
         self._lock = threading.Lock()
         self._pending: list[_Operation] = []
-        self._scheduler = make_scheduler(
-            engine, self._block_size, self._queue_depth, self._parallelism, self._single_submit
+        self._scheduler: AnyScheduler = (
+            automatic_scheduler()
+            if no_setting_given
+            else make_scheduler(
+                engine,
+                self._given.block_size,
+                self._given.queue_depth,
+                self._given.intra_op_parallelism,
+                self._given.single_submit,
+            )
         )
 
     # Transfers
@@ -212,12 +270,23 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         """
         return self._either(buffer, filename, file_offset, False, False, True)
 
-    def async_pwrite(self, buffer: Any, filename: Path | int, file_offset: int = 0) -> int:
+    def async_pwrite(
+        self,
+        buffer: Any,
+        filename: Path | int | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
         """Begin to write a buffer to a path or an open file descriptor, and return 0; :meth:`wait` counts it.
 
         What can be known at once (a missing directory, a full disk, bad arguments) is raised here and not counted.
+        DeepNVMe calls a descriptor ``fd``; that keyword and ``filename`` exclude each other.
         """
-        return self._either(buffer, filename, file_offset, True, False, True)
+        target = fd if filename is None else filename
+        if target is None or (fd is not None and filename is not None):
+            raise TypeError("filename, fd: exactly one of them is needed")
+        return self._either(buffer, target, file_offset, True, False, True)
 
     def wait(self) -> int:
         """Wait for all pending operations.
@@ -285,13 +354,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             The system has no such memory.
         """
         example = example_tensor if example_tensor is not None else example_tenosr
-        if example is None:
-            raise TypeError("example_tensor: an example is needed for the dtype")
-        if isinstance(num_elem, bool) or not hasattr(num_elem, "__index__"):
-            raise TypeError(f"num_elem: {num_elem!r} is no integer")
-        if num_elem < 0:
-            raise ValueError(f"num_elem: {num_elem} is negative")
-        return locked_tensor(num_elem, example.dtype)[0]
+        return locked_tensor(*elements_like(num_elem, example))[0]
 
     def free_cpu_locked_tensor(self, tensor: Any) -> bool:
         """Unlock a tensor made by :meth:`new_cpu_locked_tensor`, or a view that begins where it does.
@@ -302,41 +365,37 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             False if it is not such a tensor, or was freed before. The memory itself lasts until the last tensor
             that shares it is gone, so a later use is safe.
         """
-        memory = memory_of(tensor, writable=False, name="tensor")
-        return memory[1] > 0 and _core.give_back(memory[0])
+        return free_locked_tensor(tensor)
 
     def is_pinned(self, buffer: Any) -> bool:
         """Return whether a buffer is page-locked, by torch or by tensorferry."""
-        if hasattr(buffer, "is_pinned") and buffer.is_pinned():
-            return True
-        memory = memory_of(buffer, writable=False, name="buffer")
-        return memory[1] > 0 and _core.is_locked(memory[0], memory[1])
+        return is_pinned(buffer)
 
     # Settings
 
     def get_block_size(self) -> int:
-        """Return the block size in bytes, as given."""
-        return self._block_size
+        """Return the block size in bytes: as given, or of the profile that the last transfer used."""
+        return self._settings().block_size
 
     def get_queue_depth(self) -> int:
-        """Return the queue depth, as given."""
-        return self._queue_depth
+        """Return the queue depth, as given or of the last transfer's profile."""
+        return self._settings().queue_depth
 
     def get_single_submit(self) -> bool:
         """Return whether each block has its own system call."""
-        return self._single_submit
+        return self._settings().single_submit
 
     def get_overlap_events(self) -> bool:
-        """Return what was given."""
-        return self._overlap_events
+        """Return what was given, or stands in the last transfer's profile."""
+        return self._settings().overlap_events
 
     def get_intra_op_parallelism(self) -> int:
-        """Return the number of workers."""
-        return self._parallelism
+        """Return the number of workers, as given or of the last transfer's profile."""
+        return self._settings().intra_op_parallelism
 
     def get_thread_count(self) -> int:
         """Return the number of workers: the older name."""
-        return self._parallelism
+        return self._settings().intra_op_parallelism
 
     def get_alignment(self) -> int:
         """Return a number of bytes; at its multiples, slices of locked memory move without a copy on any drive.
@@ -365,8 +424,15 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             ``direct_nbytes``, ``bounced_nbytes`` and ``buffered_nbytes``, which tell how they went;
             ``engine_blocks`` and ``inline_blocks``; ``resumed_blocks`` after short reads and writes and
             ``retried_blocks`` after EINTR and EAGAIN; ``block_latency_microseconds`` with p50, p90, p99 and p99.9.
+            Of a handle that looks for profiles also ``profiles``: the settings of those in use, by mount point.
         """
         return self._scheduler.stats()
+
+    def _settings(self) -> _Given | Settings:
+        scheduler = self._scheduler
+        if isinstance(scheduler, _core.Scheduler):
+            return self._given
+        return scheduler.latest_settings() or self._given
 
     # Lifetime
 

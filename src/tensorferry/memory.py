@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
+from tensorferry.arrays import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_MAX_ADDRESS = (1 << 64) - 1
 
 _warned = False
 
@@ -59,7 +63,7 @@ def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
     count = math.prod(lengths)
     if count * element.itemsize == 0:
         return numpy.empty(lengths, element)
-    memory, _ = _allocate(count * element.itemsize)
+    memory, _ = locked_memory(count * element.itemsize)
     return numpy.frombuffer(memory, numpy.uint8).view(element).reshape(lengths)
 
 
@@ -71,8 +75,50 @@ def locked_tensor(count: int, dtype: Any) -> tuple[Any, bool]:
     nbytes = count * dtype.itemsize
     if nbytes == 0:
         return torch.empty(0, dtype=dtype), False
-    memory, locked = _allocate(nbytes)
-    return torch.utils.dlpack.from_dlpack(memory).view(dtype), locked
+    memory, locked = locked_memory(nbytes)
+    storage = torch.utils.dlpack.from_dlpack(memory).untyped_storage()
+    # A tensor that is no view: callers who watch for its end would never see that of a view's hidden base.
+    return torch.empty(0, dtype=dtype).set_(storage, 0, (count,), (1,)), locked
+
+
+def elements_like(num_elem: int, example: Any) -> tuple[int, Any]:
+    """Return a number of elements and the dtype of an example, checked, for :func:`locked_tensor`."""
+    if example is None:
+        raise TypeError("example_tensor: an example is needed for the dtype")
+    if isinstance(num_elem, bool) or not hasattr(num_elem, "__index__"):
+        raise TypeError(f"num_elem: {num_elem!r} is no integer")
+    if num_elem < 0:
+        raise ValueError(f"num_elem: {num_elem} is negative")
+    return num_elem, example.dtype
+
+
+def free_locked_tensor(tensor: Any) -> bool:
+    """Unlock a tensor made by :func:`locked_tensor`; False if it is none, or was freed before."""
+    memory = memory_of(tensor, writable=False, name="tensor")
+    return memory[1] > 0 and _core.give_back(memory[0])
+
+
+def free_locked_memory(address: int) -> bool:
+    """Unlock the tensor made by :func:`locked_tensor` that begins at an address."""
+    try:
+        address = operator.index(address)
+    except TypeError:
+        raise TypeError(f"address: {type(address).__name__} is no integer") from None
+    return 0 < address <= _MAX_ADDRESS and _core.give_back(address)
+
+
+def is_pinned(buffer: Any) -> bool:
+    """Return whether a buffer is page-locked, by torch or by tensorferry."""
+    if hasattr(buffer, "is_pinned") and buffer.is_pinned():
+        return True
+    memory = memory_of(buffer, writable=False, name="buffer")
+    return memory[1] > 0 and _core.is_locked(memory[0], memory[1])
+
+
+def is_lent(buffer: Any) -> bool:
+    """Return whether a buffer lies in a tensor made by :func:`locked_tensor`, locked or not, and not freed."""
+    memory = memory_of(buffer, writable=False, name="buffer")
+    return memory[1] > 0 and _core.is_lent(memory[0], memory[1])
 
 
 def bounce_pool_nbytes() -> int:
@@ -96,7 +142,8 @@ def set_bounce_pool_nbytes(nbytes: int) -> None:
     _core.set_bounce_pool_nbytes(nbytes)
 
 
-def _allocate(nbytes: int) -> tuple[Any, bool]:
+def locked_memory(nbytes: int) -> tuple[Any, bool]:
+    """Return memory that offers the buffer protocol and DLPack, and whether it is page-locked."""
     global _warned
     if nbytes > sys.maxsize:
         raise MemoryError(f"cannot allocate {nbytes} bytes")

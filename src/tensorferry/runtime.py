@@ -9,13 +9,18 @@ import threading
 import warnings
 import weakref
 from errno import EMFILE, ENFILE
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from tensorferry import _core, futures
 from tensorferry.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tensorferry.profiled import ProfiledScheduler
+
+# Settings given: a scheduler. None given: it may be several that look like one.
+AnyScheduler: TypeAlias = "_core.Scheduler | ProfiledScheduler"
 
 DEFAULT_BLOCK_NBYTES = 1 << 20
 DEFAULT_QUEUE_DEPTH = 128
@@ -27,7 +32,7 @@ _Result = TypeVar("_Result")
 
 _schedulers: weakref.WeakSet[_core.Scheduler] = weakref.WeakSet()
 _lock = threading.Lock()
-_default: _core.Scheduler | None = None
+_default: AnyScheduler | None = None
 
 
 def engines() -> dict[str, str | None]:
@@ -63,7 +68,37 @@ def make_scheduler(
     return scheduler
 
 
-def default_scheduler() -> _core.Scheduler:
+def automatic_scheduler() -> AnyScheduler:
+    """Return a new scheduler for callers who gave no setting: the defaults, and profiles where some are kept."""
+    scheduler = make_scheduler(None, DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, 1, False)
+    path = profiles_path()
+    # An engine set in the environment is an explicit setting.
+    if path is None or os.environ.get("TENSORFERRY_ENGINE") or not os.path.exists(path):  # noqa: PTH110
+        return scheduler
+    from tensorferry.profiled import with_profiles
+
+    return with_profiles(scheduler, path)
+
+
+def profiles_path() -> str | None:
+    """Return where ``tensorferry tune`` keeps what it found; None where profiles are switched off.
+
+    The environment variable TENSORFERRY_PROFILES names the file, or is "0"; else it is in the configuration folder.
+    """
+    chosen = os.environ.get("TENSORFERRY_PROFILES")
+    if chosen:
+        return None if chosen == "0" else chosen
+    # pathlib alone would take a third of the time of `import tensorferry`.
+    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")  # noqa: PTH111
+    return f"{folder}/tensorferry/profiles.json"
+
+
+def scheduler_of(scheduler: AnyScheduler, file: _core.File) -> _core.Scheduler:
+    """Return the one that serves a file."""
+    return scheduler if isinstance(scheduler, _core.Scheduler) else scheduler.of(file)
+
+
+def default_scheduler() -> AnyScheduler:
     """Return the scheduler behind the module's functions and files; a forked child gets its own."""
     global _default
     scheduler = _default
@@ -71,11 +106,11 @@ def default_scheduler() -> _core.Scheduler:
         return scheduler
     with _lock:
         if _default is None or not _default.belongs_to_this_process():
-            _default = make_scheduler(None, DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, 1, False)
+            _default = automatic_scheduler()
         return _default
 
 
-def with_descriptors(scheduler: _core.Scheduler, action: Callable[[], _Result]) -> _Result:
+def with_descriptors(scheduler: AnyScheduler, action: Callable[[], _Result]) -> _Result:
     """Do what opens files; at a descriptor limit, wait for pending transfers to give theirs back.
 
     Half of the process's descriptors are left to others as long as waiting helps.
@@ -97,7 +132,7 @@ def _descriptor_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
-def close_scheduler(scheduler: _core.Scheduler) -> None:
+def close_scheduler(scheduler: AnyScheduler) -> None:
     """Finish what is outstanding, end the workers, and say so where the kernel would not finish."""
     if not scheduler.close():
         warnings.warn(

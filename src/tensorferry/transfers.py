@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from tensorferry import _core
 from tensorferry.arrays import Memory, memory_of
 from tensorferry.futures import Future
-from tensorferry.runtime import with_descriptors
+from tensorferry.runtime import AnyScheduler, scheduler_of, with_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ def open_for_transfer(path: Path | int, write: bool, direct: str, name: str = "p
 
 
 def transfer(
-    scheduler: _core.Scheduler,
+    scheduler: AnyScheduler,
     target: Path | int | _core.File,
     memory: Memory,
     offset: int,
@@ -97,7 +97,7 @@ def transfer(
 
 
 def start(
-    scheduler: _core.Scheduler,
+    scheduler: AnyScheduler,
     target: Path | int | _core.File,
     array: object,
     memory: Memory,
@@ -138,7 +138,7 @@ def _finish(request: _core.Request) -> None:
 
 
 def transfer_many(
-    scheduler: _core.Scheduler,
+    scheduler: AnyScheduler,
     items: Sequence[tuple[Any, ...]],
     *,
     write: bool,
@@ -176,9 +176,10 @@ def transfer_many(
 
     requests: list[_core.Request] = []
     try:
-        for begin in range(0, len(batch.paths), _CHUNK):
+        begin = 0
+        while begin < len(batch.paths):
             chunk = batch.part(begin, begin + _CHUNK)
-            _submit_chunk(scheduler, chunk, requests, write, direct, truncate, sync)
+            begin += _submit_chunk(scheduler, chunk, requests, write, direct, truncate, sync)
         for request in requests:
             request.wait(None)
     except BaseException as error:
@@ -220,41 +221,58 @@ _CHUNK = 256
 
 
 def _submit_chunk(
-    scheduler: _core.Scheduler,
+    scheduler: AnyScheduler,
     batch: _Batch,
     requests: list[_core.Request],
     write: bool,
     direct: str,
     truncate: bool,
     sync: bool,
-) -> None:
-    """Submit one request; or, where descriptors are short, halves of it one after the other."""
+) -> int:
+    """Submit one request, or halves of it where descriptors are short, and return how many items that took.
+
+    With profiles it may be fewer than all: a request is one scheduler's, so it ends before the first file that is
+    another's. Items stay in order, so that the first failure in the list is the one reported.
+    """
     scheduler.check_usable()
 
-    def submit() -> _core.Request:
+    def submit() -> tuple[_core.Request, int]:
         opened: dict[Path, _core.File] = {}
-        for path in batch.paths:
-            if path not in opened:
-                opened[path] = open_for_transfer(path, write, direct)
-        files = [opened[path] for path in batch.paths]
-        return scheduler.submit(
-            files,
-            batch.addresses,
-            batch.nbytes,
-            batch.offsets,
+        chosen = scheduler if isinstance(scheduler, _core.Scheduler) else None
+        part = batch
+        for index, path in enumerate(batch.paths):
+            if path in opened:
+                continue
+            file = open_for_transfer(path, write, direct)
+            if chosen is not scheduler:
+                of_file = scheduler_of(scheduler, file)
+                if chosen is not None and of_file is not chosen:
+                    part = batch.part(0, index)
+                    break
+                chosen = of_file
+            opened[path] = file
+        request = (chosen or scheduler).submit(
+            [opened[path] for path in part.paths],
+            part.addresses,
+            part.nbytes,
+            part.offsets,
             write,
             truncate,
             sync,
-            batch.owners,
+            part.owners,
         )
+        return request, len(part.paths)
 
     try:
-        requests.append(with_descriptors(scheduler, submit))
-        return
+        request, count = with_descriptors(scheduler, submit)
+        requests.append(request)
+        return count
     except OSError as error:
         if error.errno not in _DESCRIPTOR_ERRORS or len(batch.paths) == 1:
             raise
     # Out here the exception is gone, and with it the frame that held the files opened so far.
-    half = len(batch.paths) // 2
-    for part in (batch.part(0, half), batch.part(half, len(batch.paths))):
-        _submit_chunk(scheduler, part, requests, write, direct, truncate, sync)
+    half, begin = len(batch.paths) // 2, 0
+    while begin < len(batch.paths):
+        part = batch.part(begin, begin + half)
+        begin += _submit_chunk(scheduler, part, requests, write, direct, truncate, sync)
+    return begin

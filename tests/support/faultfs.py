@@ -200,7 +200,8 @@ def unmount(path: pathlib.Path) -> None:
 
 def is_mounted(path: pathlib.Path) -> bool:
     """Return whether path is a mount point, also when its server is dead."""
-    return any(line.split()[4] == str(path) for line in open("/proc/self/mountinfo"))
+    name = str(path).replace("\\", "\\134").replace(" ", "\\040")
+    return any(line.split()[4] == name for line in open("/proc/self/mountinfo"))
 
 
 class Orders:

@@ -1,0 +1,282 @@
+"""The ways that bytes can take between memory and a file: ds_io's engines, the files API, plain Python.
+
+A way is made once in each process. What users do once (make a handle, open a file) is done there or in
+``prepare``, outside the clock; ``transfer`` is what is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+import tensorferry
+from tensorferry.profiled import ProfiledScheduler
+from tensorferry.runtime import default_scheduler
+from tensorferry.tuning.bench.fast_save import FastSaveFile
+from tensorferry.tuning.bench.memory import ValidationError
+from tensorferry.tuning.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tensorferry.tuning.bench.arguments import Job, Operation
+    from tensorferry.tuning.bench.memory import Memory
+
+
+class Way:
+    """One way; what most of them have in common."""
+
+    # Whether a read fills the memory that is there; else it makes its own.
+    fills_memory = True
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def prepare(self, operation: Operation, path: Path) -> None:
+        """Get ready for one transfer."""
+        self._operation = operation
+        self._path = path
+
+    def transfer(self) -> None:
+        """Write the memory to the file, or read it from there."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise a ValidationError where the file and what was written or read differ."""
+        self._memory.check(self._path)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that the last transfer went by, as far as it has any."""
+        return {}
+
+    def latency_microseconds(self) -> dict[str, float] | None:
+        """Return percentiles of how long a block took, over the life of the handle; None where nobody knows."""
+        return None
+
+    def close(self) -> None:
+        """Let go of what it has."""
+
+
+def make_way(name: str, job: Job, memory: Memory) -> Way:
+    """Return one of ENGINES, or "python": what most programs do."""
+    settings = dict(job.settings)
+    if name == "aio_handle":
+        return _HandleWay(settings, memory)
+    if name == "aio_basic":
+        return _BasicWay(settings, memory)
+    if name == "files":
+        settings.pop("overlap_events", None)  # queues are always refilled
+        return _FilesWay(settings, memory)
+    if name == "torch_io":
+        return _TorchWay(job, memory)
+    if name == "torch_fastio":
+        return _FastTorchWay(job, memory, settings)
+    return _PythonWay(memory)
+
+
+class _HandleWay(Way):
+    """``aio_handle``: asynchronous calls and ``wait()``."""
+
+    def __init__(self, settings: dict[str, Any], memory: Memory) -> None:
+        super().__init__(memory)
+        self._handle = tensorferry.aio_handle(**settings)
+
+    def transfer(self) -> None:
+        with self._memory.transferred(self._operation) as host:
+            if self._operation == "read":
+                self._handle.async_pread(host, self._path)
+            else:
+                self._handle.async_pwrite(host, self._path)
+            self._handle.wait()
+
+    def settings(self) -> dict[str, Any]:
+        return _settings_of(self._handle)
+
+    def latency_microseconds(self) -> dict[str, float] | None:
+        return _latency(self._handle.stats())
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+class _BasicWay(Way):
+    """A blocking call with a handle of its own, as DeepNVMe's ``aio_read`` and ``aio_write`` do it."""
+
+    def __init__(self, settings: dict[str, Any], memory: Memory) -> None:
+        super().__init__(memory)
+        self._given = settings
+        self._used: dict[str, Any] = {}
+        self._latency: dict[str, float] | None = None
+
+    def transfer(self) -> None:
+        with (
+            self._memory.transferred(self._operation) as host,
+            tensorferry.aio_handle(**self._given) as handle,
+        ):
+            if self._operation == "read":
+                handle.read(host, self._path)
+            else:
+                handle.write(host, self._path)
+            self._used = _settings_of(handle)
+            self._latency = _latency(handle.stats())
+
+    def settings(self) -> dict[str, Any]:
+        return self._used
+
+    def latency_microseconds(self) -> dict[str, float] | None:
+        return self._latency
+
+
+class _FilesWay(Way):
+    """``tensorferry.open`` with ``read`` and ``write``."""
+
+    def __init__(self, settings: dict[str, Any], memory: Memory) -> None:
+        super().__init__(memory)
+        self._given = settings
+        self._file: tensorferry.File | None = None
+
+    def prepare(self, operation: Operation, path: Path) -> None:
+        super().prepare(operation, path)
+        self.close()
+        mode = "r" if self._operation == "read" else "r+" if path.exists() else "w"
+        self._file = tensorferry.open(path, mode, **self._given)
+
+    def transfer(self) -> None:
+        assert self._file is not None
+        with self._memory.transferred(self._operation) as host:
+            if self._operation == "read":
+                self._file.read(host)
+            else:
+                self._file.write(host)
+
+    def settings(self) -> dict[str, Any]:
+        assert self._file is not None
+        scheduler = default_scheduler()
+        profile = (
+            scheduler.latest_settings()
+            if isinstance(scheduler, ProfiledScheduler) and not self._given
+            else None
+        )
+        used = dataclasses.asdict(profile or Settings()) | self._given
+        names = ("block_size", "queue_depth", "engine")
+        return {name: used[name] for name in names} | {"engine": self._file.engine}
+
+    def latency_microseconds(self) -> dict[str, float] | None:
+        return _latency(self._file.stats()) if self._file is not None else None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class _TorchWay(Way):
+    """``torch.save`` and ``torch.load``."""
+
+    fills_memory = False
+
+    def __init__(self, job: Job, memory: Memory) -> None:
+        super().__init__(memory)
+        self._tensor = memory.tensor()
+        self._zip = not job.torch_legacy_save
+        self._loaded: Any = None
+
+    def prepare(self, operation: Operation, path: Path) -> None:
+        super().prepare(operation, path)
+        self._loaded = None  # its memory is needed for the next
+
+    def transfer(self) -> None:
+        import torch
+
+        if self._operation == "read":
+            self._loaded = torch.load(self._path, map_location=self._tensor.device)
+        else:
+            torch.save(self._tensor, self._path, _use_new_zipfile_serialization=self._zip)
+
+    def check(self) -> None:
+        _check_saved(self._path, self._tensor, self._loaded if self._operation == "read" else None)
+
+
+class _FastTorchWay(Way):
+    """``torch.save`` into a file object that gives the bytes to a handle."""
+
+    def __init__(self, job: Job, memory: Memory, settings: dict[str, Any]) -> None:
+        super().__init__(memory)
+        self._tensor = memory.tensor()
+        self._zip = not job.torch_legacy_save
+        self._buffer_nbytes = job.fast_io_nbytes
+        self._handle = tensorferry.aio_handle(**settings)
+        self._file: FastSaveFile | None = None
+
+    def prepare(self, operation: Operation, path: Path) -> None:
+        super().prepare(operation, path)
+        self._file = FastSaveFile(path, self._handle, self._buffer_nbytes)
+
+    def transfer(self) -> None:
+        import torch
+
+        assert self._file is not None
+        torch.save(  # it asks for no more than write()
+            self._tensor,
+            self._file,  # type: ignore[arg-type]
+            _use_new_zipfile_serialization=self._zip,
+        )
+        self._file.close()
+
+    def check(self) -> None:
+        _check_saved(self._path, self._tensor)
+
+    def settings(self) -> dict[str, Any]:
+        return _settings_of(self._handle)
+
+    def latency_microseconds(self) -> dict[str, float] | None:
+        return _latency(self._handle.stats())
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+class _PythonWay(Way):
+    """``open`` with ``readinto``, or with ``write`` and ``os.fsync``: plain Python."""
+
+    def transfer(self) -> None:
+        with self._memory.transferred(self._operation) as rest:
+            if self._operation == "read":
+                with open(self._path, "rb", buffering=0) as file:
+                    while rest:
+                        count = file.readinto(rest)
+                        if not count:
+                            raise EOFError(f"{str(self._path)!r} is shorter than it was")
+                        rest = rest[count:]
+                return
+            with open(self._path, "r+b" if self._path.exists() else "wb", buffering=0) as file:
+                while rest:
+                    rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())
+
+
+def _settings_of(handle: tensorferry.aio_handle) -> dict[str, Any]:
+    """Return the settings a handle works with: those given, else those of the last transfer's profile."""
+    return {
+        "block_size": handle.get_block_size(),
+        "queue_depth": handle.get_queue_depth(),
+        "single_submit": handle.get_single_submit(),
+        "overlap_events": handle.get_overlap_events(),
+        "intra_op_parallelism": handle.get_intra_op_parallelism(),
+        "engine": handle.engine,
+    }
+
+
+def _check_saved(path: Path, tensor: Any, loaded: Any = None) -> None:
+    import torch
+
+    loaded = torch.load(path, map_location=tensor.device) if loaded is None else loaded
+    if not torch.equal(loaded, tensor):
+        raise ValidationError(
+            f"validation failed: {str(path)!r} does not hold the tensor that was saved"
+        )
+
+
+def _latency(stats: dict[str, Any]) -> dict[str, float] | None:
+    # Blocks that the caller's thread or the page cache served are not in it.
+    return stats["block_latency_microseconds"] if stats["engine_blocks"] else None

@@ -1,0 +1,211 @@
+"""A file on each drive under test, and how fast settings write and read it.
+
+The files have no name, so that nothing stays behind however the process ends. They are written in full before anything
+is timed; writes go over them in place, reads find nothing of them in the page cache. Where O_DIRECT does not work,
+writes are made durable within the time measured.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tensorferry import _core
+from tensorferry.arrays import memory_of
+from tensorferry.errors import StorageError
+from tensorferry.runtime import close_scheduler, make_scheduler
+from tensorferry.transfers import start
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tensorferry.futures import Future
+    from tensorferry.tuning.settings import Settings
+
+_PATTERN_NBYTES = 4 << 20
+_CLOSERS = 8
+_FREE_SHARE = (
+    4  # of the free space, and of the memory available: a file takes at most one part in so many
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One write or read: bytes moved over all drives, and what it took.
+
+    ``stopped`` is set where it was cut short, because it had already taken too long to matter.
+    """
+
+    nbytes: int
+    seconds: float
+    cpu_seconds: float
+    stopped: bool = False
+
+    @property
+    def rate(self) -> float:
+        """Bytes in a second."""
+        return max(self.nbytes, 1) / max(self.seconds, 1e-9)
+
+
+class Drives:
+    """Files in folders, one in each, measured at the same time. Close it, or use it as a context manager.
+
+    Raises
+    ------
+    OSError
+        A folder cannot be written to, or has no room.
+    MemoryError
+        The system has no memory for the data.
+    """
+
+    def __init__(self, folders: Sequence[Path], nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._settings: Settings | None = None
+        self._closers = ThreadPoolExecutor(_CLOSERS)
+        self._schedulers: list[_core.Scheduler] = []
+        self._resources = ExitStack()
+        try:
+            self._files = [self._make_file(folder, nbytes) for folder in folders]
+            memory, _ = _core.allocate(nbytes, True)
+            self._memory = memory_of(memory, writable=True)
+            _fill(memoryview(memory))
+        except BaseException:
+            self._resources.close()
+            raise
+
+    @property
+    def direct(self) -> bool:
+        """Whether all files are read and written past the page cache."""
+        return all(file.direct for _, file in self._files)
+
+    def measure(
+        self, settings: Settings, write: bool, nbytes: int, limit_seconds: float | None = None
+    ) -> Measurement:
+        """Write or read the first `nbytes` of every file, and stop after `limit_seconds`.
+
+        Raises
+        ------
+        StorageError
+            A transfer failed.
+        """
+        address, _, owner = self._memory
+        memory = (address, nbytes, owner)
+        schedulers = self._schedulers_with(settings)
+        futures: list[Future] = []
+        if not write:
+            for descriptor, _ in self._files:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        cpu_begin, begin = time.process_time(), time.perf_counter()
+        try:
+            for scheduler, (_, file) in zip(schedulers, self._files, strict=True):
+                sync = write and not file.direct
+                futures.append(start(scheduler, file, owner, memory, 0, write=write, sync=sync))
+            moved = [_finish(future, nbytes, begin, limit_seconds) for future in futures]
+        except BaseException:
+            for future in futures:
+                future._request.cancel()
+            raise
+        seconds = time.perf_counter() - begin
+        cpu_seconds = time.process_time() - cpu_begin
+        return Measurement(sum(moved), seconds, cpu_seconds, sum(moved) < nbytes * len(moved))
+
+    def close(self) -> None:
+        """Give files, descriptors and threads back."""
+        self._close_schedulers()
+        self._closers.shutdown()
+        self._resources.close()
+        self._files = []
+
+    def __enter__(self) -> Drives:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _schedulers_with(self, settings: Settings) -> list[_core.Scheduler]:
+        """Return one scheduler for each file: those of the last measurement, if it had the same settings."""
+        if settings != self._settings:
+            self._close_schedulers()
+            for _ in self._files:
+                self._schedulers.append(
+                    make_scheduler(
+                        settings.engine,
+                        settings.block_size,
+                        settings.queue_depth,
+                        settings.intra_op_parallelism,
+                        settings.single_submit,
+                    )
+                )
+            self._settings = settings
+        return self._schedulers
+
+    def _close_schedulers(self) -> None:
+        """End them beside what comes next: the kernel lets a worker of libaio wait 30 milliseconds for its end."""
+        self._settings = None
+        for scheduler in self._schedulers:
+            self._closers.submit(close_scheduler, scheduler)
+        self._schedulers = []
+
+    def _make_file(self, folder: Path, nbytes: int) -> tuple[int, _core.File]:
+        try:
+            made = tempfile.TemporaryFile(dir=folder, prefix=".tensorferry-tune-")  # noqa: SIM115
+            descriptor = self._resources.enter_context(made).fileno()
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:  # the file's made-up name, or none, would only puzzle
+            raise OSError(error.errno, error.strerror, str(folder)) from None
+        file = _core.file_from_descriptor(descriptor, True, "auto")
+        if file.direct:  # and then without a look into the page cache
+            file = _core.file_from_descriptor(descriptor, True, "always")
+        return descriptor, file
+
+
+def largest_nbytes(folders: Sequence[Path]) -> int:
+    """Return how large a file may be without being a burden: a quarter of the free space and of the memory."""
+    free = []
+    for folder in folders:
+        status = os.statvfs(folder)
+        # Folders may share a file system; then so do their files.
+        free.append(status.f_bavail * status.f_frsize // len(folders))
+    return min(*free, _available_memory_nbytes()) // _FREE_SHARE
+
+
+def _available_memory_nbytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _finish(future: Future, nbytes: int, begin: float, limit_seconds: float | None) -> int:
+    """Wait for a transfer, end it where it takes too long, and return the bytes it moved."""
+    left = None
+    if limit_seconds is not None:
+        left = max(0.0, begin + limit_seconds - time.perf_counter())
+    try:
+        failure = future.exception(left)
+    except TimeoutError:
+        future._request.cancel()
+        ended = future.exception()
+        if isinstance(ended, StorageError) and ended.errno == errno.ECANCELED:
+            return ended.transferred
+        failure = ended
+    if failure is not None:
+        raise failure
+    return nbytes
+
+
+def _fill(memory: memoryview) -> None:
+    """Fill memory with bytes that no drive can compress, different for each stretch of a few megabytes."""
+    pattern = bytearray(random.Random(len(memory)).randbytes(min(len(memory), _PATTERN_NBYTES)))
+    for index, begin in enumerate(range(0, len(memory), _PATTERN_NBYTES)):
+        pattern[:8] = index.to_bytes(8, "little")
+        part = memory[begin : begin + _PATTERN_NBYTES]
+        part[:] = memoryview(pattern)[: len(part)]

@@ -1,0 +1,206 @@
+"""The block devices behind a file system, from the one that is mounted down to the drives, as /sys tells.
+
+Partitions, device mapper (LVM, dm-crypt, multipath), MD arrays, loop devices and NVMe multipath are followed.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tensorferry.tuning.machine import storage
+from tensorferry.tuning.machine.probe import (
+    Facts,
+    ProbeError,
+    attempt,
+    chosen,
+    number_or_none,
+    text_or_none,
+)
+
+_SECTOR_NBYTES = 512  # in which /sys counts, whatever the drive's sectors are
+_MAX_DEPTH = 8  # of devices upon devices
+_QUEUE_NUMBERS = (
+    "nr_requests",
+    "max_sectors_kb",
+    "max_hw_sectors_kb",
+    "max_segments",
+    "logical_block_size",
+    "physical_block_size",
+    "dma_alignment",
+    "read_ahead_kb",
+)
+_KINDS = {
+    "vd": "virtio disk",
+    "sd": "SCSI or SATA disk",
+    "xvd": "Xen disk",
+    "nbd": "network block device",
+}
+
+
+def behind(device_number: str | None, sys: Path = Path("/sys")) -> list[Facts]:
+    """Return the block devices with this number ("8:1") and, under ``below``, those that they lie on.
+
+    Parameters
+    ----------
+    device_number : str or None
+        Major and minor number; None where a file system has no device, which gives an empty list.
+    sys : Path
+        Where sysfs is.
+    """
+    return [] if device_number is None else _devices([device_number], sys, _MAX_DEPTH)
+
+
+def flat(devices: list[Facts]) -> list[Facts]:
+    """Return devices and all that they lie on in one list, the upper ones first, each of them once."""
+    found = {}
+    for device in devices:
+        if "number" in device:
+            found[device["number"]] = device
+            found.update((below["number"], below) for below in flat(device["below"]))
+    return list(found.values())
+
+
+def _devices(numbers: list[str], sys: Path, depth: int) -> list[Facts]:
+    return [attempt(_device, number, sys, depth) for number in numbers]
+
+
+def _device(number: str, sys: Path, depth: int) -> Facts:
+    if depth == 0:
+        raise ProbeError(f"more than {_MAX_DEPTH} devices lie upon each other")
+    folder = (sys / "dev/block" / number).resolve(strict=True)
+    sectors = number_or_none(folder / "size")
+    facts: Facts = {
+        "name": folder.name,
+        "number": number,
+        "nbytes": None if sectors is None else sectors * _SECTOR_NBYTES,
+    }
+    if (folder / "partition").exists():
+        facts["kind"] = "partition"
+        below = [text_or_none(folder.parent / "dev")]
+    else:
+        facts |= _kind(folder) | {
+            "rotational": number_or_none(folder / "queue/rotational") == 1,
+            "queue": _queue(folder),
+            "numa_node": _numa_node(folder),
+        }
+        if folder.name.startswith("nvme"):
+            facts["controllers"] = [_controller(path) for path in _controllers(folder)]
+        below = [text_or_none(slave / "dev") for slave in sorted((folder / "slaves").glob("*"))]
+        if "backing_file" in facts:
+            backing = attempt(_number_below, Path(facts["backing_file"]))
+            below.append(backing if isinstance(backing, str) else None)
+    return facts | {"below": _devices([found for found in below if found], sys, depth - 1)}
+
+
+def _number_below(path: Path) -> str | None:
+    return storage.device_number(storage.mount_of(path))
+
+
+def _kind(folder: Path) -> Facts:
+    name = folder.name
+    if (folder / "dm").is_dir():
+        uuid = text_or_none(folder / "dm/uuid") or ""
+        kinds = {"CRYPT": "dm-crypt", "LVM": "LVM volume", "mpath": "multipath"}
+        return {
+            "kind": kinds.get(uuid.partition("-")[0], "device mapper"),
+            "model": text_or_none(folder / "dm/name"),
+        }
+    if (folder / "md").is_dir():
+        chunk = number_or_none(folder / "md/chunk_size")
+        return {
+            "kind": "MD array",
+            "model": text_or_none(folder / "md/level"),
+            "chunk_nbytes": chunk,
+        }
+    if (folder / "loop").is_dir():
+        return {
+            "kind": "loop device",
+            "model": None,
+            "backing_file": text_or_none(folder / "loop/backing_file"),
+            "direct_io": text_or_none(folder / "loop/dio") == "1",
+        }
+    words = [text_or_none(folder / "device" / part) for part in ("vendor", "model")]
+    # virtio's "vendor" is a number, not a name.
+    model = " ".join(word for word in words if word and not word.startswith("0x")) or None
+    if name.startswith("nvme"):
+        controllers = _controllers(folder)
+        model = model or (text_or_none(controllers[0] / "model") if controllers else None)
+        return {"kind": "NVMe drive", "model": model}
+    prefix = re.match(r"[a-z]+", name)
+    kinds = {head: kind for head, kind in _KINDS.items() if prefix and prefix[0].startswith(head)}
+    return {"kind": next(iter(kinds.values()), "block device"), "model": model}
+
+
+def _queue(folder: Path) -> Facts:
+    queue = folder / "queue"
+    numbers = {name: number_or_none(queue / name) for name in _QUEUE_NUMBERS}
+    return {
+        "scheduler": chosen(text_or_none(queue / "scheduler") or "none"),
+        **{name: value for name, value in numbers.items() if value is not None},
+        "write_cache": text_or_none(queue / "write_cache"),
+        "hardware_queues": len(list((folder / "mq").glob("[0-9]*"))) or None,
+    }
+
+
+def _controllers(folder: Path) -> list[Path]:
+    device = folder / "device"
+    if not device.exists():
+        return []
+    device = device.resolve()
+    if re.fullmatch(r"nvme\d+", device.name):
+        return [device]
+    # With native multipath the drive belongs to a subsystem, which links to the controllers: its paths.
+    paths = [path for path in device.glob("nvme*") if re.fullmatch(r"nvme\d+", path.name)]
+    return [path.resolve() for path in sorted(paths)]
+
+
+def _controller(folder: Path) -> Facts:
+    return {
+        "name": folder.name,
+        "model": text_or_none(folder / "model"),
+        "firmware": text_or_none(folder / "firmware_rev"),
+        "transport": text_or_none(folder / "transport"),
+        "state": text_or_none(folder / "state"),
+        "numa_node": _numa_node(folder),
+        "pcie": _pcie_link(folder),
+    }
+
+
+def _numa_node(folder: Path) -> int | None:
+    for place in (folder / "device", *folder.parents):
+        node = number_or_none(place / "numa_node")
+        if node is not None:
+            return node if node >= 0 else None
+    return None
+
+
+def _pcie_link(folder: Path) -> Facts | None:
+    for place in folder.parents:
+        speed = text_or_none(place / "current_link_speed")
+        if speed is None:
+            continue
+        width = number_or_none(place / "current_link_width")
+        speed_max = text_or_none(place / "max_link_speed")
+        width_max = number_or_none(place / "max_link_width")
+        return {
+            "address": place.name,
+            "speed": speed,
+            "width": width,
+            "speed_max": speed_max,
+            "width_max": width_max,
+            "gb_per_second": _link_gb_per_second(speed, width),
+            "gb_per_second_max": _link_gb_per_second(speed_max, width_max),
+        }
+    return None
+
+
+def _link_gb_per_second(speed: str | None, width: int | None) -> float | None:
+    """Return what a link carries in each direction, in GB/s, before the overhead of packets."""
+    found = re.match(r"[\d.]+", speed or "")
+    if not found or not width:
+        return None
+    giga_transfers = float(found[0])
+    # 2.5 and 5 GT/s send 10 bits for a byte; all later ones 130 bits for 16 bytes.
+    coded = 8 / 10 if giga_transfers < 8 else 128 / 130
+    return round(giga_transfers * width * coded / 8, 2)

@@ -1,0 +1,106 @@
+"""GPUs and what GPUDirect Storage needs, without loading any of their libraries into this process."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+from pathlib import Path
+
+from tensorferry.tuning.machine.probe import (
+    Facts,
+    ProbeError,
+    attempt,
+    output_of,
+    text,
+    text_or_none,
+)
+
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+_DISPLAY_CLASS = "0x03"
+_NVIDIA_SMI_TIMEOUT_SECONDS = 15
+_LIBRARY = "libcufile.so.0"
+
+
+def gpus() -> Facts:
+    """Return the GPUs on the PCI bus, and what NVIDIA's driver says of its own. Memory is in bytes."""
+    return {
+        "on_pci": attempt(_on_pci),
+        "nvidia_driver": attempt(_nvidia_driver),
+        "nvidia": attempt(_nvidia_smi),
+    }
+
+
+def gpudirect_storage() -> Facts:
+    """Return the parts of GPUDirect Storage that are here: the cuFile library and the nvidia-fs module."""
+    return {"cufile_libraries": attempt(_cufile_libraries), "nvidia_fs": attempt(_nvidia_fs)}
+
+
+def _on_pci() -> list[Facts]:
+    found = []
+    for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
+        vendor = _VENDORS.get(text(device / "vendor"))
+        if vendor and text(device / "class").startswith(_DISPLAY_CLASS):
+            found.append({"address": device.name, "vendor": vendor})
+    return found
+
+
+def _nvidia_driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    if not path.exists():
+        raise ProbeError("the kernel module nvidia is not loaded")
+    line = text(path).splitlines()[0]
+    version = re.search(r"\d+\.\d+(\.\d+)?", line)
+    return version[0] if version else line
+
+
+def _nvidia_smi() -> list[Facts]:
+    fields = "name,memory.total,driver_version,pci.bus_id"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    lines = output_of(command, _NVIDIA_SMI_TIMEOUT_SECONDS).splitlines()
+    found = []
+    for line in lines:
+        name, mebibytes, driver, address = (part.strip() for part in line.split(","))
+        nbytes = (
+            int(mebibytes) << 20 if mebibytes.isdigit() else None
+        )  # some have no memory of their own
+        found.append({"name": name, "memory_nbytes": nbytes, "driver": driver, "address": address})
+    return found
+
+
+def _cufile_libraries() -> list[str]:
+    site = Path(sysconfig.get_path("purelib"))
+    homes = {os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")} | {"/usr/local/cuda"}
+    folders = [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
+    folders += site.glob("nvidia/*/lib")
+    toolkits = [Path(home) for home in homes if home]
+    folders += [
+        found for home in toolkits for found in (home / "lib64", *home.glob("targets/*/lib"))
+    ]
+    found = [str(folder / _LIBRARY) for folder in folders if (folder / _LIBRARY).exists()]
+    found += re.findall(rf"{re.escape(_LIBRARY)} .* => (\S+)", _linker_cache())
+    if not found:
+        raise ProbeError(
+            f"no {_LIBRARY} in nvidia-cufile wheels, the CUDA toolkit or the linker's cache"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _linker_cache() -> str:
+    # An ordinary user's PATH may lack /sbin.
+    for command in ("ldconfig", "/sbin/ldconfig"):
+        try:
+            return output_of([command, "-p"], 5)
+        except ProbeError:
+            continue
+    return ""
+
+
+def _nvidia_fs() -> str:
+    version = Path("/proc/driver/nvidia-fs/version")
+    if version.exists():
+        return text(version).splitlines()[0]
+    modules = text_or_none(Path("/proc/modules")) or ""
+    if any(line.startswith("nvidia_fs ") for line in modules.splitlines()):
+        return "loaded"
+    raise ProbeError("the kernel module nvidia-fs is not loaded")

@@ -1,0 +1,151 @@
+"""The file system of a path: how it is mounted, what space it has, and what its files take by direct I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tensorferry import _core, runtime, transfers
+from tensorferry.arrays import memory_of
+from tensorferry.tuning.machine.probe import Facts, ProbeError, attempt
+from tensorferry.tuning.mounts import mount_of, mounts
+
+__all__ = ["device_number", "direct_io", "file_system", "mount_of", "mounts"]
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_BLOCK_DEVICE = "block device"
+_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_TRIED_ALIGNMENTS = [1 << power for power in range(13)]  # 1 to 4096
+
+
+def file_system(path: Path) -> Facts:
+    """Return what is known of the file system that holds a path, or of a block device without one.
+
+    Nothing stays behind of what is tried.
+    """
+    direct = attempt(direct_io, path)
+    if path.is_block_device():
+        number = _number_of(path.stat().st_rdev)
+        return {
+            "type": _BLOCK_DEVICE,
+            "device_number": number,
+            "in_memory": False,
+            "direct_io": direct,
+        }
+    mount = mount_of(path)
+    return mount | {
+        "device_number": device_number(mount),
+        "in_memory": mount["type"] in _IN_MEMORY,
+        "space": attempt(_space, path),
+        "direct_io": direct,
+    }
+
+
+def device_number(mount: Facts) -> str | None:
+    """Return the number of the block device that a mount lies on, or None where none is known."""
+    number: str = mount["device"]
+    if not number.startswith("0:"):
+        return number
+    # File systems over several devices (Btrfs) have a made-up number, but name one device as their source.
+    with contextlib.suppress(OSError):
+        status = Path(mount["source"]).stat()
+        if mount["source"].startswith("/") and stat.S_ISBLK(status.st_mode):
+            return _number_of(status.st_rdev)
+    return None
+
+
+def direct_io(path: Path) -> Facts:
+    """Try direct I/O on the file, block device or folder at a path.
+
+    A folder is tried with a file of one page that has no name and goes with this call; a file or device is only read.
+
+    Returns
+    -------
+    Facts
+        works (or reason), memory_alignment and offset_alignment as the library uses them, and under ``accepted``
+        the smallest ones that a trial read got through with.
+    """
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    page.write(b"tensorferry" * (len(page) // 11))
+    with _descriptor(path) as (descriptor, made):
+        # "auto" decides as the library's calls do; "always" then says why, where that is not direct I/O.
+        file = _core.file_from_descriptor(descriptor, made, "auto")
+        scheduler = runtime.default_scheduler()
+        if made:
+            transfers.transfer(scheduler, file, memory_of(page, writable=False), 0, write=True)
+        if not file.direct:
+            return {"works": False, "reason": _refusal(descriptor, made)}
+        return {
+            "works": True,
+            "memory_alignment": file.memory_alignment,
+            "offset_alignment": file.offset_alignment,
+            "accepted": attempt(_accepted, descriptor),
+        }
+
+
+def _number_of(device: int) -> str:
+    return f"{os.major(device)}:{os.minor(device)}"
+
+
+def _space(path: Path) -> Facts:
+    status = os.statvfs(path)
+    return {
+        "nbytes": status.f_blocks * status.f_frsize,
+        "free_nbytes": status.f_bavail * status.f_frsize,
+        "read_only": bool(status.f_flag & os.ST_RDONLY),
+        "writable": os.access(path, os.W_OK),
+    }
+
+
+@contextlib.contextmanager
+def _descriptor(path: Path) -> Iterator[tuple[int, bool]]:
+    """Open what is at a path for reading, or make a file in a folder; the flag says whether it was made."""
+    if path.is_dir():
+        with tempfile.TemporaryFile(dir=path, prefix=".tensorferry-report-") as file:
+            yield file.fileno(), True
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield descriptor, False
+    finally:
+        os.close(descriptor)
+
+
+def _refusal(descriptor: int, made: bool) -> str:
+    try:
+        _core.file_from_descriptor(descriptor, made, "always")
+    except OSError as error:
+        return str(error.strerror)
+    return "the library goes through the page cache here, because direct writes may fail half-way (FUSE)"
+
+
+def _accepted(descriptor: int) -> Facts:
+    direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    memory = memoryview(mmap.mmap(-1, 4 * 4096))
+    try:
+        if os.preadv(direct, [memory[:4096]], 0) < 4096:
+            raise ProbeError("the file is shorter than a page")
+
+        def reads(address: int, offset: int, nbytes: int) -> bool:
+            try:
+                return os.preadv(direct, [memory[address : address + nbytes]], offset) == nbytes
+            except OSError:
+                return False
+
+        return {
+            "memory_alignment": _smallest(lambda step: reads(step, 0, 4096)),
+            "offset_alignment": _smallest(lambda step: step == 4096 or reads(0, step, step)),
+        }
+    finally:
+        os.close(direct)
+
+
+def _smallest(works: Callable[[int], bool]) -> int | None:
+    return next((step for step in _TRIED_ALIGNMENTS if works(step)), None)

@@ -1,0 +1,106 @@
+"""What a machine can do for a path, why not more, and what helps: the facts of ``tensorferry report``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+
+import tensorferry
+from tensorferry.runtime import (
+    DEFAULT_BLOCK_NBYTES,
+    DEFAULT_QUEUE_DEPTH,
+    close_scheduler,
+    make_scheduler,
+    profiles_path,
+)
+from tensorferry.tuning import profiles
+from tensorferry.tuning.advice import advise, known
+from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
+from tensorferry.tuning.machine.libraries import asking, version
+from tensorferry.tuning.machine.probe import Facts, attempt
+
+# Importing takes a few seconds; a driver that hangs must not hang the report.
+_IMPORT_TIMEOUT_SECONDS = 60
+
+
+def report(path: Path) -> Facts:
+    """Look at everything that decides how fast files at a path can be moved, and say what would help.
+
+    It takes as long as importing torch and DeepSpeed, at most about a minute and a half, and writes one page to the
+    path's file system, in a file without a name.
+
+    Parameters
+    ----------
+    path : Path
+        A folder, a file, or a block device.
+
+    Returns
+    -------
+    Facts
+        Ready for JSON. What could not be found out is ``{"unknown": reason}``; ``advice`` is a list, most important
+        first, of level, about, finding, meaning and remedy.
+
+    Raises
+    ------
+    OSError
+        There is no such path, or it cannot be reached.
+    """
+    path = Path(os.path.realpath(path, strict=True))
+    with ExitStack() as inquiries:
+        asked = {name: inquiries.enter_context(asking(name)) for name in ("torch", "deepspeed")}
+        system = attempt(storage.file_system, path)
+        facts: Facts = {
+            "tensorferry": {
+                "version": tensorferry.__version__,
+                "python": platform.python_version(),
+            },
+            "path": str(path),
+            "engines": _engines(),
+            "kernel": kernel.system(),
+            "processors": kernel.processors(),
+            "memory": kernel.memory(),
+            "limits": limits.resources(),
+            "control_groups": limits.control_groups(),
+            "file_system": system,
+            "devices": attempt(devices.behind, known(system, "device_number")),
+            "gpu": gpus.gpus(),
+            "gpudirect_storage": gpus.gpudirect_storage(),
+            "profile": attempt(_profile, path),
+            "libraries": {
+                **{name: answer(_IMPORT_TIMEOUT_SECONDS) for name, answer in asked.items()},
+                "numpy": attempt(lambda: {"version": version("numpy")}),
+            },
+        }
+    return facts | {"advice": [dataclasses.asdict(advice) for advice in advise(facts)]}
+
+
+def _engines() -> Facts:
+    return {
+        "chosen": attempt(_chosen_engine),
+        "forced": os.environ.get("TENSORFERRY_ENGINE") or None,
+        "available": tensorferry.engines(),
+    }
+
+
+def _chosen_engine() -> str:
+    scheduler = make_scheduler(None, DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, 1, False)
+    try:
+        return scheduler.engine
+    finally:
+        close_scheduler(scheduler)
+
+
+def _profile(path: Path) -> Facts:
+    """Return where profiles are kept (None: they are switched off) and the settings kept for a path (or None)."""
+    file = profiles_path()
+    found = None
+    if file is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # what is wrong with the file becomes the reason
+            known_ones = profiles.load(Path(file))
+        found = profiles.profile_of(profiles.file_system_of(path), known_ones)
+    return {"file": file, "settings": None if found is None else dataclasses.asdict(found.settings)}

@@ -1,0 +1,181 @@
+"""The settings that a sweep tries: its axes, as values or as JSON of ds_nvme_tune's form, and the points they span."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tensorferry.runtime import engines
+from tensorferry.tuning.settings import Settings
+from tensorferry.tuning.sizes import parse_nbytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_KIB, _MIB = 1 << 10, 1 << 20
+_MAX_POINTS = 10_000
+_MAX_PARALLELISM = 8
+_THREADS_IN_FLIGHT = 32  # for each worker of the threads engine; see csrc/engine/README.md
+
+
+@dataclass(frozen=True)
+class Space:
+    """One value or more for each setting; ``block_size`` in bytes."""
+
+    engine: tuple[str, ...]
+    block_size: tuple[int, ...]
+    queue_depth: tuple[int, ...]
+    intra_op_parallelism: tuple[int, ...]
+    single_submit: tuple[bool, ...] = (False,)
+
+    def points(self, nbytes: int) -> list[Settings]:
+        """Return all combinations, less those that for a file of `nbytes` do the same as another.
+
+        A queue deeper than the file has blocks for a worker is never full; of such, the shallowest stays.
+        """
+        points: dict[tuple[Any, ...], Settings] = {}
+        for engine, block, workers, single, depth in itertools.product(
+            self.engine,
+            self.block_size,
+            self.intra_op_parallelism,
+            self.single_submit,
+            sorted(self.queue_depth),
+        ):
+            usable = min(depth, max(1, nbytes // workers // block))
+            if engine == "threads":
+                usable = min(usable, _THREADS_IN_FLIGHT)
+            settings = Settings(block, depth, single, True, workers, engine)
+            points.setdefault((engine, block, workers, single, usable), settings)
+        return list(points.values())
+
+
+def default_settings() -> Settings:
+    """Return the settings of a handle that was given none, with the engine spelt out."""
+    return dataclasses.replace(Settings(), overlap_events=True, engine=available_engines()[0])
+
+
+def available_engines() -> tuple[str, ...]:
+    """Return the engines that work here, the preferred one first."""
+    return tuple(name for name, refusal in engines().items() if refusal is None)
+
+
+def default_space() -> Space:
+    """Return what `tensorferry tune` sweeps. Submitting one by one is left out: it only ever costs time."""
+    processors = len(os.sched_getaffinity(0))
+    workers = [count for count in (1, 2, 4, 8) if count <= min(2 * processors, _MAX_PARALLELISM)]
+    return Space(
+        engine=available_engines(),
+        block_size=(256 * _KIB, 512 * _KIB, _MIB, 2 * _MIB, 4 * _MIB, 8 * _MIB),
+        queue_depth=(4, 16, 32, 128),
+        intra_op_parallelism=tuple(workers),
+    )
+
+
+def deepspeed_space() -> Space:
+    """Return what DeepSpeed's ds_nvme_tune sweeps."""
+    return Space(
+        engine=available_engines()[:1],
+        block_size=(_MIB, 8 * _MIB),
+        queue_depth=(32, 128),
+        intra_op_parallelism=(1, 2, 4, 8),
+        single_submit=(False, True),
+    )
+
+
+def space_from_json(path: Path, default: Space) -> Space:
+    """Return the space that a JSON file names; what it does not name is as in `default`.
+
+    Its keys are ds_nvme_tune's (block_size, queue_depth, single_submit, sequential_requests, io_parallel), and
+    intra_op_parallelism and io_engine; each has a list of values.
+
+    Raises
+    ------
+    ValueError
+        It cannot be read or used; the message lists all problems.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{path}: {getattr(problem, 'strerror', None) or problem}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: no object with a list of values for each setting")
+    problems: list[str] = []
+    chosen: dict[str, tuple[Any, ...]] = {}
+    for key, values in content.items():
+        if key not in _READERS:
+            problems.append(f"{key}: no setting of a sweep; they are {', '.join(_READERS)}")
+        elif not isinstance(values, list) or not values:
+            problems.append(f"{key}: {values!r} is no list of values")
+        else:
+            name, read = _READERS[key]
+            try:
+                chosen[name] = tuple(dict.fromkeys(read(value) for value in values))
+            except ValueError as problem:
+                problems.append(f"{key}: {problem}")
+    chosen.pop("sequential_requests", None)  # both do the same: queues are always refilled
+    space = dataclasses.replace(default, **chosen)
+    count = 1
+    for axis in dataclasses.astuple(space):
+        count *= len(axis)
+    if count > _MAX_POINTS:
+        problems.append(f"{count} combinations are more than {_MAX_POINTS}")
+    if problems:
+        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
+    return space
+
+
+def _nbytes(value: Any) -> int:
+    nbytes = parse_nbytes(value) if isinstance(value, str) else _whole(value)
+    if not 512 <= nbytes < 1 << 31:
+        raise ValueError(f"{value!r} is not between 512 and 2G - 1")
+    return nbytes
+
+
+def _depth(value: Any) -> int:
+    return _between(_whole(value), 32768)
+
+
+def _workers(value: Any) -> int:
+    return _between(_whole(value), 256)
+
+
+def _between(value: int, maximum: int) -> int:
+    if not 1 <= value <= maximum:
+        raise ValueError(f"{value} is not between 1 and {maximum}")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is no integer")
+    return value
+
+
+def _switch(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _engine(value: Any) -> str:
+    refusal = (
+        engines().get(value, "no engine of that name") if isinstance(value, str) else "no text"
+    )
+    if refusal is not None:
+        raise ValueError(f"{value!r}: {refusal}")
+    return str(value)
+
+
+_READERS: dict[str, tuple[str, Any]] = {
+    "block_size": ("block_size", _nbytes),
+    "queue_depth": ("queue_depth", _depth),
+    "single_submit": ("single_submit", _switch),
+    "sequential_requests": ("sequential_requests", _switch),
+    "io_parallel": ("intra_op_parallelism", _workers),
+    "intra_op_parallelism": ("intra_op_parallelism", _workers),
+    "io_engine": ("engine", _engine),
+}

@@ -1,0 +1,25 @@
+"""What the tests of the report run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import resource
+from typing import Any
+
+from tensorferry.tuning.report import report
+
+
+def look(path: str) -> dict[str, Any]:
+    """Report on a path."""
+    return report(pathlib.Path(path))
+
+
+def look_as_nobody(path: str, locked_nbytes: int, descriptors: int) -> dict[str, Any]:
+    """Report on a path as an ordinary user with small limits."""
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (locked_nbytes, locked_nbytes))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, 2 * descriptors))
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    return report(pathlib.Path(path))

@@ -1,0 +1,111 @@
+"""Crews: processes that work together, fail clearly and are always gone afterwards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tensorferry.tuning.crew import Crew, CrewError
+
+
+class Worker:
+    """A member for these tests."""
+
+    def __init__(self, number: int) -> None:
+        if number < 0:
+            raise ValueError(f"{number} is negative")
+        self.number = number
+
+    def add(self, summand: int) -> int:
+        return self.number + summand
+
+    def fail_if(self, number: int) -> None:
+        if self.number == number:
+            raise OSError(28, "No space left on device", "/some/file")
+        time.sleep(60)
+
+    def die_if(self, number: int) -> None:
+        if self.number == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def leave(self) -> None:
+        sys.exit(3)
+
+    def blocked(self) -> list[int]:
+        return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+    def orphaned(self) -> None:
+        pass
+
+
+def crew_of(*numbers: int) -> Crew:
+    return Crew(Worker, [(number,) for number in numbers])
+
+
+def test_every_member_answers_in_order() -> None:
+    with crew_of(1, 2, 3) as crew:
+        assert crew.call("add", 10) == [11, 12, 13]
+        assert crew.call("add", 20) == [21, 22, 23]
+    assert multiprocessing.active_children() == []
+
+
+def test_a_failure_is_raised_at_once_with_its_words() -> None:
+    started = time.monotonic()
+    with (
+        pytest.raises(CrewError, match=r"process 1: .*No space left on device.*/some/file"),
+        crew_of(0, 1) as crew,
+    ):
+        crew.call("fail_if", 1)
+    assert time.monotonic() - started < 30
+    assert multiprocessing.active_children() == []
+
+
+def test_a_killed_member_is_noticed_at_once() -> None:
+    with (
+        pytest.raises(CrewError, match="process 0: it was killed by SIGKILL; likely cause"),
+        crew_of(0, 1) as crew,
+    ):
+        crew.call("die_if", 0)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_member_that_leaves_is_noticed() -> None:
+    with pytest.raises(CrewError, match="left with exit status 3"), crew_of(0) as crew:
+        crew.call("leave")
+
+
+def test_a_member_that_cannot_be_made_is_told() -> None:
+    with pytest.raises(CrewError, match="process 1: ValueError: -5 is negative"):
+        crew_of(0, -5).__enter__()
+    assert multiprocessing.active_children() == []
+
+
+def test_members_are_ended_by_an_exception_of_the_caller() -> None:
+    with pytest.raises(KeyboardInterrupt), crew_of(0, 1):
+        raise KeyboardInterrupt
+    assert multiprocessing.active_children() == []
+
+
+def test_members_do_not_hear_what_a_terminal_sends() -> None:
+    with crew_of(0) as crew:
+        [blocked] = crew.call("blocked")
+    assert blocked == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def test_crews_leave_no_descriptors() -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    for number in range(3):
+        with crew_of(0, 1) as crew:
+            crew.call("add", 1)
+        before = before if number else count()  # noqa: F821 (the first one counts the resource tracker's)
+        assert count() == before

@@ -1,0 +1,476 @@
+"""The facts about this machine, as the machine itself shows them, and as /sys would on others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tensorferry import _core
+from tensorferry.tuning import machine
+from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
+from tensorferry.tuning.machine.libraries import asking
+from tensorferry.tuning.machine.probe import attempt, is_unknown
+from tests.conftest import file_system_type
+from tests.support import mounts
+from tests.support.leaks import count_descriptors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+EXT4_NBYTES = 32 << 20
+
+
+@contextlib.contextmanager
+def loop_device(directory: pathlib.Path, *options: str) -> Iterator[pathlib.Path]:
+    """Attach a new file in directory as a loop device; skip where that cannot be."""
+    if os.geteuid() != 0:
+        pytest.skip("loop devices need root")
+    with tempfile.NamedTemporaryFile(dir=directory, suffix=".img") as image:
+        image.truncate(EXT4_NBYTES)
+        command = ["losetup", "--find", "--show", *options, image.name]
+        attached = subprocess.run(command, capture_output=True, text=True)
+        if attached.returncode != 0:
+            pytest.skip(f"no loop device: {attached.stderr.strip()}")
+        device = attached.stdout.strip()
+        try:
+            yield pathlib.Path(device)
+        finally:
+            subprocess.run(["losetup", "--detach", device], check=True)
+
+
+@contextlib.contextmanager
+def ext4_on(device: pathlib.Path, mount_point: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Mount a new ext4 that lies on a device."""
+    subprocess.run(["mkfs.ext4", "-q", str(device)], check=True, capture_output=True)
+    with mounts.mounted(mount_point, str(device)) as path:
+        yield path
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("sector_nbytes", [512, 4096])
+def test_alignments_are_those_of_the_drives_sectors_and_of_the_library(
+    sector_nbytes: int, directory: pathlib.Path
+) -> None:
+    options = (f"--sector-size={sector_nbytes}", "--direct-io=on")
+    with loop_device(directory, *options) as device, ext4_on(device, directory / "mount") as path:
+        found = storage.file_system(path)
+        assert found["type"] == "ext4"
+        assert found["mount_point"] == str(path)
+        direct = found["direct_io"]
+        assert direct["works"] is True
+        assert direct["offset_alignment"] == sector_nbytes
+        assert direct["accepted"]["offset_alignment"] == sector_nbytes
+        assert direct["accepted"]["memory_alignment"] <= direct["memory_alignment"]
+        (path / "file").touch()
+        file = _core.open_file(str(path / "file"), True, False, False, False, False, "auto")
+        assert direct["memory_alignment"] == file.memory_alignment
+        del file
+        (loop,) = devices.behind(found["device_number"])
+        assert (loop["name"], loop["kind"]) == (device.name, "loop device")
+        assert loop["direct_io"] is True
+        assert loop["queue"]["logical_block_size"] == sector_nbytes
+        assert loop["nbytes"] == EXT4_NBYTES
+        names = {lower["name"] for lower in devices.flat(loop["below"])}
+        under = storage.device_number(storage.mount_of(directory))
+        if under is not None:
+            assert under in {lower["number"] for lower in devices.flat(loop["below"])}, names
+
+
+@pytest.mark.root
+def test_a_block_device_is_looked_at_without_a_file_system(directory: pathlib.Path) -> None:
+    with loop_device(directory) as device:
+        found = storage.file_system(device)
+        assert found["type"] == "block device"
+        assert found["direct_io"]["works"] is True
+        assert devices.behind(found["device_number"])[0]["name"] == device.name
+
+
+def test_a_file_system_in_memory_is_said_to_be_one_and_to_have_no_direct_io(
+    tmpfs_directory: pathlib.Path,
+) -> None:
+    found = storage.file_system(tmpfs_directory)
+    assert found["type"] == "tmpfs"
+    assert found["in_memory"] is True
+    assert found["direct_io"]["works"] is False
+    assert "lives in memory" in found["direct_io"]["reason"]
+    assert devices.behind(found["device_number"]) == []
+
+
+@pytest.mark.root
+def test_a_file_system_that_takes_no_direct_io_says_so(directory: pathlib.Path) -> None:
+    with mounts.ramfs(directory / "mount") as path:
+        found = storage.file_system(path)
+        assert found["direct_io"]["works"] is False
+        assert found["direct_io"]["reason"]
+
+
+def test_looking_at_a_folder_leaves_neither_file_nor_descriptor(directory: pathlib.Path) -> None:
+    storage.file_system(directory)
+    before = count_descriptors()
+    for _ in range(10):
+        storage.file_system(directory)
+    assert list(directory.iterdir()) == []
+    assert count_descriptors() == before
+
+
+def test_looking_at_a_file_changes_nothing_of_it(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+    path.chmod(0o400)
+    before = path.stat()
+    found = storage.file_system(path)
+    assert found["direct_io"]["works"] is True
+    after = path.stat()
+    assert (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, before.st_size)
+    assert path.read_bytes() == bytes(range(256)) * 64
+
+
+@pytest.mark.root
+def test_of_mounts_at_one_place_the_visible_one_is_named(directory: pathlib.Path) -> None:
+    point = directory / "with blank\\and backslash"
+    with mounts.tmpfs(point, 1 << 20), mounts.tmpfs(point, 2 << 20) as path:
+        found = storage.mount_of(path)
+        assert found["mount_point"] == str(path)
+        assert f"size={(2 << 20) >> 10}k" in found["options"]
+        assert storage.mount_of(directory)["type"] == file_system_type(directory)
+
+
+@pytest.fixture
+def sysfs(tmp_path: pathlib.Path) -> Callable[[str, dict[str, str]], pathlib.Path]:
+    """A function that makes files of a sysfs; a text "-> target" makes a symbolic link."""
+
+    def make(folder: str, files: dict[str, str]) -> pathlib.Path:
+        for name, text in files.items():
+            path = tmp_path / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if text.startswith("-> "):
+                path.symlink_to(tmp_path / text[3:])
+            else:
+                path.write_text(text + "\n")
+        return tmp_path
+
+    return make
+
+
+Sysfs = "Callable[[str, dict[str, str]], pathlib.Path]"
+PCIE = {
+    "current_link_speed": "8.0 GT/s PCIe",
+    "current_link_width": "4",
+    "max_link_speed": "16.0 GT/s PCIe",
+    "max_link_width": "4",
+    "numa_node": "1",
+}
+CONTROLLER = {
+    "model": "FASTDRIVE 1.92T  ",
+    "firmware_rev": "F1",
+    "transport": "pcie",
+    "state": "live",
+}
+DRIVE = {
+    "dev": "259:0",
+    "size": "3750748848",
+    "queue/rotational": "0",
+    "queue/scheduler": "[none] mq-deadline",
+    "queue/max_sectors_kb": "256",
+    "queue/max_hw_sectors_kb": "1024",
+    "queue/nr_requests": "1023",
+    "mq/0/cpu_list": "0",
+    "mq/1/cpu_list": "1",
+}
+
+
+def test_a_partition_of_an_nvme_drive_is_followed_to_the_drive_and_its_pcie_link(
+    sysfs: Sysfs,
+) -> None:
+    slot = "devices/pci0000:00/0000:00:01.0/0000:01:00.0"
+    sysfs(slot, PCIE)
+    sysfs(f"{slot}/nvme/nvme0", CONTROLLER)
+    drive = f"{slot}/nvme/nvme0/nvme0n1"
+    sysfs(drive, DRIVE | {"device": f"-> {slot}/nvme/nvme0"})
+    sysfs(f"{drive}/nvme0n1p2", {"partition": "2", "dev": "259:2", "size": "2048"})
+    root = sysfs("dev/block", {"259:0": f"-> {drive}", "259:2": f"-> {drive}/nvme0n1p2"})
+    partition, found = devices.flat(devices.behind("259:2", root))
+    assert (partition["name"], partition["kind"]) == ("nvme0n1p2", "partition")
+    assert (found["name"], found["kind"]) == ("nvme0n1", "NVMe drive")
+    assert found["model"] == "FASTDRIVE 1.92T"
+    assert found["nbytes"] == 3750748848 * 512
+    assert found["numa_node"] == 1
+    assert found["queue"]["hardware_queues"] == 2
+    (controller,) = found["controllers"]
+    assert controller["transport"] == "pcie"
+    assert controller["pcie"]["address"] == "0000:01:00.0"
+    assert controller["pcie"]["gb_per_second"] == pytest.approx(3.94, abs=0.01)
+    assert controller["pcie"]["gb_per_second_max"] == pytest.approx(7.88, abs=0.01)
+
+
+def test_an_nvme_drive_with_several_paths_names_the_controller_of_each(sysfs: Sysfs) -> None:
+    subsystem = "devices/virtual/nvme-subsystem/nvme-subsys0"
+    for number in (0, 1):
+        controller = f"devices/pci0000:00/0000:0{number}:00.0/nvme/nvme{number}"
+        sysfs(controller, CONTROLLER)
+        sysfs(subsystem, {f"nvme{number}": f"-> {controller}"})
+    drive = f"{subsystem}/nvme0n1"
+    sysfs(drive, DRIVE | {"device": f"-> {subsystem}"})
+    root = sysfs("dev/block", {"259:0": f"-> {drive}"})
+    (found,) = devices.behind("259:0", root)
+    assert [controller["name"] for controller in found["controllers"]] == ["nvme0", "nvme1"]
+    assert found["model"] == "FASTDRIVE 1.92T"
+
+
+def test_an_encrypted_volume_on_an_array_is_followed_to_both_drives(sysfs: Sysfs) -> None:
+    block = "devices/virtual/block"
+    for number, name in enumerate(("sda", "sdb")):
+        sysfs(
+            f"devices/{name}",
+            {"dev": f"8:{16 * number}", "device/model": "DISK", "queue/rotational": "1"},
+        )
+        sysfs("dev/block", {f"8:{16 * number}": f"-> devices/{name}"})
+        sysfs(f"{block}/md0/slaves", {name: f"-> devices/{name}"})
+    sysfs(f"{block}/md0", {"dev": "9:0", "md/level": "raid0", "md/chunk_size": "524288"})
+    sysfs(f"{block}/dm-0", {"dev": "253:0", "dm/uuid": "CRYPT-LUKS2-0123-data", "dm/name": "data"})
+    sysfs(f"{block}/dm-0/slaves", {"md0": f"-> {block}/md0"})
+    root = sysfs("dev/block", {"253:0": f"-> {block}/dm-0", "9:0": f"-> {block}/md0"})
+    found = devices.flat(devices.behind("253:0", root))
+    assert [device["name"] for device in found] == ["dm-0", "md0", "sda", "sdb"]
+    assert [device["kind"] for device in found] == ["dm-crypt", "MD array"] + [
+        "SCSI or SATA disk"
+    ] * 2
+    assert found[1]["model"] == "raid0"
+    assert found[2]["rotational"] is True
+
+
+def test_a_device_that_sysfs_does_not_know_is_unknown_with_a_reason(tmp_path: pathlib.Path) -> None:
+    (found,) = devices.behind("259:7", tmp_path)
+    assert "No such file" in found["unknown"]
+    assert devices.flat([found]) == []
+
+
+def test_devices_that_lie_on_each_other_in_a_circle_come_to_an_end(sysfs: Sysfs) -> None:
+    sysfs("devices/dm-0", {"dev": "253:0", "slaves/dm-0": "-> devices/dm-0"})
+    root = sysfs("dev/block", {"253:0": "-> devices/dm-0"})
+    assert len(json.dumps(devices.behind("253:0", root))) < 10_000
+
+
+def test_limits_of_the_control_group_are_found(directory: pathlib.Path) -> None:
+    with control_group(directory) as (prefix, expected):
+        program = (
+            "import json; from tensorferry.tuning.machine import limits; "
+            "print(json.dumps(limits.control_groups()))"
+        )
+        ended = subprocess.run(
+            [*prefix, sys.executable, "-c", program], capture_output=True, text=True, check=True
+        )
+        found = json.loads(ended.stdout)
+        if "memory" in expected:
+            assert found["memory"]["nbytes"] == expected["memory"]
+            assert 0 < found["memory"]["used_nbytes"] <= expected["memory"]
+        if "cpus" in expected:
+            assert found["cpus"] == pytest.approx(expected["cpus"])
+        if "io" in expected:
+            assert expected["io"] in found["io"]
+
+
+@pytest.mark.parametrize("root", ["/", "/docker/abc"], ids=["whole tree", "a container's part"])
+def test_of_nested_control_groups_of_version_2_the_tightest_limits_count(
+    root: str, tmp_path: pathlib.Path
+) -> None:
+    top = tmp_path / "cgroup"
+    outer = top if root != "/" else top / "docker/abc"
+    inner = outer / "job"
+    inner.mkdir(parents=True)
+    process = tmp_path / "process"
+    process.mkdir()
+    (process / "mountinfo").write_text(
+        f"31 23 0:28 {root} {top} rw,relatime - cgroup2 cgroup2 rw\n"
+    )
+    (process / "cgroup").write_text("0::/docker/abc/job\n")
+    (outer / "memory.max").write_text("1073741824\n")
+    (outer / "memory.current").write_text("4096\n")
+    (inner / "memory.max").write_text("max\n")
+    (outer / "cpu.max").write_text("50000 100000\n")
+    (inner / "cpu.max").write_text("max 100000\n")
+    (outer / "io.max").write_text("259:0 rbps=2000 wbps=max riops=max wiops=max\n")
+    (inner / "io.max").write_text("259:0 rbps=3000 wbps=max riops=10 wiops=max\n")
+    assert limits.control_groups(process) == {
+        "memory": {"nbytes": 1073741824, "used_nbytes": 4096, "group": str(outer)},
+        "cpus": 0.5,
+        "io": [{"device": "259:0", "rbps": 2000, "riops": 10}],
+    }
+
+
+@contextlib.contextmanager
+def control_group(directory: pathlib.Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Make control groups with limits: the prefix of a command to run in them, and what they limit."""
+    if os.geteuid() != 0:
+        pytest.skip("control groups need root")
+    device = storage.device_number(storage.mount_of(directory))
+    settings: dict[str, dict[str, str]] = {
+        "memory": {"memory.limit_in_bytes": str(1 << 30)},
+        "cpu": {"cpu.cfs_quota_us": "150000"},
+        "blkio": {"blkio.throttle.read_bps_device": f"{device} 123000000"},
+    }
+    second = {
+        "memory.max": str(1 << 30),
+        "cpu.max": "150000 100000",
+        "io.max": f"{device} rbps=123000000",
+    }
+    expected = {
+        "memory": 1 << 30,
+        "cpus": 1.5,
+        "io": {"device": device, "rbps": 123000000},
+    }
+    name = f"tensorferry-test-{os.getpid()}"
+    made: list[pathlib.Path] = []
+    limited: dict[str, Any] = {}
+
+    def try_to_set(group: pathlib.Path, file: str, value: str) -> None:
+        with contextlib.suppress(OSError):
+            (group / file).write_text(value)
+            what = {"mem": "memory", "cpu": "cpus", "blk": "io", "io.": "io"}[file[:3]]
+            limited[what] = expected[what]
+
+    try:
+        for mount in storage.mounts():
+            first = [part for part in mount["options"].split(",") if part in settings]
+            if mount["type"] == "cgroup" and first:
+                files = settings[first[0]]
+            elif mount["type"] == "cgroup2":
+                files = second
+            else:
+                continue
+            group = pathlib.Path(mount["mount_point"]) / name
+            with contextlib.suppress(OSError):
+                group.mkdir()
+                made.append(group)
+                for file, value in files.items():
+                    try_to_set(group, file, value)
+        if not limited:
+            pytest.skip("no control group can be made here")
+        script = "; ".join(f"echo $$ > {group}/cgroup.procs" for group in made) + '; exec "$@"'
+        yield ["sh", "-c", script, "sh"], limited
+    finally:
+        for group in made:
+            group.rmdir()
+
+
+def test_facts_of_kernel_memory_and_graphics_are_told_or_unknown_with_a_reason() -> None:
+    facts = [kernel.system(), kernel.processors(), kernel.memory(), limits.resources()]
+    facts += [gpus.gpus(), gpus.gpudirect_storage()]
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts[0]["release"] == os.uname().release
+    assert facts[1]["usable"] == len(os.sched_getaffinity(0))
+    assert facts[2]["huge_pages"]["transparent"] in ("always", "madvise", "never")
+    for fact in [*facts[4].values(), *facts[5].values()]:
+        assert not is_unknown(fact) or len(fact["unknown"]) > 10
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that puts a program of that name first on PATH."""
+
+    def install(script: str) -> None:
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return install
+
+
+def test_what_nvidia_smi_says_is_told(nvidia_smi: Callable[[str], None]) -> None:
+    nvidia_smi("echo 'NVIDIA H200, 143771, 580.65, 00000000:1B:00.0'; echo 'GB10, [N/A], 580, 0:0'")
+    first, second = gpus.gpus()["nvidia"]
+    assert (first["name"], first["memory_nbytes"]) == ("NVIDIA H200", 143771 << 20)
+    assert (second["name"], second["memory_nbytes"]) == ("GB10", None)
+
+
+def test_why_nvidia_smi_fails_is_told(nvidia_smi: Callable[[str], None]) -> None:
+    nvidia_smi("echo 'cannot communicate with the driver'; exit 9")
+    assert gpus.gpus()["nvidia"] == {
+        "unknown": "nvidia-smi failed: cannot communicate with the driver"
+    }
+
+
+def test_the_cufile_library_is_found_where_the_linker_would_look(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "libcufile.so.0").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert str(tmp_path / "libcufile.so.0") in gpus.gpudirect_storage()["cufile_libraries"]
+
+
+def test_a_probe_that_fails_is_unknown_with_the_reason() -> None:
+    assert attempt(pathlib.Path("/proc/nothing").read_text) == {
+        "unknown": "/proc/nothing: No such file or directory"
+    }
+    assert attempt(int, "many")["unknown"].startswith("ValueError: ")
+
+
+BROKEN = {
+    "import os; os.abort()": "SIGABRT",
+    "raise ImportError('libcudart.so.13 is missing')": "libcudart.so.13 is missing",
+    "import time; time.sleep(60)": "too long",
+    "import sys; sys.exit('no reason')": "no reason",
+}
+
+
+@pytest.mark.parametrize("program", BROKEN)
+def test_a_library_that_breaks_is_unknown_with_the_reason_and_leaves_no_process(
+    program: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    begin = time.monotonic()
+    with asking("torch") as answer:
+        assert BROKEN[program] in answer(5.0)["unknown"]
+    assert time.monotonic() - begin < 30
+    assert f"PYTHONPATH={tmp_path}" not in environments_of_processes()
+
+
+def test_processes_that_a_library_starts_end_with_the_question(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """
+    import subprocess
+    subprocess.run(["sleep", "600"])
+    """
+    (tmp_path / "torch.py").write_text(textwrap.dedent(program))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with asking("torch") as answer:
+        assert is_unknown(answer(2.0))
+    time.sleep(0.1)
+    assert f"PYTHONPATH={tmp_path}" not in environments_of_processes()
+
+
+def environments_of_processes() -> str:
+    """What the environments of all processes but this one say."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        if path.parent.name != str(os.getpid()):
+            with contextlib.suppress(OSError):
+                found.append(path.read_text(errors="replace"))
+    return "".join(found)
+
+
+def test_a_library_that_is_not_installed_has_no_version() -> None:
+    with asking("a_library_that_nobody_has") as answer:
+        assert answer(30.0) == {"version": None}
+
+
+def test_what_a_measurement_was_made_on_fits_in_a_line_and_in_json(directory: pathlib.Path) -> None:
+    description = machine.describe(directory)
+    assert json.loads(json.dumps(description)) == description
+    line = machine.summary(description)
+    assert os.uname().release in line
+    assert description["file_system"]["type"] in line
+    assert list(directory.iterdir()) == []

@@ -1,0 +1,484 @@
+"""Profiles: how they are kept, and that handles and files without explicit settings use them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import tensorferry
+from tensorferry import runtime
+from tensorferry.tuning import profiles
+from tensorferry.tuning.profiles import FileSystem, Profile
+from tensorferry.tuning.settings import Settings
+from tests.support import child, mounts
+from tests.support.expect import assert_equal
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+    from tests.support.data import RandomBytes
+
+DISK = Settings(256 << 10, 7, False, True, 2, "threads")
+MEMORY = Settings(512 << 10, 5, True, True, 1, "threads")
+
+
+@pytest.fixture
+def store(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """A file for profiles, of this test alone; the schedulers shared by the process are made anew."""
+    path = tmp_path / "config" / "profiles.json"
+    monkeypatch.setenv("TENSORFERRY_PROFILES", str(path))
+    monkeypatch.delenv("TENSORFERRY_ENGINE", raising=False)
+    monkeypatch.setattr(runtime, "_default", None)
+    yield path
+    made, runtime._default = runtime._default, None
+    if made is not None:
+        runtime.close_scheduler(made)
+
+
+def keep(store: pathlib.Path, directory: pathlib.Path, settings: Settings) -> Profile:
+    profile = Profile(profiles.file_system_of(directory), settings)
+    profiles.save(store, profile)
+    return profile
+
+
+# Keeping
+
+
+def test_profiles_are_found_again_as_they_were_saved(
+    store: pathlib.Path, tmp_path: pathlib.Path, tmpfs_directory: pathlib.Path
+) -> None:
+    disk = keep(store, tmp_path, DISK)
+    memory = keep(store, tmpfs_directory, MEMORY)
+    assert profiles.load(store) == [disk, memory]
+    newer = keep(store, tmp_path, MEMORY)
+    assert sorted(map(str, profiles.load(store))) == sorted(map(str, [memory, newer]))
+    assert [path.name for path in store.parent.iterdir()] == [store.name], "left files behind"
+
+
+def test_forgetting_removes_one_profile_or_all_and_the_file(
+    store: pathlib.Path, tmp_path: pathlib.Path, tmpfs_directory: pathlib.Path
+) -> None:
+    disk = keep(store, tmp_path, DISK)
+    memory = keep(store, tmpfs_directory, MEMORY)
+    assert profiles.forget(store, disk.file_system) == [disk]
+    assert profiles.load(store) == [memory]
+    assert profiles.forget(store) == [memory]
+    assert not store.exists()
+    assert profiles.forget(store) == []
+
+
+def test_saving_from_many_threads_loses_none(store: pathlib.Path) -> None:
+    def save(number: int) -> None:
+        file_system = FileSystem("ext4", f"{number:032x}", None, "/dev/x", "/x")
+        profiles.save(store, Profile(file_system, DISK))
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(profiles.load(store)) == 16
+
+
+GOOD: dict[str, Any] = {
+    "version": 1,
+    "profiles": [
+        {
+            "file_system": {
+                "type": "ext4",
+                "uuid": None,
+                "fsid": "1",
+                "source": "/dev/x",
+                "mount_point": "/",
+            },
+            "settings": dataclasses.asdict(DISK),
+        }
+    ],
+}
+
+
+def spoilt(**changes: Any) -> str:
+    entry = GOOD["profiles"][0]
+    return json.dumps(GOOD | {"profiles": [entry | {"settings": entry["settings"] | changes}]})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "\0\0\0",
+        '{"version": 1}',
+        '{"version": 2, "profiles": []}',
+        '{"version": 1, "profiles": [1]}',
+        '{"version": 1, "profiles": [{"settings": {}}]}',
+        spoilt(block_size="1M"),
+        spoilt(block_size=0),
+        spoilt(queue_depth=1 << 20),
+        spoilt(queue_depth=True),
+        spoilt(single_submit="false"),
+        spoilt(engine="spdk"),
+        spoilt(engine=[]),
+        spoilt(colour="blue"),
+        " " * (2 << 20),
+    ],
+)
+def test_a_spoilt_file_is_warned_of_and_defaults_are_used(
+    store: pathlib.Path, directory: pathlib.Path, text: str
+) -> None:
+    store.parent.mkdir()
+    store.write_text(text)
+    with pytest.warns(RuntimeWarning, match="default settings"):
+        handle = tensorferry.aio_handle()
+    with handle:
+        handle.sync_pwrite(np.arange(1000), directory / "file")
+        assert handle.get_block_size() == 1 << 20
+        assert "profiles" not in handle.stats()
+
+
+def test_an_unreadable_file_is_warned_of(store: pathlib.Path) -> None:
+    store.mkdir(parents=True)  # a folder cannot be read as a file, not even by root
+    with pytest.warns(RuntimeWarning, match="cannot use"):
+        tensorferry.aio_handle().close()
+
+
+def test_saving_keeps_a_spoilt_file_under_another_name(
+    store: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    store.parent.mkdir()
+    store.write_text("precious")
+    with pytest.warns(RuntimeWarning, match="unusable"):
+        keep(store, tmp_path, DISK)
+    assert [profile.settings for profile in profiles.load(store)] == [DISK]
+    assert store.with_suffix(".unusable").read_text() == "precious"
+
+
+def test_file_is_in_the_configuration_folder_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.delenv("TENSORFERRY_PROFILES")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert runtime.profiles_path() == f"{tmp_path}/tensorferry/profiles.json"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert runtime.profiles_path() == f"{tmp_path}/.config/tensorferry/profiles.json"
+    monkeypatch.setenv("TENSORFERRY_PROFILES", "0")
+    assert runtime.profiles_path() is None
+
+
+# Which file system
+
+
+def test_folders_of_one_file_system_are_the_same_and_others_are_not(
+    tmp_path: pathlib.Path, tmpfs_directory: pathlib.Path
+) -> None:
+    (tmp_path / "below").mkdir()
+    here = profiles.file_system_of(tmp_path)
+    assert here.is_same(profiles.file_system_of(tmp_path / "below"))
+    assert not here.is_same(profiles.file_system_of(tmpfs_directory))
+
+
+@pytest.mark.root
+def test_a_file_system_is_known_again_after_it_was_mounted_elsewhere(
+    tmp_path: pathlib.Path,
+) -> None:
+    with mounts.ext4(tmp_path, 16 << 20) as first:
+        image = first.with_suffix(".img")
+        before = profiles.file_system_of(first)
+        with mounts.ext4(tmp_path, 16 << 20) as other:
+            assert not before.is_same(profiles.file_system_of(other))
+        with mounts.mounted(tmp_path / "bound", "--bind", str(first)) as bound:
+            assert before.is_same(profiles.file_system_of(bound))
+        copy = tmp_path / "copy.img"
+        copy.write_bytes(image.read_bytes())
+    with mounts.mounted(tmp_path / "again", "-o", "loop", str(copy)) as again:
+        assert before.is_same(profiles.file_system_of(again))
+    copy.unlink()
+
+
+@pytest.mark.parametrize(
+    ("names", "same"),
+    [
+        ({}, True),
+        ({"mount_point": "/elsewhere"}, True),
+        ({"fsid": "2"}, True),  # XFS: the device's number, which may change; the UUID decides
+        ({"uuid": "b"}, False),
+        ({"type": "xfs"}, False),
+        ({"uuid": None}, True),
+        ({"uuid": None, "fsid": "2"}, False),
+        ({"uuid": None, "fsid": None}, True),
+        ({"uuid": None, "fsid": None, "source": "other:/export"}, False),
+    ],
+)
+def test_the_best_name_that_both_have_decides(names: dict[str, Any], same: bool) -> None:
+    one = FileSystem("ext4", "a", "1", "/dev/x", "/x")
+    assert one.is_same(dataclasses.replace(one, **names)) is same
+    assert dataclasses.replace(one, **names).is_same(one) is same
+
+
+# Use
+
+
+def test_a_handle_without_settings_uses_the_profile_of_each_file(
+    store: pathlib.Path,
+    directory: pathlib.Path,
+    tmpfs_directory: pathlib.Path,
+    random_bytes: RandomBytes,
+) -> None:
+    keep(store, directory, DISK)
+    data = random_bytes(3 << 20)
+    with tensorferry.aio_handle() as handle:
+        assert handle.get_block_size() == 1 << 20
+        assert handle.stats()["profiles"] == {}
+        assert handle.sync_pwrite(data, directory / "file") == 1
+        assert (handle.get_block_size(), handle.get_queue_depth()) == (256 << 10, 7)
+        assert (handle.get_single_submit(), handle.get_overlap_events()) == (False, True)
+        assert handle.get_intra_op_parallelism() == handle.get_thread_count() == 2
+        assert handle.engine == "threads"
+        stats = handle.stats()
+        assert list(stats["profiles"].values()) == [dataclasses.asdict(DISK)]
+        assert stats["engine"] == "threads"
+        assert stats["written_nbytes"] == data.nbytes
+        assert stats["engine_blocks"] == 12  # of 256 KiB each
+        found = np.zeros_like(data)
+        handle.async_pread(found, directory / "file")
+        assert handle.wait() == 1
+        assert_equal(found, data)
+        assert handle.stats()["read_nbytes"] == data.nbytes
+
+        handle.sync_pwrite(data, tmpfs_directory / "file")  # a file system without a profile
+        assert handle.get_block_size() == 1 << 20
+        assert handle.stats()["requests"] == 3
+    assert_equal(np.fromfile(tmpfs_directory / "file", np.uint8), data)
+
+
+@pytest.mark.parametrize(
+    "explicit",
+    [
+        {"block_size": 1 << 20},
+        {"queue_depth": 128},
+        {"single_submit": False},
+        {"overlap_events": False},
+        {"intra_op_parallelism": 1},
+        {"num_threads": 1},
+        {"engine": "threads"},
+    ],
+)
+def test_a_setting_given_switches_profiles_off_even_if_it_is_the_default(
+    store: pathlib.Path, directory: pathlib.Path, explicit: dict[str, Any]
+) -> None:
+    keep(store, directory, DISK)
+    with tensorferry.aio_handle(**explicit) as handle:
+        handle.sync_pwrite(np.arange(100_000), directory / "file")
+        assert "profiles" not in handle.stats()
+        assert handle.get_queue_depth() == 128
+
+
+def test_the_signature_shows_deepnvmes_defaults() -> None:
+    parameters = inspect.signature(tensorferry.aio_handle).parameters
+    defaults = [str(parameter.default) for parameter in list(parameters.values())[:5]]
+    assert defaults == ["1048576", "128", "False", "False", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TENSORFERRY_PROFILES", "0"), ("TENSORFERRY_ENGINE", "threads")]
+)
+def test_the_environment_switches_profiles_off(
+    store: pathlib.Path,
+    directory: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+) -> None:
+    keep(store, directory, DISK)
+    monkeypatch.setenv(name, value)
+    with tensorferry.aio_handle() as handle:
+        handle.sync_pwrite(np.arange(100), directory / "file")
+        assert handle.get_queue_depth() == 128
+        assert "profiles" not in handle.stats()
+
+
+def test_functions_and_files_without_settings_use_the_profile(
+    store: pathlib.Path, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    keep(store, directory, DISK)
+    data = random_bytes(2 << 20)
+    tensorferry.write(directory / "file", data)
+    with tensorferry.open(directory / "file") as file:
+        assert file.engine == "threads"
+        assert file.stats()["written_nbytes"] == data.nbytes  # shared by all such files
+        found = np.zeros_like(data)
+        file.read(found)
+        assert_equal(found, data)
+        assert file.stats()["engine_blocks"] == 16
+    with tensorferry.open(directory / "file", queue_depth=4) as file:
+        assert file.stats()["requests"] == 0
+
+
+def test_many_arrays_on_several_file_systems_go_by_their_profiles(
+    store: pathlib.Path,
+    directory: pathlib.Path,
+    tmpfs_directory: pathlib.Path,
+    random_bytes: RandomBytes,
+) -> None:
+    keep(store, directory, DISK)
+    arrays = [random_bytes(5000 + index) for index in range(600)]
+    places = [directory, directory, tmpfs_directory]
+    items = [(places[index % 3] / f"file{index}", array) for index, array in enumerate(arrays)]
+    tensorferry.write_many(items)
+    found = [np.zeros_like(array) for array in arrays]
+    tensorferry.read_many([(path, array) for (path, _), array in zip(items, found, strict=True)])
+    for one, other in zip(found, arrays, strict=True):
+        assert_equal(one, other)
+    with tensorferry.open(items[0][0]) as file:
+        disk = file.stats()
+    with tensorferry.open(items[2][0]) as file:
+        memory = file.stats()
+    on_disk = sum(array.nbytes for index, array in enumerate(arrays) if index % 3 < 2)
+    assert disk["written_nbytes"] == disk["read_nbytes"] == on_disk
+    assert memory["written_nbytes"] == sum(array.nbytes for array in arrays) - on_disk
+
+
+def test_the_first_failure_in_the_list_is_raised_whatever_file_system_it_is_on(
+    store: pathlib.Path, directory: pathlib.Path, tmpfs_directory: pathlib.Path
+) -> None:
+    keep(store, directory, DISK)
+    for place in (directory, tmpfs_directory):
+        (place / "good").write_bytes(bytes(100))
+        (place / "short").write_bytes(bytes(10))
+    items = [
+        (place / name, np.zeros(100, np.uint8))
+        for name in ("good", "short")
+        for place in (tmpfs_directory, directory)
+    ]
+    with pytest.raises(tensorferry.ShortReadError) as caught:
+        tensorferry.read_many(items)
+    assert caught.value.filename == str(tmpfs_directory / "short")
+
+
+def test_file_systems_with_equal_settings_share_workers(
+    store: pathlib.Path, directory: pathlib.Path, tmpfs_directory: pathlib.Path
+) -> None:
+    keep(store, directory, DISK)
+    keep(store, tmpfs_directory, DISK)
+    with tensorferry.aio_handle() as handle:
+        before = threading.active_count(), len(os.listdir("/proc/self/task"))  # noqa: PTH208
+        handle.sync_pwrite(np.arange(1 << 20), directory / "file")
+        after_first = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+        handle.sync_pwrite(np.arange(1 << 20), tmpfs_directory / "file")
+        assert len(os.listdir("/proc/self/task")) == after_first > before[1]  # noqa: PTH208
+        assert len(handle.stats()["profiles"]) == 2
+    assert len(os.listdir("/proc/self/task")) < before[1]  # noqa: PTH208
+
+
+def test_a_descriptor_is_served_by_its_file_systems_profile(
+    store: pathlib.Path, directory: pathlib.Path
+) -> None:
+    keep(store, directory, DISK)
+    with tensorferry.aio_handle() as handle, (directory / "file").open("w+b") as file:
+        handle.async_pwrite(np.arange(1000), file.fileno())
+        assert handle.wait() == 1
+        assert handle.get_queue_depth() == 7
+
+
+def test_an_engine_that_cannot_be_had_here_is_replaced(
+    store: pathlib.Path, directory: pathlib.Path
+) -> None:
+    settings = dataclasses.replace(DISK, engine="io_uring")
+    keep(store, directory, settings)
+    ended = child.call(
+        "tests.tuning.test_profiles:write_without_io_uring",
+        path=directory / "file",
+        environment={"TENSORFERRY_PROFILES": str(store)},
+    )
+    assert ended.result["engine"] != "io_uring"
+    assert ended.result["queue_depth"] == 7
+
+
+def write_without_io_uring(path: str) -> dict[str, Any]:
+    from tests.support import seccomp
+
+    seccomp.block(["io_uring"])
+    with tensorferry.aio_handle() as handle:
+        handle.sync_pwrite(np.arange(100_000), path)
+        return {"engine": handle.engine, "queue_depth": handle.get_queue_depth()}
+
+
+def test_a_forked_child_makes_schedulers_of_its_own(
+    store: pathlib.Path, directory: pathlib.Path
+) -> None:
+    keep(store, directory, DISK)
+    ended = child.call(
+        "tests.tuning.test_profiles:use_before_and_after_fork",
+        path=directory / "file",
+        environment={"TENSORFERRY_PROFILES": str(store)},
+    )
+    assert ended.result == {"status": 0}
+    assert_equal(np.fromfile(directory / "file", np.int64), np.arange(1000)[::-1])
+
+
+def use_before_and_after_fork(path: str) -> dict[str, int]:
+    tensorferry.write(path, np.arange(1000))
+    handle = tensorferry.aio_handle()
+    handle.sync_pwrite(np.arange(1000), path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: what is tested
+        process = os.fork()
+    if process == 0:
+        try:
+            handle.sync_pwrite(np.arange(1000), path)
+        except RuntimeError:
+            tensorferry.write(path, np.arange(1000)[::-1].copy())
+            with tensorferry.open(path) as file:
+                os._exit(0 if file.engine == "threads" else 2)
+        os._exit(1)
+    return {"status": os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])}
+
+
+def test_failures_and_closing_are_as_without_profiles(
+    store: pathlib.Path, directory: pathlib.Path
+) -> None:
+    keep(store, directory, DISK)
+    handle = tensorferry.aio_handle()
+    handle.sync_pwrite(np.arange(1000), directory / "file")
+    with pytest.raises(tensorferry.StorageError):
+        handle.sync_pread(np.zeros(10), directory / "missing")
+    for _ in range(50):
+        handle.async_pwrite(np.arange(100_000), directory / "file")
+    handle.close()
+    with pytest.raises(ValueError, match="closed"):
+        handle.sync_pwrite(np.arange(1000), directory / "file")
+    assert (directory / "file").stat().st_size == 800_000
+
+
+def test_without_profiles_nothing_of_them_is_imported(directory: pathlib.Path) -> None:
+    ended = child.call(
+        "tests.tuning.test_profiles:modules_after_use",
+        path=directory / "file",
+        environment={"TENSORFERRY_PROFILES": str(directory / "none.json")},
+    )
+    assert not [name for name in ended.result if "tuning" in name or "profiled" in name]
+
+
+def modules_after_use(path: str) -> list[str]:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, tensorferry\n"
+        f"tensorferry.write({path!r}, bytes(5000))\n"
+        f"tensorferry.aio_handle().sync_pwrite(bytes(5000), {path!r})\n"
+        "print(*[name for name in sys.modules if name.startswith('tensorferry')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()
