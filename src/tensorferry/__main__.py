@@ -1,0 +1,5 @@
+"""``python -m tensorferry``: the command line."""
+
+from tensorferry.cli import main
+
+main()

@@ -1,0 +1,286 @@
+"""``tensorferry tune``: find the settings that suit a drive, and have them used."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tensorferry import runtime
+from tensorferry.cli.tune_view import LiveView, print_profiles, print_result
+from tensorferry.tuning import heatmap, profiles
+from tensorferry.tuning.sizes import format_nbytes, parse_nbytes
+from tensorferry.tuning.space import Space, default_space, space_from_json
+from tensorferry.tuning.tune import SMALLEST_NBYTES, Job, Result, default_journal_path
+from tensorferry.tuning.tune import tune as run_job
+
+_PIPED_WIDTH = 120
+
+
+def tune(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Folders on the drives to tune; several are measured at the same time.",
+            show_default=False,
+        ),
+    ] = None,
+    io_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes written and read in each folder, such as 400M. Default: what the drive moves in 0.3 s, "
+            "at most a quarter of the free space and of the memory.",
+            show_default=False,
+        ),
+    ] = None,
+    no_read: Annotated[bool, typer.Option("--no-read", help="Do not look at reading.")] = False,
+    no_write: Annotated[bool, typer.Option("--no-write", help="Do not look at writing.")] = False,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Measure all settings in full, rather than drop slow ones."),
+    ] = False,
+    sweep_config: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON with lists of values to try: block_size, queue_depth, io_parallel, single_submit, io_engine.",
+            show_default=False,
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", help="Keep the result with every measurement here.", show_default=False
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw the heat maps here (.png; needs matplotlib).", show_default=False),
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the log of measurements here. Without it, it is kept until the end, so that a run that was "
+            "killed goes on where it ended.",
+            show_default=False,
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin anew, whatever an earlier run has measured.")
+    ] = False,
+    no_save: Annotated[
+        bool, typer.Option("--no-save", help="Do not store the settings for use.")
+    ] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Show the stored settings (of PATHS), and do no more.")
+    ] = False,
+    forget: Annotated[
+        bool,
+        typer.Option("--forget", help="Remove the stored settings (of PATHS), and do no more."),
+    ] = False,
+) -> None:
+    """Find the settings that reach a drive's full speed, and have them used.
+
+    Tries engines, block sizes, queue depths and numbers of workers by writing and reading a file without a name in each
+    folder, and drops slow ones early. The result is stored for the folder's file system: handles and files that are
+    given no settings use it from then on. Prints the aio section for DeepSpeed.
+    """
+    console = make_console()
+    if show or forget:
+        problems = ["--show, --forget: choose one of them"] if show and forget else []
+        fail(problems)
+        (_show if show else _forget)(console, paths or [])
+        return
+    folders = tuple(path.resolve() for path in paths or [])
+    problems = [] if folders else ["PATHS: name a folder on the drive to tune"]
+    problems += folder_problems(folders)
+    nbytes = _checked_nbytes(io_size, problems)
+    space = checked_space(sweep_config, default_space(), problems)
+    if no_read and no_write:
+        problems.append("--no-read, --no-write: nothing is left to measure")
+    for name, file in (("--json", json_file), ("--plot", plot), ("--log", log)):
+        problems += _file_problems(name, file)
+    if plot is not None:
+        problems += _plot_problems(plot)
+    fail(problems)
+    job = Job(folders, space, nbytes, read=not no_read, write=not no_write, full=full)
+    result = run(console, job, log=log, fresh=fresh, save=not no_save)
+    print_result(console, result)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+    if plot is not None:
+        title = f"{', '.join(str(folder) for folder in folders)}, {format_nbytes(result.nbytes)}"
+        heatmap.draw(heatmap.grids(result.found.turns), plot, title)
+    if result.not_saved:
+        fail([f"not stored: {result.not_saved}"], 1)
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Return a console; on a pipe one of a fixed width, without control codes."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=_PIPED_WIDTH)
+
+
+def fail(problems: list[str], code: int = 2) -> None:
+    """Print all problems and leave, if there are any."""
+    if problems:
+        for problem in problems:
+            typer.echo(f"Error: {problem}", err=True)
+        raise typer.Exit(code)
+
+
+def run(console: Console, job: Job, *, log: Path | None, fresh: bool, save: bool) -> Result:
+    """Tune; what goes wrong with the machine is one clear line and exit code 1, Ctrl-C 130."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves as after Ctrl-C
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        try:
+            with LiveView(console) as view:
+                result = run_job(
+                    job,
+                    view,
+                    journal_path=log,
+                    keep_journal=log is not None,
+                    resume=not fresh,
+                    save=save,
+                )
+        except KeyboardInterrupt:
+            journal = log or default_journal_path(job)
+            goes_on = f"; the same command goes on where it ended (log: {journal})"
+            typer.echo(f"interrupted{goes_on if journal.exists() else ''}", err=True)
+            raise typer.Exit(130) from None
+        except (OSError, MemoryError) as problem:
+            fail([_explained(problem, job)], 1)
+    for warning in caught:
+        typer.echo(f"Note: {warning.message}", err=True)
+    return result
+
+
+def folder_problems(folders: tuple[Path, ...]) -> list[str]:
+    """Return what is wrong with folders as arguments."""
+    problems = []
+    for folder in folders:
+        if not folder.exists():
+            problems.append(f"{folder}: no such folder (is the drive mounted?)")
+        elif folder.is_block_device():
+            problems.append(f"{folder}: a device; name a folder of the file system on it")
+        elif not folder.is_dir():
+            problems.append(f"{folder}: no folder")
+    return problems
+
+
+def checked_space(path: Path | None, default: Space, problems: list[str]) -> Space:
+    """Return the space that a JSON file asks for, or add to the problems."""
+    if path is None:
+        return default
+    try:
+        return space_from_json(path, default)
+    except ValueError as problem:
+        problems += [f"--sweep-config: {line}" for line in str(problem).splitlines()]
+        return default
+
+
+def _checked_nbytes(text: str | None, problems: list[str]) -> int | None:
+    if text is None:
+        return None
+    try:
+        nbytes = parse_nbytes(text)
+    except ValueError as problem:
+        problems.append(f"--io-size: {problem}")
+        return None
+    if nbytes < SMALLEST_NBYTES:
+        problems.append(f"--io-size: {text} is less than {format_nbytes(SMALLEST_NBYTES)}")
+    return nbytes
+
+
+def _file_problems(name: str, path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    if path.is_dir():
+        return [f"{name}: {path} is a folder"]
+    if not path.parent.is_dir():
+        return [f"{name}: {path.parent}: no such folder"]
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return [f"{name}: {path} cannot be written"]
+    return []
+
+
+def _plot_problems(path: Path) -> list[str]:
+    if importlib.util.find_spec("matplotlib") is None:
+        return ["--plot: needs matplotlib; install it with: pip install 'tensorferry[plot]'"]
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        return [f"--plot: {path} ends neither in .png nor in .svg or .pdf"]
+    return []
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or use a smaller --io-size",
+    errno.EDQUOT: "the quota is used up; use a smaller --io-size",
+    errno.EACCES: "choose a folder that you may write to",
+    errno.EROFS: "the file system is mounted read-only",
+}
+
+
+def _explained(problem: OSError | MemoryError, job: Job) -> str:
+    if isinstance(problem, MemoryError):
+        return f"{problem or 'no memory'} (remedy: a smaller --io-size)"
+    # A transfer names the file, which has no name.
+    name = str(problem.filename or "(deleted)")
+    where = ", ".join(map(str, job.folders)) if name.endswith("(deleted)") else name
+    remedy = _REMEDIES.get(problem.errno or 0)
+    return f"{where}: {problem.strerror or problem}" + (f" (remedy: {remedy})" if remedy else "")
+
+
+def _show(console: Console, paths: list[Path]) -> None:
+    store = _store()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        kept = profiles.load(store)
+    fail([str(warning.message) for warning in caught], 1)
+    if paths:
+        kept = [profile for path in paths for profile in kept if profile in _of(path, kept)]
+    if kept:
+        print_profiles(console, kept, str(store))
+    else:
+        console.print(f"no settings are stored in {store}", highlight=False, soft_wrap=True)
+
+
+def _forget(console: Console, paths: list[Path]) -> None:
+    store = _store()
+    try:
+        if not paths:
+            removed = profiles.forget(store)
+        else:
+            kept = profiles.load(store)
+            chosen = [profile for path in paths for profile in _of(path, kept)]
+            removed = [gone for each in chosen for gone in profiles.forget(store, each.file_system)]
+    except OSError as problem:
+        fail([f"{problem.filename or store}: {problem.strerror}"], 1)
+    for profile in removed:
+        console.print(f"forgotten: {profile.file_system.mount_point}", highlight=False)
+    if not removed:
+        console.print(f"no settings are stored in {store}", highlight=False, soft_wrap=True)
+
+
+def _store() -> Path:
+    path = runtime.profiles_path()
+    if path is None:
+        fail(["TENSORFERRY_PROFILES=0 switches stored settings off"], 1)
+    return Path(str(path))
+
+
+def _of(path: Path, kept: list[profiles.Profile]) -> list[profiles.Profile]:
+    """Return the profile of a path's file system; where the path is gone, those it was mounted at."""
+    if not path.exists():
+        found = [each for each in kept if Path(each.file_system.mount_point) == path.absolute()]
+        fail([] if found else [f"{path}: no such folder, and no settings are stored for it"])
+        return found
+    match = profiles.profile_of(profiles.file_system_of(path.resolve()), kept)
+    return [match] if match else []

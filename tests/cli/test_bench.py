@@ -1,0 +1,241 @@
+"""`tensorferry bench`: what it measures, and what it says of it."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorferry.tuning import profiles
+from tensorferry.tuning.settings import Settings
+
+pytest.importorskip("typer")
+
+BENCH = [sys.executable, "-m", "tensorferry", "bench"]
+ROOT = Path(__file__).parents[2]
+SIZE = 3 << 20
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed"
+)
+
+
+def run(
+    *arguments: object, expect: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command, and fail unless it exits as expected."""
+    done = subprocess.run(
+        [*BENCH, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def measure(directory: Path, *arguments: object, **environment: str) -> dict[str, Any]:
+    """Run it small, in a folder that must be empty afterwards, and return its JSON."""
+    output = directory.parent / f"{directory.name}.json"
+    run(directory, "--io-size", SIZE, "--loops=2", "--json", output, *arguments, **environment)
+    assert list(directory.iterdir()) == []
+    content: dict[str, Any] = json.loads(output.read_text())
+    output.unlink()
+    return content
+
+
+def found(content: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(result["operation"], result["way"]) for result in content["results"]]
+
+
+def test_bench_writes_and_reads_and_leaves_nothing(directory: Path) -> None:
+    content = measure(directory)
+    assert found(content) == [("write", "aio_handle"), ("read", "aio_handle")]
+    for result in content["results"]:
+        together = result["all"]
+        assert together["loops"] == len(together["gb_per_second"]) == 2
+        assert together["nbytes"] == 2 * SIZE
+        assert together["gb_per_second_median"] > 0
+        assert together["cpu_seconds_per_gb"] >= 0
+        assert together["latency_microseconds"]["p99"] > 0
+        assert result["settings"]["engine"] in ("io_uring", "libaio", "threads")
+
+
+def test_table_has_a_row_for_each_process_and_one_for_all(directory: Path) -> None:
+    done = run(directory, "--io-size=1M", "--loops=1", "--write", "--multi-process=2")
+    rows = [line.split()[:3] for line in done.stdout.splitlines() if "write aio_handle " in line]
+    assert [row[2] for row in rows[:2]] == ["0", "1"]
+    assert float(rows[2][2]) > 0
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", done.stdout), "control codes"
+    assert done.stderr == ""
+
+
+def test_csv_has_the_same_figures_as_json(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    table = tmp_path_factory.mktemp("output") / "table.csv"
+    content = measure(directory, "--csv", table, "--multi-process=2", "--read")
+    rows = list(csv.DictReader(table.open()))
+    assert [row["process"] for row in rows] == ["0", "1", "all"]
+    together = content["results"][0]["all"]
+    assert float(rows[2]["gb_per_second_median"]) == together["gb_per_second_median"]
+    assert float(rows[2]["latency_p50_microseconds"]) == together["latency_microseconds"]["p50"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "operations"),
+    [
+        ("aio_handle", ["write", "read"]),
+        ("aio_basic", ["write", "read"]),
+        ("files", ["write", "read"]),
+        pytest.param("torch_io", ["write", "read"], marks=needs_torch),
+        pytest.param("torch_fastio", ["write"], marks=needs_torch),
+    ],
+)
+def test_every_engine_moves_what_it_should(
+    engine: str, operations: list[str], directory: Path
+) -> None:
+    content = measure(directory, "--engine", engine, "--validate", "--io-size", SIZE + 13)
+    assert found(content) == [(operation, engine) for operation in operations]
+
+
+@needs_torch
+@pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
+def test_legacy_torch_save_is_measured_too(engine: str, directory: Path) -> None:
+    measure(directory, "--engine", engine, "--torch-legacy-save", "--write", "--validate")
+
+
+@pytest.mark.parametrize("engine", ["aio_handle", "files"])
+def test_settings_given_are_those_in_use(engine: str, directory: Path) -> None:
+    options = ["--block-size=64K", "--queue-depth=7", "--io-engine=threads"]
+    if engine == "aio_handle":
+        options += ["--io-parallel=3", "--single-submit", "--sequential-requests"]
+    settings = measure(directory, "--engine", engine, *options)["results"][0]["settings"]
+    assert settings["block_size"] == 65536
+    assert settings["queue_depth"] == 7
+    assert settings["engine"] == "threads"
+    assert settings.get("intra_op_parallelism", 3) == 3
+
+
+@pytest.mark.parametrize("engine", ["aio_handle", "aio_basic", "files"])
+def test_a_stored_profile_is_used_and_told(
+    engine: str, directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    profile = Settings(block_size=128 << 10, queue_depth=9, engine="threads")
+    path = tmp_path_factory.mktemp("profiles") / "profiles.json"
+    profiles.save(path, profiles.Profile(profiles.file_system_of(directory), profile))
+    content = measure(directory, "--engine", engine, TENSORFERRY_PROFILES=str(path))
+    for result in content["results"]:
+        used = result["settings"]
+        assert (used["block_size"], used["queue_depth"]) == (128 << 10, 9)
+        assert used["engine"] == "threads"
+
+
+def test_files_in_memory_are_noted_as_never_cold(tmpfs_directory: Path) -> None:
+    assert any("no read is cold" in note for note in measure(tmpfs_directory)["notes"])
+
+
+def test_processes_work_in_the_folders_they_are_mapped_to(directory: Path) -> None:
+    folders = [directory / "a:b", directory / "c"]
+    for folder in folders:
+        folder.mkdir()
+    output = directory / "out.json"
+    mappings = [f"--folder_to_device_mapping={folder}:{n}" for n, folder in enumerate(folders)]
+    run(*mappings, "--io_size=1M", "--loops=1", "--json", output)
+    for result in json.loads(output.read_text())["results"]:
+        assert [p["folder"] for p in result["processes"]] == [str(folder) for folder in folders]
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+@pytest.mark.parametrize("memory", ["ordinary", "locked"])
+def test_both_kinds_of_memory_are_measured(memory: str, directory: Path) -> None:
+    measure(directory, "--memory", memory, "--validate")
+
+
+def test_warm_up_counts_only_on_request(directory: Path) -> None:
+    content = measure(directory, "--warmup-loops=3", "--include-warmup-time", "--write")
+    assert content["results"][0]["all"]["loops"] == 5
+    content = measure(directory, "--warmup-loops=0", "--write")
+    assert content["results"][0]["all"]["loops"] == 2
+
+
+def test_kept_files_have_ds_io_names_and_are_read_again(directory: Path) -> None:
+    options = [directory, "--io-size", SIZE, "--keep-files", "--loops=1"]
+    run(*options, "--different-file-each-iteration")
+    names = {
+        f"_aio_{operation}_{SIZE}.pt.0_{loop}" for operation in ("read", "write") for loop in (0, 1)
+    }
+    assert {path.name for path in directory.iterdir()} == names
+    read = directory / f"_aio_read_{SIZE}.pt.0_0"
+    read.write_bytes(b"x" * SIZE)
+    before = read.stat().st_mtime_ns
+    run(*options, "--read", "--validate")
+    assert read.stat().st_mtime_ns == before
+
+
+def test_compare_takes_turns_with_python_and_fio(directory: Path) -> None:
+    content = measure(directory, "--compare", "--block-size=256K", "--queue-depth=4", "--validate")
+    fio = [("write", "fio")] if shutil.which("fio") else []
+    assert found(content)[: 2 + len(fio)] == [("write", "aio_handle"), ("write", "python"), *fio]
+    if fio:
+        settings = content["results"][2]["settings"]
+        assert (settings["block_size"], settings["queue_depth"]) == (256 << 10, 4)
+        assert content["results"][2]["all"]["nbytes"] == 2 * SIZE
+
+
+@needs_torch
+def test_compare_with_torch_checks_each_by_its_own_content(directory: Path) -> None:
+    content = measure(directory, "--engine=torch_io", "--compare", "--validate")
+    assert ("read", "torch_io") in found(content)
+    assert ("read", "python") in found(content)
+
+
+def test_compare_goes_on_without_fio(directory: Path) -> None:
+    content = measure(directory, "--compare", "--write", PATH="/nonexistent")
+    assert found(content) == [("write", "aio_handle"), ("write", "python")]
+    assert any("fio" in note and "not installed" in note for note in content["notes"])
+
+
+def test_compare_goes_on_when_fio_fails(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    program = tmp_path_factory.mktemp("bin") / "fio"
+    program.write_text("#!/bin/sh\necho out of order >&2; exit 3\n")
+    program.chmod(0o755)
+    content = measure(directory, "--compare", PATH=f"{program.parent}:{os.environ['PATH']}")
+    assert {way for _, way in found(content)} == {"aio_handle", "python"}
+    assert "not compared with fio: fio failed: out of order" in content["notes"]
+
+
+def test_handles_are_measured_without_torch_and_numpy(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    modules = tmp_path_factory.mktemp("modules")
+    for name in ("torch", "numpy"):
+        (modules / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')")
+    path = os.pathsep.join([str(modules), os.environ.get("PYTHONPATH", "")])
+    for engine in ("aio_handle", "aio_basic", "files"):
+        measure(directory, "--engine", engine, "--compare", PYTHONPATH=path)
+
+
+def test_help_names_every_option_of_ds_io() -> None:
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        pytest.skip("DeepSpeed is not installed")
+    source = (Path(spec.origin).parent / "nvme" / "ds_aio_args.py").read_text()
+    options = re.findall(r"add_argument\(\s*'--(\w+)'", source)
+    assert len(options) > 20
+    shown = run("--help", COLUMNS="200").stdout
+    assert [o for o in options if f"--{o.replace('_', '-')}" not in shown] == []

@@ -1,0 +1,284 @@
+"""`tensorferry bench` where something goes wrong: what it says, how it exits, and that nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cli.test_bench import BENCH, ROOT, SIZE, run
+from tests.support import mounts
+from tests.support.faultfs import Fault, FaultFS, why_unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+START_TIMEOUT_S = 30.0
+
+
+def test_all_problems_are_listed_at_once(directory: Path) -> None:
+    done = run(
+        "--folder=/nonexistent/folder",
+        "--io-size=12Q",
+        "--queue-depth=0",
+        "--loops=many",
+        "--engine=aio",
+        "--io-engine=uring",
+        "--use-gds",
+        f"--json={directory}",
+        expect=2,
+    )
+    for problem in (
+        "/nonexistent/folder",
+        "12Q",
+        "--queue-depth: 0",
+        "many",
+        "'aio'",
+        "'uring'",
+        "GPUDirect Storage",
+        "--use-gds needs --gpu",
+        "is a folder",
+    ):
+        assert problem in done.stderr
+    assert done.stdout == ""
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "a folder is needed"),
+        (["--folder=.", "--folder-to-device-mapping=.:0"], "cannot be used together"),
+        (["--folder=.", "docs"], "two folders"),
+        (["--folder=README.md"], "is no folder"),
+        (["--folder-to-device-mapping=docs"], "is not FOLDER:DEVICE"),
+        (["--folder-to-device-mapping=docs:first"], "is not FOLDER:DEVICE"),
+        (["--folder-to-device-mapping=:0"], "is not FOLDER:DEVICE"),
+        (["--folder-to-device-mapping=/nonexistent:0"], "/nonexistent"),
+        ([".", "--io-size=0"], "--io-size: 0 is not between"),
+        ([".", "--io-size=-1"], "--io-size"),
+        ([".", "--multi-process=0"], "--multi-process: 0"),
+        ([".", "--warmup-loops=-1"], "--warmup-loops: -1"),
+        ([".", "--io-parallel=257"], "--io-parallel: 257"),
+        ([".", "--memory=pinned"], "'pinned'"),
+        ([".", "--engine=torch_fastio", "--read"], "--read: torch_fastio"),
+        ([".", "--engine=files", "--io-parallel=2"], "--io-parallel: tensorferry.open()"),
+        ([".", "--engine=files", "--single-submit"], "--single-submit: tensorferry.open()"),
+        ([".", "--csv=/nonexistent/out.csv"], "--csv: the folder /nonexistent"),
+    ],
+)
+def test_an_unusable_argument_is_named(arguments: list[str], problem: str) -> None:
+    assert problem in run(*arguments, expect=2).stderr
+
+
+def test_gpu_is_refused_with_the_reason_where_there_is_none(directory: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run(directory, "--gpu", expect=2)
+    assert "--gpu: torch finds no CUDA device" in done.stderr
+
+
+def test_a_refused_engine_is_named_with_the_remedy(directory: Path) -> None:
+    pytest.importorskip("pyseccomp")
+    prefix = [sys.executable, "-m", "tests.support.seccomp", "--block", "io_uring", "--"]
+    done = subprocess.run(
+        [*prefix, *BENCH, str(directory), "--io-engine=io_uring"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "io_uring cannot be had here" in done.stderr
+
+
+def test_options_without_effect_are_noted(directory: Path) -> None:
+    done = run(
+        f"--folder-to-device-mapping={directory}:0",
+        "--io-size=64K",
+        "--loops=1",
+        "--multi-process=3",
+        "--slow-bounce-buffer",
+        "--torch-legacy-save",
+    )
+    for option in ("--multi-process 3", "--slow-bounce-buffer", "--torch-legacy-save"):
+        assert f"note: {option} has no effect" in done.stdout
+
+
+def test_more_than_fits_is_refused_before_the_first_byte(tmp_path: Path) -> None:
+    with mounts.tmpfs(tmp_path / "small", 8 << 20) as directory:
+        done = run(directory, "--io-size=16M", expect=1)
+        assert "only 0.01 GiB are free" in done.stderr
+        assert list(directory.iterdir()) == []
+
+
+def test_more_memory_than_there_is_is_refused(directory: Path) -> None:
+    done = run(directory, "--io-size=64T", expect=1)
+    assert "of memory" in done.stderr or "are free" in done.stderr
+
+
+@pytest.mark.parametrize("operation", ["--write", "--read"])
+def test_a_full_disk_is_told_and_nothing_is_left(operation: str, tmp_path: Path) -> None:
+    # Two inodes are for the file system's and the scratch folder: there is no third for a file.
+    mount = mounts.mounted(tmp_path / "full", "-t", "tmpfs", "-o", "nr_inodes=2", "tmpfs")
+    with mount as directory:
+        done = run(directory, f"--io-size={SIZE}", operation, expect=1)
+        assert "No space left on device" in done.stderr
+        assert list(directory.iterdir()) == []
+
+
+@pytest.fixture
+def file_system(tmp_path: Path) -> Iterator[FaultFS]:
+    """A file system that fails on demand."""
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    with FaultFS(tmp_path) as mounted:
+        yield mounted
+
+
+def test_a_disk_that_fills_while_it_runs_is_told_and_nothing_is_left(file_system: FaultFS) -> None:
+    file_system.order(Fault("write", error=errno.ENOSPC, skip=4))
+    done = run(file_system.path, "--io-size=8M", "--write", "--multi-process=2", expect=1)
+    assert "No space left on device" in done.stderr
+    assert list(file_system.path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    with mounts.read_only(tmp_path / "source", tmp_path / "read-only") as read_only:
+        for options in ([], ["--keep-files"]):
+            done = run(read_only, f"--io-size={SIZE}", *options, expect=1)
+            assert "Read-only file system" in done.stderr
+
+
+def test_an_error_of_the_drive_is_told_with_its_place(file_system: FaultFS) -> None:
+    file_system.order(Fault("read", error=errno.EIO, start=2 << 20))
+    done = run(file_system.path, "--io-size=4M", "--read", expect=1)
+    assert "Input/output error" in done.stderr
+    assert "read.0.0" in done.stderr
+    assert list(file_system.path.iterdir()) == []
+
+
+@contextlib.contextmanager
+def started(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a bench that would never end, and wait until its processes transfer."""
+    process = subprocess.Popen(
+        [
+            *BENCH,
+            str(directory),
+            "--io-size=4M",
+            "--loops=1000000",
+            "--multi-process=2",
+            *arguments,
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: len(files_below(directory)) >= 2, "it made its files")
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def files_below(directory: Path) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError):
+        return [path for path in directory.rglob("*") if path.is_file()]
+    return []
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {START_TIMEOUT_S} s: {what}"
+        time.sleep(0.02)
+
+
+def session_members(session: int) -> list[int]:
+    """Return the processes of a session."""
+    members = []
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == session and fields[0] != "Z":
+                    members.append(int(entry.name))
+    return members
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """Return the processes that transfer; Python's resource tracker is none of them."""
+    return [
+        member
+        for member in session_members(process.pid)
+        if b"spawn_main" in pathlib.Path(f"/proc/{member}/cmdline").read_bytes()
+    ]
+
+
+@pytest.mark.parametrize("keep", [[], ["--keep-files"]])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_an_interrupted_bench_leaves_no_files_and_no_processes(
+    keep: list[str], number: signal.Signals, whole_group: bool, directory: Path
+) -> None:
+    with started(directory, *keep) as process:
+        (os.killpg if whole_group else os.kill)(process.pid, number)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert errors.strip() == "tensorferry bench: interrupted; its files and processes are gone"
+        assert list(directory.iterdir()) == []
+        wait_until(lambda: not session_members(process.pid), "all processes are gone")
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.05, 0.1, 0.2, 0.3, 0.4])
+def test_an_interrupt_while_processes_start_leaves_nothing(delay_s: float, directory: Path) -> None:
+    process = subprocess.Popen(
+        [*BENCH, str(directory), "--io-size=4M", "--loops=1000000", "--multi-process=2"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(lambda: list(directory.iterdir()), "it made its scratch folder")
+    time.sleep(delay_s)
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGTERM)  # impatience changes nothing
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert errors.strip() == "tensorferry bench: interrupted; its files and processes are gone"
+    assert list(directory.iterdir()) == []
+    wait_until(lambda: not session_members(process.pid), "all processes are gone")
+
+
+def test_a_killed_process_is_told_and_the_others_are_ended(directory: Path) -> None:
+    with started(directory) as process:
+        os.kill(workers_of(process)[1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "was killed by SIGKILL" in errors
+        assert list(directory.iterdir()) == []
+        wait_until(lambda: not session_members(process.pid), "all processes are gone")
+
+
+def test_processes_whose_bench_was_killed_clean_up_and_leave(directory: Path) -> None:
+    with started(directory) as process:
+        process.kill()
+        process.wait()
+        wait_until(lambda: not session_members(process.pid), "all processes are gone")
+        assert list(directory.iterdir()) == []

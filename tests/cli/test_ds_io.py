@@ -1,0 +1,128 @@
+"""`tensorferry-ds-io`: command lines of ds_io and what scripts read of its output."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import mounts
+
+DS_IO = [sys.executable, "-m", "tensorferry.cli.ds_io"]
+SIZE = 2 << 20
+
+# As a DeepSpeed sweep composes them.
+COMMAND_LINES = [
+    "--folder {0} --io_size 2M",
+    "--read --engine aio_handle --loops 1 --io_size 2M --folder_to_device_mapping {0}:0 {1}:1 "
+    "--block_size 1M --queue_depth 32 --sequential_requests --single_submit --io_parallel 2",
+    "--folder {0} --io_size 2M --engine aio_basic --validate --multi_process 2",
+    "--folder {0} --io_size 2M --different_file_each_iteration --warmup_loops 0 --loops 2",
+    "--folder {0} --io_size 2M --use_accelerator_pin_memory --include_warmup_time --fast_io_size 1M",
+    "--folder {0} --io_size 2M --slow_bounce_buffer",
+]
+
+
+def run(command_line: str, *folders: Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*DS_IO, *command_line.format(*folders).split()], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def speed(output: str, metric: str) -> float:
+    """Read a speed as DeepSpeed's sweep does: the last word but one of its line."""
+    [line] = [line for line in output.splitlines() if line.startswith(metric)]
+    return float(line.split()[-2])
+
+
+@pytest.mark.parametrize("command_line", COMMAND_LINES)
+def test_command_lines_of_ds_io_run(command_line: str, directory: Path) -> None:
+    second = directory / "second"
+    second.mkdir()
+    output = run(command_line, directory, second).stdout
+    operation = "Read" if "--read" in command_line else "Write"
+    assert speed(output, f"E2E {operation} Speed") > 0
+    assert speed(output, f"Task {operation} Speed") > 0
+    assert re.search(rf"^E2E {operation} Latency = \d+\.\d+(e-\d+)? sec$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
+def test_saving_with_torch_is_measured(engine: str, directory: Path) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    for extra in ("", "--torch_legacy_save"):
+        output = run(f"--folder {{0}} --io_size 2M --engine {engine} {extra}", directory).stdout
+        assert speed(output, "E2E Write Speed") > 0
+
+
+def test_speeds_fit_their_latencies_in_units_of_ds_io(directory: Path) -> None:
+    output = run("--folder {0} --io_size 2M --loops 4", directory).stdout
+    [seconds] = [float(x) for x in re.findall(r"E2E Write Latency = (\S+)", output)]
+    assert speed(output, "E2E Write Speed") == pytest.approx(4 * SIZE / 2**30 / seconds)
+
+
+def test_files_have_the_names_of_ds_io_and_stay(directory: Path) -> None:
+    run("--folder {0} --io_size 2M --loops 1 --multi_process 2", directory)
+    run("--folder {0} --io_size 2M --loops 1 --read", directory)
+    assert {path.name: path.stat().st_size for path in directory.iterdir()} == {
+        f"_aio_{name}_{SIZE}.pt.{number}": SIZE
+        for name, number in (("write", "0_0"), ("write", "1_0"), ("read", "0_0"))
+    }
+
+
+def test_files_of_ds_io_are_read_as_they_are(directory: Path) -> None:
+    path = directory / f"_aio_read_{SIZE}.pt.0_0"
+    path.write_bytes(b"y" * SIZE)
+    before = path.stat().st_mtime_ns
+    run("--folder {0} --io_size 2M --read --validate", directory)
+    assert path.stat().st_mtime_ns == before
+
+
+def test_a_run_that_fails_leaves_only_what_was_there(tmp_path: Path) -> None:
+    with mounts.tmpfs(tmp_path / "small", 3 << 20) as directory:
+        (directory / "mine").write_bytes(b"z" * (1 << 20))
+        (directory / f"_aio_read_{SIZE}.pt.0_0").write_bytes(b"z" * 100)
+        done = run("--folder {0} --io_size 2M --multi_process 2 --read", directory, expect=1)
+        assert done.stderr.startswith("tensorferry-ds-io: ")
+        assert {path.name for path in directory.iterdir()} >= {"mine"}
+        assert not (directory / f"_aio_read_{SIZE}.pt.1_0").exists()
+
+
+def test_all_problems_are_listed_and_the_exit_code_is_2() -> None:
+    done = run("--folder /nonexistent --io_size x --use_gds --queue_depth none", expect=2)
+    assert "4 problems" in done.stderr or "5 problems" in done.stderr
+    assert done.stdout == ""
+
+
+def test_it_needs_neither_typer_nor_rich(directory: Path) -> None:
+    script = (
+        "import sys; sys.modules['typer'] = sys.modules['rich'] = None\n"
+        "from tensorferry.cli.ds_io import main\n"
+        "if __name__ == '__main__': main(sys.argv[1:])"
+    )
+    path = directory / "script.py"
+    path.write_text(script)
+    done = subprocess.run(
+        [sys.executable, str(path), "--folder", str(directory), "--io_size", "64K"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_every_option_of_ds_io() -> None:
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        pytest.skip("DeepSpeed is not installed")
+    source = (Path(spec.origin).parent / "nvme" / "ds_aio_args.py").read_text()
+    options = re.findall(r"add_argument\(\s*'--(\w+)'", source)
+    shown = run("--help").stdout
+    assert [option for option in options if f"--{option}" not in shown] == []

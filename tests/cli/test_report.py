@@ -1,0 +1,138 @@
+"""`tensorferry report`, run as people and scripts run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pty
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+import tensorferry
+from tests.support import libraries
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+# Libraries that take their time to import leave time to interrupt.
+SLOW_IMPORT = "import time; time.sleep(60)"
+
+
+def run(*arguments: str | os.PathLike[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tensorferry", "report", *arguments],
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+@pytest.fixture
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which torch and DeepSpeed answer at once, that they are broken."""
+    return libraries.broken(tmp_path_factory.mktemp("libraries"))
+
+
+@pytest.mark.slow
+def test_it_prints_plain_text_with_every_part_where_nobody_watches(
+    directory: pathlib.Path,
+) -> None:
+    done = run(directory)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    for part in ("System", "Limits", "File system", "Devices", "GPU", "Libraries", "Advice"):
+        assert f"\n{part}" in done.stdout
+    assert f"tensorferry {tensorferry.__version__}" in done.stdout
+    for name, refusal in tensorferry.engines().items():
+        assert f"{name}" in done.stdout
+        assert refusal is None or refusal in done.stdout
+    assert str(directory) in done.stdout
+
+
+def test_json_has_the_facts_and_the_advice(directory: pathlib.Path, quick: dict[str, str]) -> None:
+    done = run(directory, "--json", **quick)
+    assert (done.returncode, done.stderr) == (0, "")
+    facts: dict[str, Any] = json.loads(done.stdout)
+    assert facts["path"] == str(directory)
+    assert facts["file_system"]["direct_io"]["works"] in (True, False)
+    for advice in facts["advice"]:
+        assert set(advice) == {"level", "about", "finding", "meaning", "remedy"}
+    printed = run(directory, **quick).stdout
+    for advice in facts["advice"]:
+        for text in (advice["finding"], advice["meaning"], advice["remedy"]):
+            assert text in printed, "the text says the same, in lines that can be copied"
+
+
+def test_without_a_path_it_looks_at_the_working_folder(
+    directory: pathlib.Path, quick: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(directory)
+    assert json.loads(run("--json", **quick).stdout)["path"] == str(directory)
+
+
+def test_it_is_coloured_on_a_terminal(directory: pathlib.Path, quick: dict[str, str]) -> None:
+    parent, terminal = pty.openpty()
+    command = [sys.executable, "-m", "tensorferry", "report", str(directory)]
+    environment = os.environ | quick | {"TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, env=environment, stdout=terminal) as child:
+        os.close(terminal)
+        shown = b""
+        try:
+            while part := os.read(parent, 65536):
+                shown += part
+        except OSError:  # how Linux says that the other end is closed
+            pass
+    os.close(parent)
+    assert child.returncode == 0
+    assert b"\x1b[1mSystem\x1b[0m" in shown
+
+
+def test_a_missing_path_is_a_bad_argument_that_is_named(tmp_path: pathlib.Path) -> None:
+    done = run(tmp_path / "missing")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "PATH" in done.stderr
+    assert str(tmp_path / "missing") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_exits_with_130_and_leaves_no_process(
+    number: signal.Signals, directory: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    variables = libraries.broken(tmp_path_factory.mktemp("libraries"), SLOW_IMPORT)
+    variable = "PYTHONPATH=" + variables["PYTHONPATH"]
+    command = [sys.executable, "-m", "tensorferry", "report", str(directory)]
+    environment = os.environ | variables
+    child = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while len(processes_with(variable)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    child.send_signal(number)
+    _, complaints = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert "Traceback" not in complaints
+    assert processes_with(variable) == []
+
+
+def processes_with(variable: str) -> list[str]:
+    """The processes that have this variable in their environment."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if variable in path.read_text(errors="replace").split("\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
