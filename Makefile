@@ -4,6 +4,9 @@ PYTHON ?= python3
 # What pip installs for torch before anything else; empty: none.
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+# The DeepSpeed that tests run against, and one from a year before.
+DEEPSPEED ?= 0.19.8
+DEEPSPEED_OLD ?= 0.18.2
 # Interpreters `make wheel` builds for; empty: every one found on PATH.
 PYTHONS ?=
 PYTEST_ARGS ?=
@@ -15,18 +18,19 @@ CTEST = $(or $(wildcard $(BIN)/ctest),ctest)
 NINJA = $(or $(wildcard $(abspath $(BIN)/ninja)),$(shell command -v ninja))
 CMAKE_GENERATOR_ARGS = $(if $(NINJA),-G Ninja -DCMAKE_MAKE_PROGRAM=$(NINJA))
 
-CORE_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt pyproject.toml
+CORE_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt pyproject.toml \
+	$(wildcard src/*.pth src/*.py)
 CXX_FILES = $(shell find csrc tests/cpp cmake -name '*.cpp' -o -name '*.h')
 PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo test test-cpp test-gpu lint format stub sanitize bench wheel clean
+.PHONY: help setup build demo test test-cpp test-gpu test-deepspeed lint format stub sanitize bench wheel clean
 
 help: ## List these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' \
-		| while IFS="$$(printf '\t')" read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
+		| while IFS="$$(printf '\t')" read -r name text; do printf '%-14s %s\n' "$$name" "$$text"; done
 
 setup: $(VENV)/.core.stamp ## Create .venv with all that development needs and the package itself
 
@@ -36,7 +40,7 @@ build: $(VENV)/.deps.stamp ## Rebuild the native core (Python files need no rebu
 demo: $(VENV)/.core.stamp ## Run the demonstration
 	$(BIN)/python examples/demo.py
 
-test: test-cpp $(VENV)/.core.stamp ## Run all tests that need no GPU
+test: test-cpp $(VENV)/.core.stamp deepspeed ## Run all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 test-cpp: $(VENV)/.deps.stamp ## Build and run the C++ tests
@@ -44,6 +48,10 @@ test-cpp: $(VENV)/.deps.stamp ## Build and run the C++ tests
 
 test-gpu: $(VENV)/.core.stamp ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+test-deepspeed: $(VENV)/.core.stamp deepspeed ## Run DeepSpeed's own I/O tests against us: DEEPSPEED_SOURCE=checkout
+	@test -d "$(DEEPSPEED_SOURCE)" || { echo "make $@ DEEPSPEED_SOURCE=path of a DeepSpeed checkout"; exit 2; }
+	$(BIN)/python tools/deepspeed_tests.py "$(DEEPSPEED_SOURCE)"
 
 lint: $(VENV)/.core.stamp ## Check style, types, and that the stub is up to date
 	$(BIN)/ruff check $(PYTHON_DIRS)
@@ -122,6 +130,26 @@ $(VENV)/.deps.stamp: pyproject.toml $(VENV)/.system.stamp
 	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet $(TORCH))
 	$(BIN)/python -m pip install --quiet --group build --group test --group dev
 	touch $@
+
+# DeepSpeed's setup imports torch, and its dependencies would choose another: neither isolated nor with dependencies.
+# Without torch there is no DeepSpeed, and its tests are skipped.
+define pip_deepspeed
+@if $(BIN)/python -c 'import torch' 2> /dev/null; then \
+	echo "Installing deepspeed $(1)" \
+	&& DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation $(2) deepspeed==$(1); \
+else echo "torch is not installed: DeepSpeed is left out"; fi
+@mkdir -p $(@D) && touch $@
+endef
+
+.PHONY: deepspeed
+deepspeed: $(VENV)/.deepspeed-$(DEEPSPEED).stamp build/deepspeed-$(DEEPSPEED_OLD)/.stamp
+
+$(VENV)/.deepspeed-$(DEEPSPEED).stamp: $(VENV)/.deps.stamp
+	$(BIN)/python -m pip install --quiet --group deepspeed
+	$(call pip_deepspeed,$(DEEPSPEED))
+
+build/deepspeed-$(DEEPSPEED_OLD)/.stamp: | $(VENV)/.deepspeed-$(DEEPSPEED).stamp
+	$(call pip_deepspeed,$(DEEPSPEED_OLD),--upgrade --target $(@D))
 
 $(VENV)/.core.stamp: $(CORE_SOURCES) $(VENV)/.deps.stamp
 	$(install_core)

@@ -36,6 +36,7 @@ check() {
   need '"$python" -c "import ensurepip, venv"' python3-venv python3 required
   need python_headers python3-dev python3-devel required
   need 'command -v fio' fio fio tests
+  need 'header libaio.h' libaio-dev libaio-devel tests
   need 'command -v fusermount3' fuse3 fuse3 tests
   need 'library libfuse3.so' fuse3 fuse3 tests
   need 'library libseccomp.so.2' libseccomp2 libseccomp tests

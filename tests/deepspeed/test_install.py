@@ -1,0 +1,87 @@
+"""install() and uninstall(): who is reached, what DeepSpeed says then, and that all of it is undone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.deepspeed.programs import NAMES
+from tests.support.child import call
+
+if TYPE_CHECKING:
+    from tests.deepspeed.conftest import Environment
+
+PROGRAMS = "tests.deepspeed.programs"
+
+
+def test_builders_imported_before_load_our_ops_and_compile_nothing(version: Environment) -> None:
+    found = call(f"{PROGRAMS}:installed_after_its_importers", environment=version).result
+    assert all(found["same"])
+    assert found["names"] == NAMES
+    assert found["utils"] == "tensorferry.deepspeed.ops"
+    assert found["engine"] in ("io_uring", "libaio", "threads")
+    assert found["compiled"] == []
+    assert found["version"] == ("0.18.2" if "PYTHONPATH" in version else found["version"])
+
+
+@pytest.mark.parametrize("look_at_the_table_first", [True, False])
+def test_uninstall_restores_everything(version: Environment, look_at_the_table_first: bool) -> None:
+    environment = dict(version)
+    del environment["CXX"]  # DeepSpeed's own check compiles a test program
+    found = call(
+        f"{PROGRAMS}:restored",
+        environment=environment,
+        look_at_the_table_first=look_at_the_table_first,
+    ).result
+    assert found == {
+        "installed": [True, False],
+        "changed": True,
+        "restored": True,
+        "again": True,
+    }
+
+
+def test_deepspeed_finds_async_io_compatible_and_gds_not(version: Environment) -> None:
+    found = call(f"{PROGRAMS}:compatibility", environment=version).result
+    assert found["table"]["async_io"] is True
+    assert not found["table"].get("gds", False)
+    assert found["builders"] == [True, False]
+    assert "GPUDirect Storage is not in this version" in found["printed"]
+    assert found["printed"].count("serves async_io") == 1  # by verbose=True only
+    assert "aio_handle moves host memory" in found["refusal"]
+    assert "flatten" in found["utils"]
+
+
+def test_deepspeeds_report_shows_the_ops_as_available(version: Environment) -> None:
+    report = subprocess.run(
+        [sys.executable, "-m", "tensorferry.deepspeed", "-m", "deepspeed.env_report"],
+        cwd=ROOT,
+        env=__import__("os").environ | version,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert report.returncode == 0, report.stderr
+    ops = ["async_io"] if "PYTHONPATH" in version else ["async_io", "pin_memory"]
+    for op in ops:
+        (line,) = [line for line in report.stdout.splitlines() if line.startswith(f"{op} ")]
+        assert "[YES]" in line
+        assert "[OKAY]" in line
+
+
+def test_without_deepspeed_install_names_the_remedy() -> None:
+    ended = call(f"{PROGRAMS}:without_deepspeed")
+    assert "pip install deepspeed" in ended.result
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_install_after_deepspeeds_own_engine_was_loaded_warns(own_engine: Environment) -> None:
+    ended = call(f"{PROGRAMS}:installed_after_its_own_engine", environment=own_engine)
+    (warning,) = ended.result
+    assert "async_io" in warning
+    assert "right after import deepspeed" in warning

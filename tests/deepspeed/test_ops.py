@@ -1,0 +1,133 @@
+"""The ops that builders load, by themselves: signatures, memory, and errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tensorferry
+from tensorferry.deepspeed import ops
+from tests.deepspeed.conftest import LOCK_NOTHING, can_forbid_locking
+from tests.support.child import call
+
+if TYPE_CHECKING:
+    import pathlib
+
+EXAMPLE = torch.empty(0, dtype=torch.uint8)
+
+
+def test_locked_tensors_are_known_to_every_kind_of_handle() -> None:
+    pins, handle = ops.pin_handle(), ops.aio_handle()
+    for maker, other in ((pins, handle), (handle, pins)):
+        tensor = maker.new_cpu_locked_tensor(10_000, torch.empty(0))
+        assert (tensor.dtype, tuple(tensor.shape)) == (torch.float32, (10_000,))
+        assert maker.is_pinned(tensor)
+        assert other.is_pinned(tensor)
+        assert other.is_pinned(tensor[100:200])
+        assert other.free_cpu_locked_tensor(tensor)
+        assert not maker.free_cpu_locked_tensor(tensor)
+        assert not maker.is_pinned(tensor)
+    assert not pins.is_pinned(torch.empty(10_000))
+
+
+def test_locked_tensors_are_freed_by_their_address() -> None:
+    pins = ops.pin_handle()
+    tensor = pins.new_cpu_locked_tensor(num_elem=5000, example_tensor=EXAMPLE)
+    address = tensor.data_ptr()
+    assert not pins.free_cpu_locked_tensor_by_ptr(address + 8)
+    assert not pins.free_cpu_locked_tensor_by_ptr(0)
+    assert not pins.free_cpu_locked_tensor_by_ptr(1 << 70)
+    assert pins.free_cpu_locked_tensor_by_ptr(address)
+    assert not pins.free_cpu_locked_tensor_by_ptr(address)
+    tensor.fill_(1)  # freed, and still safe
+    with pytest.raises(TypeError, match="address"):
+        pins.free_cpu_locked_tensor_by_ptr(tensor)
+
+
+def unlockable() -> list[bool]:
+    """Handles where no memory can be locked: what is_pinned() says."""
+    pins, handle = ops.pin_handle(), ops.aio_handle()
+    tensor = handle.new_cpu_locked_tensor(1 << 20, EXAMPLE)
+    known = [tensorferry.aio_handle().is_pinned(tensor), handle.is_pinned(tensor[5:])]
+    known.append(pins.is_pinned(tensor))
+    handle.free_cpu_locked_tensor(tensor)
+    return [*known, handle.is_pinned(tensor)]
+
+
+@pytest.mark.skipif(not can_forbid_locking(), reason="setpriv and prlimit are not installed")
+def test_where_nothing_can_be_locked_deepspeeds_checks_still_hold() -> None:
+    ended = call(f"{__name__}:unlockable", prefix=LOCK_NOTHING)
+    assert ended.result == [False, True, True, False]
+    assert "RLIMIT_MEMLOCK" in ended.output
+
+
+def test_aio_write_and_aio_read_move_a_whole_tensor(directory: pathlib.Path) -> None:
+    path = str(directory / "file")
+    source = torch.randint(0, 256, (3_000_007,), dtype=torch.uint8)
+    assert ops.aio_write(source, path, 1 << 20, 8, False, True, True) == 0
+    found = torch.zeros_like(source)
+    assert ops.aio_read(found, path, 4096, 4, True, False, True) == 0
+    assert torch.equal(found, source)
+    with pytest.raises(tensorferry.ShortReadError):
+        ops.aio_read(
+            torch.empty(3_000_008, dtype=torch.uint8), path, 1 << 20, 8, False, True, False
+        )
+    with pytest.raises(ValueError, match="block_size"):
+        ops.aio_read(found, path, 0, 8, False, True, False)
+
+
+@pytest.mark.parametrize(
+    ("dest", "src"),
+    [
+        (torch.zeros(5, 3), torch.arange(15.0).view(5, 3)),
+        (torch.zeros(64, dtype=torch.bfloat16), torch.rand(64).bfloat16()),
+        (torch.zeros(60, dtype=torch.uint8), torch.rand(15)),
+        (torch.zeros(6), torch.rand(3, 2).t()),
+        (torch.zeros(0), torch.zeros(0)),
+    ],
+)
+def test_memcpy_copies_every_byte_and_no_more(dest: torch.Tensor, src: torch.Tensor) -> None:
+    around = torch.full((dest.numel() + 20,), 7, dtype=dest.dtype)
+    inner = around[10 : 10 + dest.numel()].view(dest.shape)
+    assert ops.deepspeed_memcpy(inner, src) == 0
+    assert (
+        inner.numpy(force=True).tobytes() == src.contiguous().numpy().tobytes()
+        if (dest.dtype is not torch.bfloat16)
+        else torch.equal(inner, src)
+    )
+    assert (around[:10] == 7).all()
+    assert (around[10 + dest.numel() :] == 7).all()
+
+
+def test_memcpy_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="src: 8 bytes do not fill dest's 12"):
+        ops.deepspeed_memcpy(torch.zeros(3), torch.zeros(2))
+    with pytest.raises(ValueError, match="dest"):
+        ops.deepspeed_memcpy(torch.zeros(3, 2).t(), torch.zeros(2, 3))
+
+
+DTYPES = [torch.float32, torch.half, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_are_cast_to_bytes_without_a_copy(dtype: torch.dtype) -> None:
+    tensors = [torch.ones(shape).to(dtype) for shape in ((1024,), (3, 5), (), (1,), (0,))]
+    tensors.append(torch.nn.Parameter(torch.ones(4)))
+    cast = ops.cast_to_byte_tensor(tensors)
+    assert isinstance(cast, list)
+    for tensor, found in zip(tensors, cast, strict=True):
+        assert found.dtype == torch.uint8
+        assert tuple(found.shape) == (tensor.nbytes,)
+        assert found.data_ptr() == tensor.data_ptr()
+        assert not found.requires_grad
+    assert ops.cast_to_byte_tensor(src_tensor=tensors[0]).data_ptr() == tensors[0].data_ptr()
+    with pytest.raises(ValueError, match="not contiguous"):
+        ops.cast_to_byte_tensor(torch.zeros(4, 4).t())
+
+
+@pytest.mark.parametrize("arguments", [(), (1 << 20, 128, False, False, 1)])
+def test_gds_handles_are_refused_with_what_to_use(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(tensorferry.EngineUnavailableError, match="use_gds"):
+        ops.gds_handle(*arguments)

@@ -1,0 +1,79 @@
+"""ZeRO-3 with NVMe offload, two processes, end to end: what is computed must not depend on who moves the tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from tests.deepspeed.conftest import Environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SERVED = {"TENSORFERRY_DEEPSPEED": "1"}
+STEPS = 3
+
+
+def train(directory: pathlib.Path, environment: Environment, **arguments: Any) -> dict[str, Any]:
+    """Run tests/deepspeed/training.py in two processes, and return rank 0's result."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    plain = {"directory": str(directory), "steps": STEPS} | arguments
+    done = subprocess.run(
+        [*launcher, "-m", "tests.deepspeed.training", json.dumps(plain)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
+    result: dict[str, Any] = json.loads(line)
+    return result
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload": "both"},
+        {
+            "offload": "optimizer",
+            "dtype": "bfloat16",
+            "aio": {"block_size": 262144, "intra_op_parallelism": 2},
+        },
+        {"offload": "parameters", "aio": {"overlap_events": False, "single_submit": True}},
+        {"offload": "parameters", "evaluate": True, "dtype": "bfloat16", "aio": {"queue_depth": 4}},
+    ],
+    ids=["both", "optimizer", "parameters", "inference"],
+)
+def test_losses_are_those_of_deepspeeds_own_engine_bit_for_bit(
+    own_engine: Environment, directory: pathlib.Path, options: dict[str, Any]
+) -> None:
+    theirs = train(directory / "theirs", own_engine, **options)
+    ours = train(directory / "ours", own_engine | SERVED, **options)
+    assert (ours.pop("served_by"), theirs.pop("served_by")) == ("tensorferry", "async_io")
+    assert ours == theirs
+    assert ours["swapped_nbytes"] > 4 << 20
+    if "evaluate" not in options:
+        first, *_, last = map(float.fromhex, ours["losses"])
+        assert last < first
+
+
+def test_inference_from_nvme_computes_what_it_does_in_memory(
+    version: Environment, directory: pathlib.Path
+) -> None:
+    in_memory = train(directory, version | SERVED, offload="nothing", evaluate=True)
+    offloaded = train(directory, version | SERVED, offload="parameters", evaluate=True)
+    assert in_memory["swapped_nbytes"] == 0
+    assert offloaded["swapped_nbytes"] > 4 << 20
+    assert offloaded["losses"] == in_memory["losses"]

@@ -1,0 +1,59 @@
+"""DeepSpeed's own users of the ops, one by one: its pinned memory, its fast writer, its swap buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.deepspeed.conftest import LOCK_NOTHING, can_forbid_locking
+from tests.support.child import call
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from tests.deepspeed.conftest import Environment
+
+PROGRAMS = "tests.deepspeed.programs"
+
+
+@pytest.fixture
+def served(newest: Environment) -> Environment:
+    return newest | {"TENSORFERRY_DEEPSPEED": "1"}
+
+
+def test_deepspeeds_pinned_memory_lives_as_long_as_its_tensors(served: Environment) -> None:
+    found = call(f"{PROGRAMS}:native_pins", environment=served).result
+    assert found == {"known": True, "kept": True, "gone": True, "freed": True}
+
+
+@pytest.mark.parametrize("double_buffer", [True, False])
+def test_torch_save_through_the_fast_file_writer(
+    version: Environment, directory: pathlib.Path, double_buffer: bool
+) -> None:
+    found = call(
+        f"{PROGRAMS}:fast_file_writer",
+        environment=version | {"TENSORFERRY_DEEPSPEED": "1"},
+        directory=directory,
+        double_buffer=double_buffer,
+    ).result
+    assert found["same"] == [True, True]
+    assert found["step"] == 5
+    assert found["storages"]
+    assert found["direct_nbytes"] >= 2 << 20
+
+
+def test_swap_buffers_go_out_and_come_back(served: Environment, directory: pathlib.Path) -> None:
+    found = call(f"{PROGRAMS}:swap_buffers", environment=served, directory=directory).result
+    assert found == {"found": [True, True], "grads": [True, True], "pinned": True}
+
+
+@pytest.mark.skipif(not can_forbid_locking(), reason="setpriv and prlimit are not installed")
+def test_swap_buffers_work_where_no_memory_can_be_locked(
+    served: Environment, directory: pathlib.Path
+) -> None:
+    ended = call(
+        f"{PROGRAMS}:swap_buffers", prefix=LOCK_NOTHING, environment=served, directory=directory
+    )
+    assert ended.result == {"found": [True, True], "grads": [True, True], "pinned": True}
+    assert "RLIMIT_MEMLOCK" in ended.output
