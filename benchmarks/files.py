@@ -10,47 +10,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import pattern
 from benchmarks.harness import MIB
+from tensorferry.tuning import scratch
+from tensorferry.tuning.scratch import make_cold, remove
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = [
+    "file_matches",
+    "make_cold",
+    "make_warm",
+    "remove",
+    "scratch_directory",
+    "write_pattern",
+]
 
 
 @contextlib.contextmanager
 def scratch_directory(parent: Path) -> Iterator[Path]:
     """A directory that is gone afterwards, also when the benchmark is interrupted."""
-    path = Path(tempfile.mkdtemp(prefix="tensorferry-bench-", dir=parent))
-    try:
+    with scratch.scratch_directory(parent, "tensorferry-bench-") as path:
         yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove(path: Path) -> None:
-    """Unlink a file, if it is there, and let the file system finish with it."""
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def make_cold(path: Path) -> None:
-    """Drop a file from the page cache."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 def make_warm(path: Path) -> None:

@@ -1,34 +1,46 @@
-"""fio, the benchmark everyone believes: its configurations, and how its report is read.
+"""fio, the benchmark everyone believes: which of its configurations ours is compared with.
 
-fio opens, creates and preallocates its file before its clock starts; ours counts all of that. Its
-CPU seconds are what it reports: (user + system percent) x the job's run time.
+How a job is run, and its report read, is the business of ``tensorferry.tuning.fio``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import (
-    GB,
     MIB,
     Contender,
     MeasurementError,
     Sample,
     Settings,
     UnavailableError,
+    throughput,
 )
+from tensorferry.tuning import fio as tuning
+from tensorferry.tuning.fio import free_huge_pages_nbytes, installed, version
+from tensorferry.tuning.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _HUGE_PAGE_NBYTES = 2 * MIB
 _HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+
+__all__ = [
+    "Config",
+    "contenders",
+    "free_huge_pages_nbytes",
+    "installed",
+    "large_configs",
+    "reserved_huge_pages",
+    "run",
+    "sample",
+    "usable",
+    "version",
+]
 
 
 @dataclass(frozen=True)
@@ -62,21 +74,15 @@ class Config:
         )
 
     @property
-    def memory_nbytes(self) -> int:
-        return _size(self.block_size) * self.depth
-
-    def arguments(self) -> list[str]:
-        arguments = [
-            f"--ioengine={self.engine}",
-            f"--bs={self.block_size}",
-            f"--iodepth={self.depth}",
-            f"--direct={int(self.direct)}",
-        ]
-        if self.registered:
-            arguments += ["--fixedbufs", "--registerfiles"]
-        if self.huge:
-            arguments += ["--iomem=mmaphuge"]
-        return arguments
+    def settings(self) -> tuning.Settings:
+        return tuning.Settings(
+            self.engine,
+            parse_nbytes(self.block_size),
+            self.depth,
+            self.registered,
+            self.huge,
+            self.direct,
+        )
 
 
 LARGE_SMALL_PAGES = [
@@ -99,22 +105,12 @@ LARGE_HUGE_PAGES = [
 ]
 
 
-def installed() -> bool:
-    return shutil.which("fio") is not None
-
-
-def version() -> str | None:
-    if not installed():
-        return None
-    return subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
-
-
 def usable(configs: Sequence[Config], settings: Settings) -> list[Config]:
     """Those configurations this machine can run: all but the huge-page ones where none are free."""
     if not installed():
         return []
     free = free_huge_pages_nbytes() if settings.huge_pages else 0
-    return [c for c in configs if not c.huge or c.memory_nbytes <= free]
+    return [c for c in configs if not c.huge or c.settings.memory_nbytes <= free]
 
 
 def large_configs(settings: Settings) -> list[Config]:
@@ -127,35 +123,19 @@ def run(config: Config, path: Path, kind: str, nbytes: int, *options: str) -> di
     """Run one job on one file, and return fio's report on it."""
     if not installed():
         raise UnavailableError("fio is not installed (apt install fio)")
-    command = [
-        "fio",
-        "--name=job",
-        f"--filename={path}",
-        f"--size={nbytes}",
-        f"--rw={kind}",
-        "--fallocate=native",
-        "--invalidate=0",  # the benchmark decides what the page cache holds
-        "--scramble_buffers=0",  # it would change each block before it is written
-        "--thread",
-        "--output-format=json",
-        *config.arguments(),
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        words = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise MeasurementError(f"fio failed: {words[0][:200] if words else done.returncode}")
-    job: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    try:
+        job: dict[str, Any] = tuning.run(
+            [path], kind, nbytes, [*config.settings.arguments(), *options]
+        )[0]
+    except tuning.FioError as error:
+        raise MeasurementError(str(error)) from error
     return job
 
 
 def sample(job: dict[str, Any], kind: str) -> Sample:
     """A job's report as a throughput."""
-    report = job[kind]
-    seconds = max(report["runtime"], 1) / 1000
-    nbytes = report["io_bytes"]
-    cpu_seconds = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return Sample(nbytes / GB / seconds, seconds, nbytes, cpu_seconds)
+    measured = tuning.measured(job, kind)
+    return throughput(measured.seconds, measured.nbytes, measured.cpu_seconds)
 
 
 def contenders(
@@ -181,7 +161,7 @@ def reserved_huge_pages(wanted: bool) -> Iterator[None]:
     us.
     """
     setting = _HUGE_PAGES / "nr_hugepages"
-    needed = max(c.memory_nbytes for c in LARGE_HUGE_PAGES) // _HUGE_PAGE_NBYTES + 8
+    needed = max(c.settings.memory_nbytes for c in LARGE_HUGE_PAGES) // _HUGE_PAGE_NBYTES + 8
     try:
         before = int(setting.read_text())
         if not wanted or free_huge_pages_nbytes() >= needed * _HUGE_PAGE_NBYTES:
@@ -196,15 +176,3 @@ def reserved_huge_pages(wanted: bool) -> Iterator[None]:
     finally:
         # what we added, and no more: another benchmark may have added its own meanwhile
         setting.write_text(str(max(0, int(setting.read_text()) - needed)))
-
-
-def free_huge_pages_nbytes() -> int:
-    try:
-        return int((_HUGE_PAGES / "free_hugepages").read_text()) * _HUGE_PAGE_NBYTES
-    except (OSError, ValueError):
-        return 0
-
-
-def _size(text: str) -> int:
-    units = {"k": 1 << 10, "M": 1 << 20}
-    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)

@@ -1,45 +1,14 @@
-"""One operation's cost inside a process: seconds, CPU seconds and growth of peak memory."""
+"""One operation's cost inside a process, as a worker sends it to the benchmark."""
 
 from __future__ import annotations
 
-import contextlib
-import resource
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from types import TracebackType
+from tensorferry.tuning import stopwatch
 
 
-class Stopwatch:
-    """Context manager that measures the whole process while its body runs.
-
-    CPU seconds are user and system time of all threads, the kernel's io_uring workers included.
-    The peak is ``VmHWM``, reset before; its growth is over what was resident at the start.
-    """
-
-    seconds = 0.0
-    cpu_seconds = 0.0
-    peak_growth_nbytes: int | None = None
-
-    def __enter__(self) -> Stopwatch:
-        self._resident = _reset_peak()
-        self._cpu_start = _cpu_seconds()
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.seconds = time.perf_counter() - self._start
-        self.cpu_seconds = _cpu_seconds() - self._cpu_start
-        peak = _status("VmHWM")
-        if self._resident is not None and peak is not None:
-            self.peak_growth_nbytes = max(0, peak - self._resident)
+class Stopwatch(stopwatch.Stopwatch):
+    """The stopwatch of ``tensorferry bench``."""
 
     def result(self, nbytes: int, **details: Any) -> dict[str, Any]:
         """The measurement as a worker sends it to the benchmark."""
@@ -50,24 +19,3 @@ class Stopwatch:
             "nbytes": nbytes,
             **details,
         }
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _reset_peak() -> int | None:
-    """Set VmHWM back to what is resident now, and return that; None where the kernel cannot."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-        return _status("VmHWM")
-    return None
-
-
-def _status(name: str) -> int | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(name + ":"):
-                return int(line.split()[1]) * 1024
-    return None

@@ -30,7 +30,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _CALL_SECONDS_MAX = 600.0
 # Idle threads of torch's pool spin for a while after each operation, and would count as the next one's
 # CPU time. DeepSpeed must not build all its ops when it is imported.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0"}
 
 
 class Worker:
@@ -67,7 +67,7 @@ class Worker:
             stderr=self._log,
             text=True,
             cwd=_ROOT,
-            env=os.environ | _ENVIRONMENT,
+            env=os.environ | ENVIRONMENT,
         )
         self._receive()
 

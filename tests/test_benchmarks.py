@@ -22,7 +22,7 @@ TINY = (
     f"--memory-nbytes={8 << 20}",
     "--no-huge-pages",
 )
-OURS = {"large", "loop", "warm", "random", "latency", "memory", "import", "torch_save"}
+OURS = {"large", "loop", "warm", "random", "latency", "memory", "import", "torch_save", "tune"}
 
 pytest.importorskip("torch")
 pytest.importorskip("rich")
@@ -79,6 +79,14 @@ def test_deepspeed_scenario_measures_ours_even_where_theirs_fails(tmp_path: Path
     content = run("deepspeed", tmp_path)
     ours = [row for row in rows_of(content, "deepspeed") if row["kind"] == "ours"]
     assert ours
+    assert {row["failure"] for row in ours} == {None}
+
+
+@pytest.mark.slow
+def test_ds_io_scenario_measures_ours_even_where_theirs_fails(tmp_path: Path) -> None:
+    content = run("ds_io", tmp_path, "--no-deepspeed")
+    ours = [row for row in rows_of(content, "ds_io") if row["kind"] == "ours"]
+    assert len(ours) == 4
     assert {row["failure"] for row in ours} == {None}
 
 

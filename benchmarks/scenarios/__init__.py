@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.scenarios import (
     deepnvme,
+    ds_io,
     import_time,
     large,
     latency,
@@ -13,7 +14,9 @@ from benchmarks.scenarios import (
     memory,
     random_reads,
     torch_save,
+    tune,
     warm,
+    zero3,
 )
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "large": large.run,
     "deepspeed": deepnvme.run,
+    "ds_io": ds_io.run,
     "loop": loop_device.run,
     "warm": warm.run,
     "random": random_reads.run,
@@ -31,4 +35,6 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "memory": memory.run,
     "import": import_time.run,
     "torch_save": torch_save.run,
+    "tune": tune.run,
+    "zero3": zero3.run,
 }

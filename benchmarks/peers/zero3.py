@@ -1,0 +1,51 @@
+"""One process that trains with DeepSpeed's ZeRO-3: on its own engine, or on ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import UnavailableError
+from benchmarks.measure import Stopwatch
+
+
+class Trainer:
+    """A training of one process, which goes on from sample to sample."""
+
+    def __init__(self, directory: str, served: bool, **options: Any) -> None:
+        # DeepSpeed's own engine is compiled at first use, with the ninja of this environment.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # looked for, and not used
+        from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-untyped]
+
+        import tensorferry.deepspeed
+        from benchmarks.training import Training, join
+
+        if served:
+            tensorferry.deepspeed.install()
+        else:
+            tensorferry.deepspeed.uninstall()
+        try:
+            AsyncIOBuilder().load()
+        except Exception as error:
+            raise UnavailableError(f"DeepSpeed's async_io does not build: {error}") from error
+        self._scratch = tempfile.TemporaryDirectory()
+        store = f"file://{self._scratch.name}/store"
+        join(init_method=store, rank=0, world_size=1)
+        self._training = Training(Path(directory), **options)
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Time some steps; the bytes are what the process read from and wrote to drives meanwhile."""
+        before = _drive_nbytes()
+        with Stopwatch() as watch:
+            losses = [self._training.step() for _ in range(count)]
+        return watch.result(_drive_nbytes() - before, losses=losses)
+
+
+def _drive_nbytes() -> int:
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]) + int(lines["write_bytes"])
