@@ -30,7 +30,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _CALL_SECONDS_MAX = 600.0
 # Idle threads of torch's pool spin for a while after each operation, and would count as the next one's
 # CPU time. DeepSpeed must not build all its ops when it is imported.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0", "TENSORFERRY_PROFILES": "0"}
 
 
 class Worker:

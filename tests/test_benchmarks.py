@@ -90,6 +90,17 @@ def test_ds_io_scenario_measures_ours_even_where_theirs_fails(tmp_path: Path) ->
     assert {row["failure"] for row in ours} == {None}
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed not installed")
+def test_zero3_scenario_trains_ours_even_where_theirs_fails(tmp_path: Path) -> None:
+    content = run("zero3", tmp_path)
+    ours = [row for row in rows_of(content, "zero3") if row["kind"] == "ours"]
+    assert len(ours) == 2
+    assert {row["failure"] for row in ours} == {None}
+    differences = [figure for figure in content["figures"] if "losses" in figure["what"]]
+    assert {figure["measured"] for figure in differences} <= {0}
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is missing")
 def test_plot_is_drawn(tmp_path: Path) -> None:
     plot = tmp_path.parent / f"{tmp_path.name}.png"

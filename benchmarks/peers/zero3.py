@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import UnavailableError
 from benchmarks.measure import Stopwatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Trainer:
@@ -30,7 +34,7 @@ class Trainer:
         else:
             tensorferry.deepspeed.uninstall()
         try:
-            AsyncIOBuilder().load()
+            self._clock = _HandleClock(AsyncIOBuilder().load().aio_handle)
         except Exception as error:
             raise UnavailableError(f"DeepSpeed's async_io does not build: {error}") from error
         self._scratch = tempfile.TemporaryDirectory()
@@ -40,10 +44,38 @@ class Trainer:
 
     def steps(self, count: int) -> dict[str, Any]:
         """Time some steps; the bytes are what the process read from and wrote to drives meanwhile."""
-        before = _drive_nbytes()
+        before, in_handle = _drive_nbytes(), self._clock.seconds
         with Stopwatch() as watch:
             losses = [self._training.step() for _ in range(count)]
-        return watch.result(_drive_nbytes() - before, losses=losses)
+        return watch.result(
+            _drive_nbytes() - before,
+            losses=losses,
+            seconds_in_handle=self._clock.seconds - in_handle,
+        )
+
+
+class _HandleClock:
+    """How long DeepSpeed was held up by calls of a handle's methods: submitting and waiting."""
+
+    def __init__(self, kind: type) -> None:
+        self.seconds = 0.0
+        self._inside = False
+        for name in ("wait", "async_pread", "async_pwrite", "pread", "pwrite"):
+            setattr(kind, name, self._timed(getattr(kind, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            if self._inside:  # one method of ours may call another
+                return method(*arguments, **keywords)
+            self._inside = True
+            start = time.perf_counter()
+            try:
+                return method(*arguments, **keywords)
+            finally:
+                self.seconds += time.perf_counter() - start
+                self._inside = False
+
+        return timed
 
 
 def _drive_nbytes() -> int:

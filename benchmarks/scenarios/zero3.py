@@ -7,14 +7,17 @@ all in memory: what is left of its step is what the drive costs.
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import files
 from benchmarks.harness import (
+    GB,
     Comparison,
     Contender,
     Figure,
     Outcome,
+    Row,
     Sample,
     Settings,
     compare,
@@ -55,15 +58,17 @@ def run(settings: Settings) -> Outcome:
         if ours and theirs:
             differences = sum(a != b for a, b in zip(losses[OURS], losses[THEIRS], strict=False))
             outcome.figures.append(Figure(f"losses that differ, {name}", "<=", 0, differences))
-        memory = comparison.row(MEMORY)
-        if ours and memory:
-            sample = ours.samples[-1]
-            gb = sample.nbytes / STEPS / 1e9
-            beyond = ours.median - memory.median
-            outcome.notes.append(
-                f"{name}: {gb:.2f} GB a step to and from the drive, {beyond:.2f} of {ours.median:.2f} s"
-            )
+        outcome.notes += [
+            _split(name, row) for row in comparison.rows if row.usable and row.label != MEMORY
+        ]
     return outcome
+
+
+def _split(name: str, row: Row) -> str:
+    """Say what a step's time goes into."""
+    gb = statistics.median(sample.details["nbytes"] for sample in row.samples) / STEPS / GB
+    held = statistics.median(sample.details["seconds_in_handle"] for sample in row.samples) / STEPS
+    return f"{name}: {row.label} moves {gb:.2f} GB a step; {held:.2f} of {row.median:.2f} s are spent in its handles"
 
 
 def _contenders(
@@ -91,7 +96,8 @@ def _contenders(
             found = worker.call("steps", count=STEPS)
             losses[label] += found["losses"]
             seconds = found["seconds"]
-            return Sample(seconds / STEPS, seconds, found["nbytes"], found["cpu_seconds"])
+            details = {"nbytes": found["nbytes"], "seconds_in_handle": found["seconds_in_handle"]}
+            return Sample(seconds / STEPS, seconds, details=details)
 
         return Contender(label, kind, measure)
 

@@ -104,6 +104,21 @@ def test_wheel_moves_a_file_without_torch_numpy_or_compiler(
     assert Path(done.stdout.strip()).is_relative_to(installed)
 
 
+def test_wheel_waits_for_deepspeed_where_the_variable_asks_and_nowhere_else(
+    installed: Path, tmp_path: Path
+) -> None:
+    program = "import sys; print([m for m in sys.modules if 'tensorferry' in m])"
+    for variable, modules in (("", "[]"), ("0", "[]"), ("1", "['_tensorferry_deepspeed']")):
+        environment = bare_environment(installed) | {"TENSORFERRY_DEEPSPEED": variable}
+        done = run(installed / "bin/python", "-c", program, env=environment, cwd=tmp_path)
+        assert done.stdout.strip() == modules
+    # Something by DeepSpeed's name shows that its import ends in install(), which looks for the builders.
+    (tmp_path / "deepspeed.py").write_text("")
+    done = run(installed / "bin/python", "-c", "import deepspeed", env=environment, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "deepspeed.ops" in done.stdout
+
+
 def test_wheel_needs_only_the_c_and_cpp_libraries(installed: Path) -> None:
     (core,) = installed.glob("lib/python*/site-packages/tensorferry/_core*.so")
     dynamic = run("readelf", "--dynamic", "--wide", core)
