@@ -35,6 +35,8 @@ def run(scenario: str, directory: Path, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
         [*command, f"--directory={directory}", f"--json={result}"],
         cwd=ROOT,
+        # Where the tests of DeepSpeed have its own engine compiled.
+        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(ROOT / "build/torch_extensions")},
         capture_output=True,
         text=True,
         timeout=240,

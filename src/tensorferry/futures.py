@@ -42,6 +42,12 @@ class Future:
         self._request = request
         _unseen.add(self)
 
+    def _abandon(self) -> None:
+        """End the transfer before its time; how it ends is of no interest."""
+        self._request.cancel()
+        self._asked = True
+        _unseen.discard(self)
+
     def done(self) -> bool:
         """Return whether the transfer has ended, well or not."""
         return self._request.done()

@@ -111,7 +111,7 @@ class Drives:
             moved = [_finish(future, nbytes, begin, limit_seconds) for future in futures]
         except BaseException:
             for future in futures:
-                future._request.cancel()
+                future._abandon()
             raise
         seconds = time.perf_counter() - begin
         cpu_seconds = time.process_time() - cpu_begin
