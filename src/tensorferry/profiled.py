@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.errors import EngineUnavailableError
-from tensorferry.runtime import make_scheduler
+from tensorferry.runtime import scheduler_with
 from tensorferry.tuning import profiles as store
 
 if TYPE_CHECKING:
@@ -181,11 +181,5 @@ def _make(settings: Settings) -> _core.Scheduler | None:
     for engine in dict.fromkeys((settings.engine, None)):
         # What was tuned outside a container may not be had inside.
         with contextlib.suppress(EngineUnavailableError):
-            return make_scheduler(
-                engine,
-                settings.block_size,
-                settings.queue_depth,
-                settings.intra_op_parallelism,
-                settings.single_submit,
-            )
+            return scheduler_with(dataclasses.replace(settings, engine=engine))
     return None

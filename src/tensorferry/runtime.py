@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tensorferry.profiled import ProfiledScheduler
+    from tensorferry.tuning.settings import Settings
 
 # Settings given: a scheduler. None given: it may be several that look like one.
 AnyScheduler: TypeAlias = "_core.Scheduler | ProfiledScheduler"
@@ -66,6 +67,17 @@ def make_scheduler(
     )
     _schedulers.add(scheduler)
     return scheduler
+
+
+def scheduler_with(settings: Settings) -> _core.Scheduler:
+    """Do as :func:`make_scheduler` with settings that a profile keeps or a sweep tries."""
+    return make_scheduler(
+        settings.engine,
+        settings.block_size,
+        settings.queue_depth,
+        settings.intra_op_parallelism,
+        settings.single_submit,
+    )
 
 
 def automatic_scheduler() -> AnyScheduler:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from tensorferry import _core
 from tensorferry.arrays import memory_of
 from tensorferry.errors import StorageError
-from tensorferry.runtime import close_scheduler, make_scheduler
+from tensorferry.runtime import close_scheduler, scheduler_with
 from tensorferry.transfers import start
 
 if TYPE_CHECKING:
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
 _PATTERN_NBYTES = 4 << 20
 _CLOSERS = 8
-_FREE_SHARE = (
-    4  # of the free space, and of the memory available: a file takes at most one part in so many
-)
+# Of the free space, and of the memory available, a file takes at most one part in so many.
+_FREE_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -134,16 +133,8 @@ class Drives:
         """Return one scheduler for each file: those of the last measurement, if it had the same settings."""
         if settings != self._settings:
             self._close_schedulers()
-            for _ in self._files:
-                self._schedulers.append(
-                    make_scheduler(
-                        settings.engine,
-                        settings.block_size,
-                        settings.queue_depth,
-                        settings.intra_op_parallelism,
-                        settings.single_submit,
-                    )
-                )
+            for _ in self._files:  # each is kept at once, to be closed should the next be refused
+                self._schedulers.append(scheduler_with(settings))
             self._settings = settings
         return self._schedulers
 
