@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 from benchmarks import pattern
@@ -26,6 +27,7 @@ __all__ = [
     "make_cold",
     "make_warm",
     "remove",
+    "remove_directory",
     "scratch_directory",
     "write_pattern",
 ]
@@ -36,6 +38,12 @@ def scratch_directory(parent: Path) -> Iterator[Path]:
     """A directory that is gone afterwards, also when the benchmark is interrupted."""
     with scratch.scratch_directory(parent, "tensorferry-bench-") as path:
         yield path
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory and what is in it, if it is there, as :func:`remove` does a file."""
+    shutil.rmtree(path, ignore_errors=True)
+    scratch.sync_directory(path.parent)
 
 
 def make_warm(path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,10 @@ from tensorferry.tuning.crew import ending_signals_blocked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_STAT_BLOCK_NBYTES = 512  # of st_blocks, whatever the file system's are: stat(2)
+_FREEING_SECONDS_MAX = 2.0
+_FREEING_SLICE_SECONDS = 0.01
 
 
 @contextlib.contextmanager
@@ -41,10 +46,27 @@ def make_cold(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Unlink a file, if it is there, and let the file system finish with it: its discards are nobody's time."""
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    directory = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        taken, free = path.stat().st_blocks * _STAT_BLOCK_NBYTES, _free_nbytes(path.parent)
+        path.unlink()
+    except FileNotFoundError:
+        taken = free = 0
+    sync_directory(path.parent)
+    # The kernel closes what a process had registered with io_uring some time after its end, and only then frees space.
+    end = time.monotonic() + _FREEING_SECONDS_MAX
+    while _free_nbytes(path.parent) < free + taken and time.monotonic() < end:
+        time.sleep(_FREEING_SLICE_SECONDS)
+
+
+def _free_nbytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bfree * status.f_frsize
+
+
+def sync_directory(path: Path) -> None:
+    """Have the file system finish with what was made, renamed or removed in a directory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
