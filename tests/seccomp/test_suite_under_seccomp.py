@@ -21,6 +21,22 @@ BLOCKED_ENGINE = {"io_uring": "io_uring", "aio": "libaio"}
 
 # Not what builds the package, nor what runs fio or DeepSpeed's own engine, which are blocked as well, nor the slowest.
 LEFT_OUT = [
+    *(
+        f"checkpoint/test_{name}.py"
+        for name in (
+            "async_save",
+            "byte_identity",
+            "crash",
+            "example_training",
+            "metadata",
+            "ranges",
+            "reshard",
+            "verify",
+            "versions",
+            "writer_options",
+            "writer_ranks",
+        )
+    ),
     "seccomp",
     "packaging",
     "cpp",

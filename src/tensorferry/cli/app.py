@@ -8,8 +8,10 @@ import typer
 
 import tensorferry
 from tensorferry.cli.bench import bench
+from tensorferry.cli.ls import ls
 from tensorferry.cli.report import report
 from tensorferry.cli.tune import tune
+from tensorferry.cli.verify import verify
 
 # Options may be written with underscores as well: --block_size is what DeepSpeed's tools call --block-size.
 CONTEXT_SETTINGS = {
@@ -23,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for command in (report, bench, tune):
+for command in (report, bench, tune, ls, verify):
     app.command(context_settings=CONTEXT_SETTINGS)(command)
 
 

@@ -1,0 +1,345 @@
+"""What torch.save writes around payloads: bytes that torch itself makes, with the checksums filled in later.
+
+torch.save writes a zip archive in which payloads (the storages' bytes) are stored as they are. Nothing before a
+payload depends on its bytes. What depends on them is their CRC-32: in the record's descriptor right behind the
+payload, in the central directory at the end of the archive, and in the record `.data/serialization_id`, half of which
+is a hash of the CRC-32s of all records, and which has a CRC-32 of its own.
+
+So torch is asked once, with `torch.serialization.skip_data`, for an archive without payloads, and the places of those
+numbers in it are found. That they are what is said here is checked on each archive: where torch wrote other numbers
+than it would have to, the archive is refused, and the caller saves by torch itself.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import io
+import math
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tensorferry.checkpoint.checksums import crc32
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tensorferry.arrays import Memory
+
+# An archive takes about 1.6 KB beside the payload. More than this only where a tensor has dozens of dimensions.
+MAX_OVERHEAD_NBYTES = 4096
+
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_DIRECTORY_ENTRY = struct.Struct("<4s6H3L5H2L")
+_END_NBYTES = 22
+_LOCATOR = struct.Struct("<4sLQL")
+_ZIP64_END = struct.Struct("<4sQ2H2L4Q")
+_CRC = struct.Struct("<L")
+_DIGITS = 20  # of each half of the serialization id
+_MAX_32 = 0xFFFFFFFF
+
+
+class UnknownArchiveError(Exception):
+    """An archive is not as this module knows them."""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive without its payloads.
+
+    Attributes
+    ----------
+    pieces : tuple of bytes
+        ``pieces[k]`` stands before payload k, the last one behind the last payload; CRC-32s of payloads are not in
+        them yet.
+    payload_nbytes : tuple of int
+        The payloads' sizes.
+    """
+
+    pieces: tuple[bytes, ...]
+    payload_nbytes: tuple[int, ...]
+    _descriptors: tuple[int, ...]  # where in pieces[k + 1] the CRC-32 of payload k stands
+    _entries: tuple[int, ...]  # where in the last piece it stands again
+    _crcs: tuple[int | None, ...]  # of all records that the id is made of; None: the next payload's
+    _id: _Identity | None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole archive."""
+        return sum(map(len, self.pieces)) + sum(self.payload_nbytes)
+
+    def piece(self, index: int, payload_crcs: Sequence[int]) -> bytes:
+        """Return ``pieces[index]`` with the CRC-32s of payloads in it; it takes those of all payloads before it."""
+        if index == 0:
+            return self.pieces[0]
+        piece = bytearray(self.pieces[index])
+        _CRC.pack_into(piece, self._descriptors[index - 1], payload_crcs[index - 1])
+        if index == len(self.pieces) - 1:
+            for position, crc in zip(self._entries, payload_crcs, strict=True):
+                _CRC.pack_into(piece, position, crc)
+            if self._id is not None:
+                payloads = iter(payload_crcs)
+                hashed = _hash([next(payloads) if crc is None else crc for crc in self._crcs])
+                self._id.write(piece, hashed)
+        return bytes(piece)
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """Where in the last piece the serialization id and its two CRC-32s stand."""
+
+    content: int
+    descriptor: int
+    entry: int
+
+    def write(self, piece: bytearray, hashed: int) -> None:
+        begin, end = self.content, self.content + 2 * _DIGITS
+        piece[begin + _DIGITS : end] = b"%020d" % hashed
+        crc = crc32(piece[begin:end])
+        _CRC.pack_into(piece, self.descriptor, crc)
+        _CRC.pack_into(piece, self.entry, crc)
+
+
+def archive_of(obj: Any, pickle_module: Any = pickle) -> Archive:
+    """Return the archive that torch.save would write, without the payloads.
+
+    Raises
+    ------
+    UnknownArchiveError
+        This torch cannot leave payloads out, or writes archives in another way than is known here.
+    """
+    skip_data = getattr(torch.serialization, "skip_data", None)
+    if skip_data is None:  # torch 2.4
+        raise UnknownArchiveError("this torch has no skip_data")
+    sink = _Sink()
+    with skip_data():
+        torch.save(obj, sink, pickle_module)  # type: ignore[arg-type]
+    return sink.archive()
+
+
+def tensor_archive(dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> Archive:
+    """Return the archive of a plain dense CPU tensor, which has one payload of all its elements in memory order.
+
+    Raises
+    ------
+    UnknownArchiveError
+        As for :func:`archive_of`.
+    """
+    return _tensor_archive(dtype, tuple(size), tuple(stride), _settings())
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_archive(
+    dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], _made_with: object
+) -> Archive:
+    # Memory that is never touched takes none.
+    archive = archive_of(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+    if archive.payload_nbytes != (math.prod(size) * dtype.itemsize,):
+        raise UnknownArchiveError(f"payloads of {archive.payload_nbytes} bytes")
+    return archive
+
+
+def _settings() -> object:
+    """Return what else an archive depends on."""
+    try:
+        from torch.utils.serialization import config
+    except ImportError:  # before torch 2.7
+        return None
+    return getattr(config.save, "storage_alignment", None)
+
+
+def plain_memory(tensor: torch.Tensor) -> Memory | None:
+    """Return the memory of a tensor that :func:`tensor_archive` describes; None if it is not one."""
+    if (
+        type(tensor) is not torch.Tensor
+        or not tensor.is_cpu
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.requires_grad
+        or tensor.numel() == 0
+        or tensor.__dict__
+        or not _is_dense(tensor)
+    ):
+        return None
+    return tensor.data_ptr(), tensor.nbytes, tensor
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill one range of memory, each place once, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if length != 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True
+
+
+class _Sink(io.RawIOBase):
+    """The file that torch.save writes to: it keeps bytes, and sizes of what is left out."""
+
+    def __init__(self) -> None:
+        self._pieces = [bytearray()]
+        self._gaps: list[int] = []
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self._pieces[-1] += view
+        return view.nbytes
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence != io.SEEK_CUR or offset < 0:
+            raise UnknownArchiveError(f"seek({offset}, {whence})")
+        if offset:
+            self._gaps.append(offset)
+            self._pieces.append(bytearray())
+        return 0
+
+    def archive(self) -> Archive:
+        """Find the numbers that depend on payloads."""
+        try:
+            return _parse(self._pieces, self._gaps)
+        except (struct.error, IndexError, ValueError) as error:
+            raise UnknownArchiveError(f"no archive: {error}") from error
+
+
+@dataclass(frozen=True)
+class Record:
+    """An entry of the central directory."""
+
+    name: bytes
+    crc: int
+    nbytes: int
+    header: int  # position of the local header
+    entry_crc: int  # position of the CRC-32 in the central directory
+
+
+def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
+    starts = [0]
+    for piece, gap in zip(pieces, gaps, strict=False):
+        starts.append(starts[-1] + len(piece) + gap)
+    payloads = {start - gap: k for k, (start, gap) in enumerate(zip(starts[1:], gaps, strict=True))}
+    last, last_start = pieces[-1], starts[-1]
+
+    def find(position: int, nbytes: int) -> tuple[int, int]:
+        """Return the piece in which bytes of the archive lie, and where in it."""
+        index = bisect.bisect_right(starts, position) - 1
+        if position + nbytes > starts[index] + len(pieces[index]):
+            raise UnknownArchiveError("bytes that should be there are left out")
+        return index, position - starts[index]
+
+    descriptors: list[int] = []
+    entries: list[int] = []
+    crcs: list[int | None] = []
+    written: list[int] = []
+    identity: _Identity | None = None
+    for record in directory_records(last, last_start):
+        if record.nbytes == 0:  # it has no descriptor, and no part in the id
+            continue
+        index, position = find(record.header, _LOCAL_HEADER.size)
+        fields = _LOCAL_HEADER.unpack_from(pieces[index], position)
+        data = record.header + _LOCAL_HEADER.size + fields[9] + fields[10]
+        descriptor_piece, descriptor = find(data + record.nbytes, 8)
+        if (
+            fields[0] != b"PK\3\4"
+            or pieces[descriptor_piece][descriptor : descriptor + 4] != b"PK\7\10"
+        ):
+            raise UnknownArchiveError("a record without header or descriptor")
+        entry = record.entry_crc - last_start
+        if record.name.endswith(b"/.data/serialization_id"):
+            content_piece, content = find(data, 2 * _DIGITS)
+            if content_piece != len(pieces) - 1 or record.nbytes != 2 * _DIGITS:
+                raise UnknownArchiveError("an unknown serialization id")
+            identity = _Identity(content, descriptor + 4, entry)
+            break  # it is the last record, and no part of itself
+        written.append(record.crc)
+        payload = payloads.get(data)
+        if payload is not None:
+            if payload != len(entries) or gaps[payload] != record.nbytes:
+                raise UnknownArchiveError("payloads in another order than their records")
+            descriptors.append(descriptor + 4)
+            entries.append(entry)
+            crcs.append(None)
+            continue
+        content_piece, content = find(data, record.nbytes)
+        crc = crc32(pieces[content_piece][content : content + record.nbytes])
+        if record.crc not in (crc, 0):
+            raise UnknownArchiveError("a checksum that is not its record's")
+        # Where torch was told to leave them out (compute_crc32) they are put in: they cost nothing here.
+        _CRC.pack_into(pieces[descriptor_piece], descriptor + 4, crc)
+        _CRC.pack_into(last, entry, crc)
+        crcs.append(crc)
+    if len(entries) != len(gaps):
+        raise UnknownArchiveError("a payload that is no record")
+    if identity is not None:
+        digits = last[identity.content + _DIGITS : identity.content + 2 * _DIGITS]
+        if int(digits) != _hash(written):
+            raise UnknownArchiveError("an unknown serialization id")
+    return Archive(
+        tuple(map(bytes, pieces)),
+        tuple(gaps),
+        tuple(descriptors),
+        tuple(entries),
+        tuple(crcs),
+        identity,
+    )
+
+
+def directory_records(last: bytes | bytearray, last_start: int) -> list[Record]:
+    """Return the entries of the central directory, which lies in the archive's last piece."""
+    end = len(last) - _END_NBYTES
+    if last[end : end + 4] != b"PK\5\6":
+        raise UnknownArchiveError("no end of central directory")
+    locator = _LOCATOR.unpack_from(last, end - _LOCATOR.size)
+    if locator[0] != b"PK\6\7":
+        raise UnknownArchiveError("no zip64 locator")
+    fields = _ZIP64_END.unpack_from(last, locator[2] - last_start)
+    if fields[0] != b"PK\6\6":
+        raise UnknownArchiveError("no zip64 end of central directory")
+    count, position = fields[7], fields[9] - last_start
+    records = []
+    for _ in range(count):
+        entry = _DIRECTORY_ENTRY.unpack_from(last, position)
+        if entry[0] != b"PK\1\2":
+            raise UnknownArchiveError("no entry in the central directory")
+        crc, packed_nbytes, nbytes = entry[7:10]
+        name_nbytes, extra_nbytes, comment_nbytes = entry[10:13]
+        header = entry[16]
+        name_at = position + _DIRECTORY_ENTRY.size
+        name = bytes(last[name_at : name_at + name_nbytes])
+        extra = last[name_at + name_nbytes : name_at + name_nbytes + extra_nbytes]
+        nbytes, packed_nbytes, header = _widened(extra, [nbytes, packed_nbytes, header])
+        if entry[4] != 0 or nbytes != packed_nbytes:
+            raise UnknownArchiveError("a compressed record")
+        records.append(Record(name, crc, nbytes, header, last_start + position + 16))
+        position += _DIRECTORY_ENTRY.size + name_nbytes + extra_nbytes + comment_nbytes
+    return records
+
+
+def _widened(extra: bytes | bytearray, values: list[int]) -> list[int]:
+    """Return 32-bit numbers of an entry with those replaced that stand in its zip64 field."""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<2H", extra, position)
+        if kind == 1:
+            wide = iter(struct.unpack_from(f"<{nbytes // 8}Q", extra, position + 4))
+            return [next(wide) if value == _MAX_32 else value for value in values]
+        position += 4 + nbytes
+    return values
+
+
+def _hash(crcs: Sequence[int]) -> int:
+    """Return torch's hash of all records' CRC-32s (c10::hash_combine, inline_container.cc)."""
+    seed = 0
+    for crc in crcs:
+        seed ^= crc + 0x9E3779B9 + (seed << 6 & (1 << 64) - 1) + (seed >> 2)
+        seed &= (1 << 64) - 1
+    return seed

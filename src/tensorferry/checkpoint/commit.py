@@ -1,0 +1,236 @@
+"""The moment from which a checkpoint is the new one: one rename of `.metadata`, and all that must come before it.
+
+At every instant the directory holds the old checkpoint whole or the new one whole. Data files of a save have names that
+no other save used, and are on the drive, names included, before the new `.metadata` takes the place of the old one in
+one step. Only then is removed what nothing refers to any more: files of the checkpoint before, and of saves that did
+not come to their end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import dataclasses
+import io
+import os
+import pickle
+import re
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tensorferry.checkpoint.checksums import CHUNK_NBYTES, crc32
+from tensorferry.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from tensorferry.checkpoint.stream import FileSummary
+
+METADATA_NAME = ".metadata"
+METADATA_VERSION = "1.0.0"
+EXTRAS_VERSION = 1
+TRAILER = b"tensorferry crc32 %08x\n"
+_TRAILER_NBYTES = len(TRAILER % 0)
+
+# Data files of torch (__0_0.distcp) and ours (__0_1f40fc92da241694_0.distcp), by rank.
+_DATA_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]{16}_)?\d+\.distcp")
+_OWN_NAME = rb"__\d+_[0-9a-f]{16}_\d+\.distcp"
+_RANK_METADATA = re.compile(r"__\d+\.metadata")
+
+# The latest protocol that every supported Python reads.
+_PICKLE_PROTOCOL = 4
+# What TensorProperties pickled to before torch 2.15, which reads it as well; older ones read nothing else.
+_PORTABLE_PROPERTIES = 5
+
+
+def metadata_name(rank: int | None) -> str:
+    """Return the metadata's name: of the whole checkpoint (None), or of one rank's that was saved alone."""
+    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and its parents where they are missing, so that they would survive a power cut."""
+    missing = []
+    existing = directory
+    while not existing.exists():
+        missing.append(existing)
+        existing = existing.parent
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    _sync(directory, os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's data durable."""
+    _sync(path, 0)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult]]) -> None:
+    """Enter what all ranks wrote, and check that it is everything that was planned.
+
+    Raises
+    ------
+    CheckpointError
+        Something that the metadata describes was not written.
+    """
+    storage_data: dict[MetadataIndex, Any] = {}
+    files: dict[str, tuple[int, bytes]] = {}
+    for written in results:
+        for result in written:
+            info = result.storage_data
+            storage_data[result.index] = info
+            summary: FileSummary | None = info.__dict__.pop("tensorferry_file", None)
+            if summary is not None:
+                files[info.relative_path] = (summary.nbytes, summary.chunk_crcs)
+    missing = [index for index in _planned(metadata) if index not in storage_data]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of the parts that were to be saved have not been written; the checkpoint before this "
+            "one stays",
+            names=tuple(sorted({index.fqn for index in missing})),
+        )
+    if "version" in {field.name for field in dataclasses.fields(metadata)}:  # since torch 2.9
+        metadata.version = METADATA_VERSION
+    metadata.storage_data = storage_data
+    if files:
+        extras = {"version": EXTRAS_VERSION, "chunk_nbytes": CHUNK_NBYTES, "files": files}
+        metadata.__dict__["tensorferry"] = extras
+
+
+def _planned(metadata: Metadata) -> Iterable[MetadataIndex]:
+    for name, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            for chunk in described.chunks:
+                yield MetadataIndex(name, chunk.offsets)
+        elif isinstance(described, BytesStorageMetadata):
+            yield MetadataIndex(name)
+
+
+def write_metadata(directory: Path, name: str, metadata: Metadata, *, sync: bool) -> None:
+    """Put metadata in the place of what is there, at one stroke: from now on the checkpoint is the new one."""
+    pickled = _pickled(metadata)
+    temporary = directory / f"{name}.tmp"
+    try:
+        with temporary.open("wb", buffering=0) as stream:
+            for part in (pickled, TRAILER % crc32(pickled)):
+                _write_all(stream, part)
+            if sync:
+                os.fsync(stream.fileno())
+        temporary.replace(directory / name)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_directory(directory)
+        # It may be somebody else's, and then was made long ago.
+        with contextlib.suppress(PermissionError):
+            sync_directory(directory.parent)
+
+
+def remove_replaced(
+    directory: Path, referenced: Iterable[str], *, rank: int | None = None, sync: bool
+) -> None:
+    """Remove data files that no metadata refers to any more.
+
+    Parameters
+    ----------
+    directory : Path
+        The checkpoint's.
+    referenced : iterable of str
+        Names of the files that stay.
+    rank : int, optional
+        The rank whose files alone are looked at, for a checkpoint of its own.
+    sync : bool
+        Whether to make sure that metadata is gone before files that it refers to.
+    """
+    if rank is None:
+        # Metadata of single ranks is not looked at once there is one for all.
+        stale = [path for path in directory.iterdir() if _RANK_METADATA.fullmatch(path.name)]
+        _unlink(stale)
+        if stale and sync:
+            sync_directory(directory)
+    keep = set(referenced)
+    _unlink(path for path in _data_files(directory, rank) if path.name not in keep)
+
+
+def remove_leftovers(directory: Path, *, rank: int | None = None) -> None:
+    """Remove data files of saves that did not come to their end; else they might fill the disk.
+
+    Only one save at a time may write to a directory. Where there is metadata that is not ours, or not whole, nothing
+    is removed.
+    """
+    mentioned: set[str] = set()
+    for path in directory.iterdir():
+        if path.name == METADATA_NAME or _RANK_METADATA.fullmatch(path.name):
+            content = path.read_bytes()
+            pickled, trailer = content[:-_TRAILER_NBYTES], content[-_TRAILER_NBYTES:]
+            if trailer != TRAILER % crc32(pickled):
+                return
+            # Names stand in a pickle as they are; a mention too many only keeps a file for longer.
+            mentioned.update(name.decode() for name in re.findall(_OWN_NAME, pickled))
+    _unlink(
+        path
+        for path in _data_files(directory, rank)
+        if re.fullmatch(_OWN_NAME, path.name.encode()) and path.name not in mentioned
+    )
+
+
+def _data_files(directory: Path, rank: int | None) -> list[Path]:
+    return [
+        path
+        for path in directory.iterdir()
+        if (match := _DATA_FILE.fullmatch(path.name))
+        and rank in (None, int(match[1]))
+        and path.is_file()
+    ]
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _write_all(stream: Any, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[stream.write(view) :]
+
+
+def _pickled(metadata: Metadata) -> bytes:
+    """Pickle metadata so that every supported torch can read it."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, _PICKLE_PROTOCOL)
+    # Other than reducer_override(), it costs a call for these objects alone.
+    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _portable_properties}
+    pickler.dump(metadata)
+    return file.getvalue()
+
+
+def _portable_properties(properties: TensorProperties) -> Any:
+    state: Any = properties.__getstate__()  # type: ignore[no-untyped-call]
+    if isinstance(state, tuple) and len(state) > _PORTABLE_PROPERTIES:
+        state = state[:_PORTABLE_PROPERTIES]
+    return copyreg.__newobj__, (type(properties),), state  # type: ignore[attr-defined]

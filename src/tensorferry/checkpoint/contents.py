@@ -1,0 +1,353 @@
+"""A checkpoint's data files: where the items of a load plan lie in them, and whether they are what was written."""
+
+from __future__ import annotations
+
+import io
+import math
+import operator
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType
+
+from tensorferry.checkpoint import blobs, delivery
+from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.metadata import chunk_of, data_file, file_checksums, payload_of
+from tensorferry.checkpoint.pipeline import READING_BUFFER_COUNT, Pipeline
+from tensorferry.checkpoint.ranges import is_inside
+from tensorferry.checkpoint.sweep import DataFile, Queue, Sweep, cuts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import BinaryIO
+
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import ReadItem
+
+    from tensorferry.checkpoint.sweep import Wanted
+
+# Blobs whose heads and tails are in memory at once.
+_PARSED_TOGETHER = 512
+
+
+@dataclass
+class Item:
+    """An item of a load plan, and where it lies.
+
+    Attributes
+    ----------
+    request : ReadItem
+        The item.
+    info : _StorageInfo
+        The place of its blob.
+    payload : Payload or None
+        The place of its elements in the file; None where the blob is read whole.
+    """
+
+    request: ReadItem
+    info: _StorageInfo
+    payload: blobs.Payload | None = None
+
+    @property
+    def begin(self) -> int:
+        """Before this place in the file it needs nothing."""
+        begin: int = self.info.offset if self.payload is None else self.payload.begin
+        return begin
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all elements of the payload are asked for."""
+        return self.payload is not None and tuple(self.request.lengths) == self.payload.sizes
+
+
+class Contents:
+    """What the metadata says of data files.
+
+    Parameters
+    ----------
+    folder : PathLike
+        The checkpoint's.
+    metadata : Metadata
+        Checked by :func:`tensorferry.checkpoint.metadata.check_metadata`.
+    verify : bool
+        Whether what is read is verified.
+    trusted : bool
+        Whether data files may lie elsewhere.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        metadata: Metadata,
+        *,
+        verify: bool = True,
+        trusted: bool = False,
+    ) -> None:
+        self._folder = folder
+        self._metadata = metadata
+        self._verify = verify
+        self._trusted = trusted
+        self._checksums = file_checksums(metadata)
+
+    def open(
+        self,
+        name: str,
+        *,
+        damaged: Callable[[CheckpointError], None] | None = None,
+    ) -> DataFile:
+        """Open a data file."""
+        return DataFile(
+            data_file(self._folder, name, trusted=self._trusted),
+            name,
+            self._checksums.get(name),
+            self.names_at,
+            verify=self._verify,
+            damaged=damaged,
+        )
+
+    def has_checksums(self, name: str) -> bool:
+        """Return whether parts of a data file can be verified by themselves."""
+        return name in self._checksums
+
+    def names_at(self, name: str, begin: int, end: int) -> tuple[str, ...]:
+        """Return the names of what lies in a range of a file."""
+        places = sorted(
+            (info.offset, index.fqn)
+            for index, info in self._metadata.storage_data.items()
+            if info.relative_path == name
+            and info.offset < end
+            and begin < info.offset + info.length
+        )
+        return tuple(dict.fromkeys(fqn for _, fqn in places))
+
+    def files(self, requests: Sequence[ReadItem]) -> Iterator[tuple[DataFile, list[Item]]]:
+        """Return the items of each data file, in the order in which they lie there."""
+        by_file: dict[str, list[Item]] = {}
+        for request in requests:
+            info = self._info(request.storage_index)
+            payload = self._payload(request, info) if _is_tensor(request) else None
+            item = Item(request, info, payload)
+            by_file.setdefault(info.relative_path, []).append(item)
+        self._parse(by_file)
+        for name, items in by_file.items():
+            file = self.open(name)
+            try:
+                for item in items:
+                    file.require(item.info.offset + item.info.length)
+                    _check_slice(item, file)
+                items.sort(key=operator.attrgetter("begin"))
+            except BaseException:
+                file.file.close()
+                raise
+            yield file, items
+
+    def transformed(self, requests: Sequence[ReadItem]) -> list[ReadItem]:
+        """Return those items that went through extensions, which torch has to undo."""
+        found = []
+        for request in requests:
+            info = self._info(request.storage_index)
+            if getattr(info, "transform_descriptors", None):
+                data_file(self._folder, info.relative_path, trusted=self._trusted)
+                found.append(request)
+        return found
+
+    def verify(self, requests: Sequence[ReadItem]) -> None:
+        """Read what a plan needs, and verify it.
+
+        Raises
+        ------
+        CheckpointError
+            Something is damaged.
+        """
+        ledger = delivery.Ledger()
+        with Pipeline(READING_BUFFER_COUNT) as pipeline, Sweep(pipeline) as sweep:
+
+            def want(piece: Wanted) -> None:
+                sweep.want(*piece)
+                ledger.settle()
+
+            queue = Queue(want)
+            for file, items in self.files(requests):
+                sweep.begin_file(file)
+                for item in items:
+                    queue.add(item.begin, lambda i=item, f=file: self._checks(ledger, i, f))  # type: ignore[misc]
+                queue.advance()
+            sweep.finish()
+            ledger.settle()
+
+    def check_payload(self, item: Item, file: DataFile, crc: int) -> None:
+        """Compare the CRC-32 of an item's payload with the one it had when it was written."""
+        payload = item.payload
+        assert payload is not None
+        if crc != payload.crc:
+            raise CheckpointError(
+                f"the bytes are not those that were written (CRC-32 {crc:08x} instead of {payload.crc:08x})",
+                file.path,
+                names=(item.request.storage_index.fqn,),
+                begin=payload.begin,
+                end=payload.begin + payload.nbytes,
+            )
+
+    def check_blob(self, item: Item, file: DataFile, data: BinaryIO) -> None:
+        """Verify a blob by the checksums that are in it, where there are no others."""
+        if not self._verify or self.has_checksums(file.name):
+            return
+        problem = blobs.examine(data).problem
+        if problem is not None:
+            raise CheckpointError(
+                problem,
+                file.path,
+                names=(item.request.storage_index.fqn,),
+                begin=item.info.offset,
+                end=item.info.offset + item.info.length,
+            )
+
+    def has_only_payload_crc(self, item: Item, file: DataFile) -> bool:
+        """Return whether an item can be verified, but only by reading its payload whole."""
+        return (
+            self._verify
+            and not self.has_checksums(file.name)
+            and item.payload is not None
+            and item.payload.crc is not None
+        )
+
+    def _info(self, index: MetadataIndex) -> _StorageInfo:
+        info: _StorageInfo | None = self._metadata.storage_data.get(index)
+        if info is None:
+            raise CheckpointError(
+                "the checkpoint is incomplete: it describes this, but does not say where it lies",
+                os.fspath(self._folder),
+                names=(index.fqn,),
+            )
+        return info
+
+    def _payload(self, request: ReadItem, info: _StorageInfo) -> blobs.Payload | None:
+        """Return where the metadata says that elements lie."""
+        place = payload_of(info)
+        chunk = chunk_of(self._metadata, request.storage_index)
+        if place is None or chunk is None or getattr(info, "transform_descriptors", None):
+            return None
+        entry = self._metadata.state_dict_metadata[request.storage_index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        dtype, sizes = entry.properties.dtype, tuple(chunk.sizes)
+        if place[1] != math.prod(sizes) * dtype.itemsize:
+            return None
+        return blobs.Payload(
+            info.offset + place[0], place[1], dtype, sizes, tuple(range(len(sizes)))
+        )
+
+    def _parse(self, by_file: dict[str, list[Item]]) -> None:
+        """Find the payloads of those tensors of which the metadata does not say where they are."""
+        unknown = {
+            name: blobs_of_file
+            for name, items in by_file.items()
+            if (blobs_of_file := _unknown_blobs(items))
+        }
+        if not unknown:
+            return
+        with Pipeline(READING_BUFFER_COUNT) as pipeline, Sweep(pipeline) as sweep:
+            ledger = delivery.Ledger()
+            waiting: list[tuple[list[Item], delivery.Bytes, delivery.Bytes]] = []
+
+            def parse_waiting() -> None:
+                sweep.settle()
+                for items, head, tail in waiting:
+                    _set_payload(items, head.data, tail.data)
+                waiting.clear()
+
+            for name, blobs_of_file in unknown.items():
+                file = self.open(name)
+                sweep.begin_file(file)
+                for (offset, length), items in sorted(blobs_of_file.items()):
+                    file.require(offset + length)
+                    counter = delivery.Delivery(ledger, lambda: None)
+                    pair = []
+                    for begin, end in _ends(offset, length):
+                        sink = delivery.Bytes(counter, end - begin)
+                        for start, stop in cuts(begin, end):
+                            sweep.want(start, stop, sink, start - begin)
+                        pair.append(sink)
+                    waiting.append((items, pair[0], pair[-1]))
+                    if len(waiting) == _PARSED_TOGETHER:
+                        parse_waiting()
+            parse_waiting()
+            sweep.finish()
+
+    def _checks(self, ledger: delivery.Ledger, item: Item, file: DataFile) -> Iterator[Wanted]:
+        """Return what verifies an item."""
+        payload, info = item.payload, item.info
+        if self.has_checksums(file.name):
+            ranges = [(info.offset, info.offset + info.length)]
+            if payload is not None:
+                offsets = [item.request.storage_offsets[dim] for dim in payload.order]
+                lengths = [item.request.lengths[dim] for dim in payload.order]
+                needed = delivery.needed(payload, offsets, lengths, file.granule_nbytes)
+                ranges = [(begin, end) for begin, end, _ in needed]
+            nothing = delivery.Nothing()
+            for begin, end in ranges:
+                for start, stop in cuts(begin, end):
+                    yield start, stop, nothing, 0
+        elif self.has_only_payload_crc(item, file):
+            assert payload is not None
+            counter = delivery.Delivery(
+                ledger, lambda: self.check_payload(item, file, checksum.value())
+            )
+            checksum = delivery.Checksum(counter, payload.nbytes)
+            for start, stop in cuts(payload.begin, payload.begin + payload.nbytes):
+                yield start, stop, checksum, start - payload.begin
+            counter.close()
+        else:
+            counter = delivery.Delivery(
+                ledger, lambda: self.check_blob(item, file, io.BytesIO(sink.data))
+            )
+            sink = delivery.Bytes(counter, info.length)
+            for start, stop in cuts(info.offset, info.offset + info.length):
+                yield start, stop, sink, start - info.offset
+            counter.close()
+
+
+def _is_tensor(request: ReadItem) -> bool:
+    return request.type != LoadItemType.BYTE_IO
+
+
+def _check_slice(item: Item, file: DataFile) -> None:
+    """Check that the plan asks for something that is there."""
+    payload, request = item.payload, item.request
+    if payload is None or is_inside(payload.sizes, request.storage_offsets, request.lengths):
+        return
+    raise CheckpointError(
+        f"it has the size {list(payload.sizes)}, in which there are no {list(request.lengths)} at "
+        f"{list(request.storage_offsets)}",
+        file.path,
+        names=(request.storage_index.fqn,),
+    )
+
+
+def _unknown_blobs(items: list[Item]) -> dict[tuple[int, int], list[Item]]:
+    """Return the tensors without a payload, by (offset, length) of the blob."""
+    found: dict[tuple[int, int], list[Item]] = {}
+    for item in items:
+        transformed = getattr(item.info, "transform_descriptors", None)
+        if item.payload is None and _is_tensor(item.request) and not transformed:
+            found.setdefault((item.info.offset, item.info.length), []).append(item)
+    return found
+
+
+def _ends(offset: int, length: int) -> list[tuple[int, int]]:
+    """Return the two ranges of a file where a blob's head and tail lie, or the one that is both."""
+    if length <= blobs.HEAD_NBYTES + blobs.TAIL_NBYTES:
+        return [(offset, offset + length)]
+    end = offset + length
+    return [(offset, offset + blobs.HEAD_NBYTES), (end - blobs.TAIL_NBYTES, end)]
+
+
+def _set_payload(items: list[Item], head: bytearray, tail: bytearray) -> None:
+    info = items[0].info
+    payload = blobs.parse(bytes(head), bytes(tail), info.length)
+    if payload is not None:
+        payload = payload._replace(begin=info.offset + payload.begin)
+        for item in items:
+            item.payload = payload

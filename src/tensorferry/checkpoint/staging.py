@@ -1,0 +1,403 @@
+"""Staging for asynchronous saves: a copy of the state that training may change behind it, in memory that is used again.
+
+All tensors are copied into one *image*: a block of memory on huge pages, allocated by the first save and kept for the
+next ones, so that only the copy itself blocks training; threads copy in parallel, without the GIL. Everything else is
+copied by copy.deepcopy().
+
+An image is lent to what stage() returns and comes back when that is gone. Who stages again before gets a second image;
+a third is not made, the caller waits.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import ctypes
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from tensorferry import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_MAX_IMAGES = 2
+# How long a save may take that another one waits for; torch's process groups give up after the same time.
+_MAX_WAIT_SECONDS = 1800.0
+_POLL_SECONDS = 0.005
+_MAX_THREADS = 16
+_SHARED_MEMORY = "/dev/shm"
+_PIECE_NBYTES = 8 << 20
+# Large tensors begin with a page.
+_PAGE_NBYTES = 4096
+_SMALL_ALIGNMENT = 64
+
+
+class Stager:
+    """Stages for ``torch.distributed.checkpoint.async_save``: ``async_save(..., async_stager=Stager())``.
+
+    Make one and keep it for all saves. tensorferry's FileSystemWriter has one of its own, and needs none.
+
+    Parameters
+    ----------
+    shared : bool
+        Keep images in shared memory (/dev/shm), so that nothing is copied again on the way to the process of
+        ``AsyncCheckpointerType.PROCESS``.
+    overlap : bool
+        Return from :meth:`stage` at once with a future, and copy while training goes on (torch 2.9 and later). The
+        state must not change before ``async_save(...).staging_completion`` is done: wait for it before the next
+        ``optimizer.step()``.
+
+    Notes
+    -----
+    Without ``overlap`` everything has been copied when :meth:`stage` returns, and the state may change. A stager holds
+    one image as large as the state, or two where a save begins while the one before is still being written; with two
+    of them on their way it waits. :meth:`close` frees them. Tensors on a GPU are copied to page-locked images.
+    """
+
+    # To torch: there is nothing to wait for after stage(), or the future is what to wait for.
+    _synchronize_after_execute = False
+
+    def __init__(self, *, shared: bool = False, overlap: bool = False) -> None:
+        self.shared = shared
+        self.overlap = overlap
+        self._images: list[_Image] = []
+        self._lock = threading.Lock()
+        self._copying: Future[dict[str, Any]] | None = None
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: there is nothing to wait for."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any], **_: Any) -> Any:
+        """Return a copy of a state, its tensors in host memory; with ``overlap``, a future of it.
+
+        Raises
+        ------
+        MemoryError
+            There is no memory for it; for shared memory, /dev/shm may be too small.
+        TimeoutError
+            Two earlier states have not been let go of for half an hour.
+        """
+        if not self.overlap:
+            return self._stage(state_dict)
+        self.synchronize_staging()  # one at a time: the state of each is that of its call
+        copying: Future[dict[str, Any]] = Future()
+
+        def work() -> None:
+            try:
+                copying.set_result(self._stage(state_dict))
+            except BaseException as error:
+                copying.set_exception(error)
+
+        self._copying = copying
+        threading.Thread(target=work, name="tensorferry-stage").start()
+        return copying
+
+    @torch.no_grad()
+    def _stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        plan = _Plan(state_dict)
+        image = self._take_image(plan)
+        try:
+            staged: dict[str, Any] = copy.deepcopy(state_dict, plan.copy_into(image))
+        finally:
+            image.reserved = False
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Wait until what stage() was called with may change."""
+        if self._copying is not None:
+            self._copying.exception()
+            self._copying = None
+
+    def close(self) -> None:
+        """Let the images go; one that is lent stays until it is given back."""
+        with self._lock:
+            self._images.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"shared": self.shared, "overlap": self.overlap}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _take_image(self, plan: _Plan) -> _Image:
+        """Return an image that nobody uses, reserved."""
+        deadline = time.monotonic() + _MAX_WAIT_SECONDS
+        while True:
+            with self._lock:
+                free = [image for image in self._images if not image.in_use()]
+                # Those that are too small go before a new one comes.
+                self._images = [i for i in self._images if i not in free or i.nbytes >= plan.nbytes]
+                image = next((i for i in free if i.nbytes >= plan.nbytes), None)
+                if image is None and len(self._images) < _MAX_IMAGES:
+                    del free
+                    image = (_SharedImage if self.shared else _PrivateImage)(plan.nbytes)
+                    self._images.append(image)
+                if image is not None:
+                    image.reserved = True
+                    break
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{_MAX_IMAGES} staged states are still in use after {_MAX_WAIT_SECONDS:.0f} seconds: "
+                    "is a save stuck, or what stage() returned kept?"
+                )
+            time.sleep(_POLL_SECONDS)
+        if plan.has_accelerator_tensors:
+            image.lock_pages()
+        return image
+
+
+class _Plan:
+    """Which tensors of a state go where in an image."""
+
+    def __init__(self, state: object) -> None:
+        self.nbytes = 0
+        self.has_accelerator_tensors = False
+        self._places: dict[tuple[object, ...], int] = {}  # offsets in the image
+        self._copied: dict[int, torch.Tensor] = {}  # by offset
+        self._moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # How to make the copy of each tensor, by its id.
+        self._recipes = {id(tensor): self._recipe(tensor) for tensor in _tensors_in(state)}
+
+    def copy_into(self, image: _Image) -> dict[int, Any]:
+        """Copy the tensors, and return a memo for copy.deepcopy() that has the copies."""
+        memo = {key: recipe(image) for key, recipe in self._recipes.items()}
+        _copy_all(self._moves, image.pages_locked)
+        self._recipes.clear()  # they refer to this plan, which has the copies
+        return memo
+
+    def _recipe(self, tensor: Any) -> Callable[[_Image], Any]:
+        if hasattr(tensor, "trigger_wait"):
+            tensor.trigger_wait()  # the result of a collective that may be on its way
+        if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: getattr(tensor, name) for name in names}
+            recipes = {k: self._recipe(v) for k, v in parts.items() if isinstance(v, torch.Tensor)}
+
+            def rebuild(image: _Image) -> Any:
+                inner = parts | {name: recipe(image) for name, recipe in recipes.items()}
+                make = type(tensor).__tensor_unflatten__
+                return make(inner, context, tensor.size(), tensor.stride())
+
+            return rebuild
+        if isinstance(tensor, ShardedTensor):
+            return lambda _: BlockingAsyncStager().stage({"": tensor})[""]
+        if not _is_plain(tensor):  # sparse, quantized, ...
+            return lambda _: tensor.detach().to("cpu", copy=True)
+        offset = self._place(tensor)
+        return lambda image: self._begin_copy(image, tensor, offset)
+
+    def _place(self, tensor: torch.Tensor) -> int:
+        """Return where a tensor goes; the same for tensors that are the same memory."""
+        key = (
+            tensor.device,
+            tensor.data_ptr(),
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+            tensor.requires_grad,
+        )
+        if key not in self._places:
+            alignment = _PAGE_NBYTES if tensor.nbytes >= _PAGE_NBYTES else _SMALL_ALIGNMENT
+            self._places[key] = -(-self.nbytes // alignment) * alignment
+            self.nbytes = self._places[key] + tensor.nbytes
+            self.has_accelerator_tensors |= not tensor.is_cpu
+        return self._places[key]
+
+    def _begin_copy(self, image: _Image, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        if tensor.numel() == 0:
+            return torch.empty_like(tensor, device="cpu")
+        copied = self._copied.get(offset)
+        if copied is None:
+            # The strides of clone(): as they are where the elements fill their memory, else as for a new tensor.
+            stride = (
+                tensor.stride()
+                if tensor.is_contiguous()
+                else torch.empty_like(tensor, device="meta").stride()
+            )
+            copied = image.tensor(offset, tensor.dtype, tensor.size(), stride)
+            self._copied[offset] = copied
+            self._moves.append((copied, tensor))
+        return copied.requires_grad_(tensor.requires_grad)
+
+
+def _tensors_in(state: object) -> Iterator[torch.Tensor]:
+    """Yield each tensor that containers of a state hold."""
+    seen: set[int] = set()
+    stack = [state]
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        if isinstance(value, torch.Tensor):
+            seen.add(id(value))
+            yield value
+        elif isinstance(value, Mapping):
+            seen.add(id(value))
+            stack.extend(value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            seen.add(id(value))
+            stack.extend(value)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is its elements in memory, and nothing else."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and tensor.device.type != "meta"
+    )
+
+
+def _copy_all(moves: list[tuple[torch.Tensor, torch.Tensor]], pages_locked: bool) -> None:
+    """Copy tensors; plain memory by threads without the GIL."""
+    pieces = []
+    devices = set()
+    for copied, tensor in moves:
+        if (
+            tensor.is_cpu
+            and tensor.stride() == copied.stride()
+            and tensor.is_contiguous()
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        ):
+            to, source, nbytes = copied.data_ptr(), tensor.data_ptr(), tensor.nbytes
+            for begin in range(0, nbytes, _PIECE_NBYTES):
+                pieces.append((to + begin, source + begin, min(_PIECE_NBYTES, nbytes - begin)))
+        else:
+            copied.detach().copy_(tensor, non_blocking=pages_locked and tensor.is_cuda)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+    queue = iter(pieces)
+
+    def work() -> None:
+        for piece in queue:
+            ctypes.memmove(*piece)
+
+    count = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces)) - 1
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+class _Image(abc.ABC):
+    """A block of memory, lent as tensors.
+
+    Who wants to use it sets ``reserved``, when :meth:`in_use` says no, until the tensors are made.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.reserved = False
+        self.pages_locked = False
+
+    @abc.abstractmethod
+    def address(self) -> int:
+        """Return where it begins."""
+
+    @abc.abstractmethod
+    def in_use(self) -> bool:
+        """Return whether it is reserved, or some tensor in it is still there."""
+
+    @abc.abstractmethod
+    def tensor(
+        self, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Return a tensor that begins at an offset, in bytes."""
+
+    def lock_pages(self) -> None:
+        """Let GPUs copy into it directly."""
+        if not self.pages_locked and torch.cuda.is_available():
+            self.pages_locked = _cuda("cudaHostRegister")(self.address(), self.nbytes, 0) == 0
+
+    def __del__(self) -> None:
+        if self.pages_locked:
+            _cuda("cudaHostUnregister")(self.address())
+
+
+class _PrivateImage(_Image):
+    """Memory of this process, on huge pages."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        memory, _ = _core.allocate(max(nbytes, 1), False)
+        self._view = memoryview(memory)
+        self._borrow: weakref.ref[memoryview] | None = None
+
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._view))
+
+    def in_use(self) -> bool:
+        return self.reserved or (self._borrow is not None and self._borrow() is not None)
+
+    def tensor(
+        self, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        # Storages refer to this view, and so tell whether there are any. Each has just its tensor's bytes.
+        view = self._borrow() if self._borrow is not None else None
+        if view is None:
+            view = memoryview(self._view)
+            self._borrow = weakref.ref(view)
+        count = math.prod(size) * dtype.itemsize
+        part = torch.frombuffer(view, dtype=torch.uint8, count=count, offset=offset)
+        return torch.empty(0, dtype=dtype).set_(part.untyped_storage(), 0, size, stride)
+
+
+class _SharedImage(_Image):
+    """One shared storage, of which processes pass each other the descriptor."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        status = os.statvfs(_SHARED_MEMORY)
+        free_nbytes = status.f_bavail * status.f_frsize
+        if nbytes > free_nbytes:
+            raise MemoryError(
+                f"{_SHARED_MEMORY} has {free_nbytes} bytes left, and the state takes {nbytes} (remedy: enlarge it, "
+                "as by docker's --shm-size, or shared=False)"
+            )
+        memory: Any = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+        self._memory: torch.Tensor = memory.share_memory_()
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def address(self) -> int:
+        return self._memory.data_ptr()
+
+    def in_use(self) -> bool:
+        if self.reserved:  # who has reserved it adds tensors
+            return True
+        self._tensors = [reference for reference in self._tensors if reference() is not None]
+        return bool(self._tensors)
+
+    def tensor(
+        self, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        storage = self._memory.untyped_storage()
+        tensor = torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, size, stride)
+        self._tensors.append(weakref.ref(tensor))
+        return tensor
+
+
+def _cuda(name: str) -> Any:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return getattr(runtime, name)

@@ -1,0 +1,1 @@
+"""Checkpoints of other versions of torch, by version; `make.py` makes them."""

@@ -1,0 +1,132 @@
+"""What tests of checkpoints run in processes of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+
+def save_in_a_thread_at_exit(path: str) -> None:
+    """Start a save in a thread, and leave before it has begun to write."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from tensorferry.checkpoint import FileSystemWriter
+
+    def save() -> None:
+        while threading.main_thread().is_alive():
+            time.sleep(0.01)
+        state = {"a": torch.full((1 << 20,), 7.0)}
+        dcp.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
+
+    threading.Thread(target=save).start()
+
+
+def peak_of_lazy_save(path: str, count: int) -> int:
+    """Save `count` tensors of 16 MiB that are made when asked for, and return how much memory that took at most."""
+    import ctypes
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from tensorferry.checkpoint import FileSystemWriter
+    from tensorferry.tuning.stopwatch import Stopwatch
+
+    class LazyPlanner(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> torch.Tensor:
+            return torch.full((4 << 20,), float(write_item.index.fqn))
+
+    # The C library is to give back at once what is freed (M_MMAP_THRESHOLD); else its holes are counted as well.
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)
+    state = {str(k): torch.zeros(1).expand(4 << 20) for k in range(count)}
+    dcp.save({"0": torch.ones(1)}, storage_writer=FileSystemWriter(path), no_dist=True)
+    with Stopwatch() as watch:
+        writer = FileSystemWriter(path)
+        dcp.save(state, storage_writer=writer, planner=LazyPlanner(), no_dist=True)
+    assert watch.peak_growth_nbytes is not None
+    return watch.peak_growth_nbytes
+
+
+def save_object_and_die(path: str, nbytes: int, after_nbytes: int) -> None:
+    """Have a child save an object over what is at path, and be killed by the kernel after so many bytes."""
+    import multiprocessing
+    import os
+    import signal
+
+    process = multiprocessing.get_context("fork").Process(
+        target=_die_saving, args=(path, nbytes, after_nbytes)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, process.exitcode
+    assert os.path.exists(path)  # noqa: PTH110
+
+
+def _die_saving(path: str, nbytes: int, after_nbytes: int) -> None:
+    import os
+    import signal
+
+    import torch
+
+    from tensorferry.checkpoint import FileWriter
+
+    class Dying(FileWriter):
+        def write(self, data: Any) -> int:
+            written = super().write(data)
+            if self.tell() > after_nbytes:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return written
+
+    with Dying(path) as file:
+        torch.save([torch.ones(nbytes // 40) for _ in range(10)], file)
+
+
+def peaks_of_save_and_load(path: str, nbytes: int) -> tuple[int, int]:
+    """Save and load a state, and return how much memory beyond it each took at most."""
+    import torch
+
+    from tensorferry.checkpoint import load, save
+    from tensorferry.tuning.stopwatch import Stopwatch
+
+    def state(value: float) -> list[torch.Tensor]:
+        return [torch.full((nbytes // 40,), value) for _ in range(10)]
+
+    save(state(1.0)[:1], path)
+    load(path)
+    original = state(2.0)
+    with Stopwatch() as saving:
+        save(original, path)
+    with Stopwatch() as loading:
+        loaded = load(path)
+    assert all(bool((tensor == 2.0).all()) for tensor in loaded)
+    assert saving.peak_growth_nbytes is not None
+    assert loading.peak_growth_nbytes is not None
+    return saving.peak_growth_nbytes, loading.peak_growth_nbytes - nbytes
+
+
+def save_in_a_process(path: str, stager: str) -> None:
+    """Save three times through the process of asynchronous saves, and change the state while it writes."""
+    import tempfile
+
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    from tensorferry.checkpoint import FileSystemWriter, Stager
+    from tests.checkpoint.states import mixed_state
+
+    with tempfile.TemporaryDirectory() as directory:
+        store = dist.FileStore(f"{directory}/store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        options: dict[str, Any] = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+        if stager != "the writer's":
+            options["async_stager"] = Stager(shared=stager == "shared")
+        writer = FileSystemWriter(path)
+        for step in range(3):
+            state = mixed_state(step)
+            answer: Any = dcp.async_save(state, storage_writer=writer, **options)
+            state["weight"].zero_()
+            state["large"].zero_()
+            getattr(answer, "upload_completion", answer).result(60)
+        dist.destroy_process_group()

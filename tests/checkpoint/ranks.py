@@ -1,0 +1,130 @@
+"""Functions called by several processes at once, as the ranks of a process group over gloo.
+
+They are forked by a server that has imported torch and is otherwise untouched, so that starting them takes little time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
+TIMEOUT_SECONDS = 60.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch.distributed.checkpoint", "torch.distributed.tensor", "tensorferry.checkpoint.writer"]
+)
+
+
+@dataclasses.dataclass
+class Rank:
+    """One of the processes."""
+
+    process: BaseProcess
+    answers: Connection
+
+    def kill(self) -> None:
+        """End it as the kernel would, when memory is short."""
+        if self.process.pid is not None and self.process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
+
+
+def call_on_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> list[Any]:
+    """Call `function(rank, *arguments)` on each rank of a group, and return the results by rank.
+
+    The function, of a module's top level, runs in a process group of `world_size`. An exception fails the test.
+    """
+    with started(world_size, function, *arguments) as ranks:
+        deadline = time.monotonic() + timeout_seconds
+        results = []
+        for number, rank in enumerate(ranks):
+            if not rank.answers.poll(max(0.0, deadline - time.monotonic())):
+                raise AssertionError(f"rank {number} did not end in {timeout_seconds} s")
+            try:
+                answer, failure = rank.answers.recv()
+            except EOFError:
+                rank.process.join()
+                raise AssertionError(
+                    f"rank {number} died with exit code {rank.process.exitcode}"
+                ) from None
+            assert failure is None, f"rank {number}:\n{failure}"
+            results.append(answer)
+        for rank in ranks:
+            rank.process.join(timeout_seconds)
+    return results
+
+
+@contextlib.contextmanager
+def started(world_size: int, function: Callable[..., Any], *arguments: Any) -> Iterator[list[Rank]]:
+    """Start the ranks; those that still run at the end of the block are killed."""
+    ranks: list[Rank] = []
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        try:
+            for number in range(world_size):
+                receiver, sender = _context.Pipe(duplex=False)
+                process = _context.Process(
+                    target=_run,
+                    args=(sender, number, world_size, f"{directory}/store", function, arguments),
+                )
+                process.start()
+                sender.close()
+                ranks.append(Rank(process, receiver))
+            yield ranks
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.answers.close()
+
+
+def _run(
+    answers: Connection,
+    rank: int,
+    world_size: int,
+    store: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    import faulthandler
+
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.dump_traceback_later(TIMEOUT_SECONDS, exit=True)
+    torch.set_num_threads(1)
+    failure = result = None
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        )
+        result = function(rank, *arguments)
+    except BaseException:
+        failure = traceback.format_exc()
+    answers.send((result, failure))
+    answers.close()
+    if failure is None:
+        dist.destroy_process_group()
+
+
+def files_of(directory: pathlib.Path) -> set[str]:
+    """Return the names in a checkpoint's directory."""
+    return {path.name for path in directory.iterdir()}

@@ -1,0 +1,223 @@
+"""Stager: a copy that training may change behind, in memory that is used again."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import io
+import os
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from tensorferry.checkpoint import Stager
+from tests.checkpoint.ranks import call_on_ranks
+from tests.checkpoint.states import assert_same, bits_of, mixed_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
+
+
+def test_torch_takes_it_for_a_stager() -> None:
+    assert isinstance(Stager(), AsyncStager)
+    assert Stager().should_synchronize_after_execute is False
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_copy_stays_when_the_state_changes(shared: bool) -> None:
+    state, wanted = mixed_state(), mixed_state()
+    state["nested"]["object"] = io.BytesIO(b"data")
+    staged = Stager(shared=shared).stage(state)
+    state["weight"].zero_()
+    state["large"] += 1
+    state["nested"]["step"] += 1
+    state["nested"]["list"].append(3)
+    state["nested"]["object"].write(b"more")
+    assert staged["nested"].pop("object").getvalue() == b"data"
+    assert_same(staged, wanted)
+
+
+def test_layouts_and_gradients_are_as_they_were() -> None:
+    state = mixed_state()
+    staged = Stager().stage(state)
+    for name in ("weight", "transposed", "channels_last", "slice", "empty", "scalar", "parameter"):
+        assert staged[name].stride() == state[name].stride(), name
+        assert staged[name].requires_grad == state[name].requires_grad, name
+        assert staged[name].is_leaf
+    assert staged["expanded"].is_contiguous()
+
+
+def test_each_storage_has_just_its_tensors_bytes() -> None:
+    staged = Stager().stage({"a": torch.ones(3), "b": torch.ones(100_000)})
+    assert [t.untyped_storage().nbytes() for t in staged.values()] == [12, 400_000]
+    assert staged["b"].data_ptr() % 4096 == 0
+
+
+def test_what_is_the_same_memory_is_copied_once() -> None:
+    weight = torch.randn(100)
+    staged = Stager().stage(
+        {"a": weight, "b": weight, "c": [weight.view(100)], "d": weight.view(10, 10)}
+    )
+    assert staged["a"] is staged["b"]
+    assert staged["c"][0].data_ptr() == staged["a"].data_ptr()
+    assert torch.equal(staged["d"].view(-1), weight)
+
+
+def test_any_containers_and_objects_are_copied() -> None:
+    Pair = collections.namedtuple("Pair", "first second")
+    inner: dict[str, Any] = {"tensor": torch.ones(3)}
+    inner["self"] = inner
+    state = {
+        "pair": Pair(torch.ones(1), "x"),
+        "ordered": collections.OrderedDict(a=torch.ones(2)),
+        "cycle": inner,
+        "set": {1, 2},
+        "sparse": torch.eye(4).to_sparse(),
+        "object": torch.nn.Linear(2, 3),
+        "graph": (torch.ones(2, requires_grad=True) * 2),
+    }
+    staged = Stager().stage(state)
+    assert isinstance(staged["pair"], Pair)
+    assert isinstance(staged["ordered"], collections.OrderedDict)
+    assert staged["cycle"]["self"] is staged["cycle"]
+    assert staged["cycle"]["tensor"] is not inner["tensor"]
+    assert torch.equal(staged["sparse"].to_dense(), torch.eye(4))
+    assert torch.equal(staged["object"].weight, state["object"].weight)
+    assert staged["object"].weight is not state["object"].weight
+    assert staged["graph"].grad_fn is None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_is_used_again(shared: bool) -> None:
+    stager, addresses = Stager(shared=shared), set()
+    for step in range(4):
+        staged = stager.stage({"a": torch.full((1000,), step), "b": torch.ones(1 << 20)})
+        assert bool((staged["a"] == step).all())
+        addresses.add(staged["a"].data_ptr())
+        del staged
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_in_use_is_left_alone_and_a_third_stage_waits(shared: bool) -> None:
+    stager = Stager(shared=shared)
+    first = stager.stage({"a": torch.full((1000,), 1)})
+    second = stager.stage({"a": torch.full((1000,), 2)})
+    view = first["a"][:10] if not shared else first["a"]
+    third: list[Any] = []
+    thread = threading.Thread(target=lambda: third.append(stager.stage({"a": torch.full((9,), 3)})))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    del first
+    thread.join(0.2)
+    assert thread.is_alive()  # a view is use as well
+    assert bool((view == 1).all())
+    del view
+    thread.join(20)
+    assert not thread.is_alive()
+    assert bool((third[0]["a"] == 3).all())
+    assert bool((second["a"] == 2).all())
+
+
+def test_states_may_grow_and_shrink() -> None:
+    stager = Stager()
+    for count in (10, 1 << 20, 5, 3 << 20, 0):
+        staged = stager.stage({"a": torch.full((count,), count)})
+        assert torch.equal(staged["a"], torch.full((count,), count))
+        del staged
+
+
+def test_what_was_staged_outlives_the_stager() -> None:
+    stager = Stager()
+    staged = stager.stage({"a": torch.ones(1 << 20)})
+    stager.close()
+    del stager
+    assert bool((staged["a"] == 1).all())
+
+
+def test_an_overlapped_copy_is_a_future() -> None:
+    stager = Stager(overlap=True)
+    state = {"a": torch.ones(1 << 20)}
+    staged = stager.stage(state).result(60)
+    state["a"].zero_()
+    assert bool((staged["a"] == 1).all())
+
+    class Uncopyable:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stager.stage({"a": Uncopyable()}).result(60)
+    stager.synchronize_staging()
+
+
+def test_a_stager_travels_without_its_memory() -> None:
+    stager = Stager(shared=True)
+    staged = stager.stage({"a": torch.ones(1 << 20)})
+    data = pickle.dumps(stager)
+    assert len(data) < 1000
+    assert pickle.loads(data).shared
+    assert bool((pickle.loads(data).stage(staged)["a"] == 1).all())
+
+
+def test_shared_memory_that_is_too_small_is_reported() -> None:
+    status = os.statvfs("/dev/shm")
+    free_nbytes = status.f_bavail * status.f_frsize
+    untouched = torch.empty(free_nbytes + 1, dtype=torch.uint8)  # takes no memory
+    with pytest.raises(MemoryError, match="shm-size"):
+        Stager(shared=True).stage({"a": untouched})
+
+
+def stage_distributed(rank: int) -> None:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(35.0).view(7, 5)
+    state: dict[str, Any] = {
+        "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+        "columns": distribute_tensor(whole.bfloat16(), mesh, [Shard(1)]),
+        "same": distribute_tensor(whole, mesh, [Replicate()]).requires_grad_(),
+        "sharded": sharded_tensor.rand(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4, 3),
+    }
+    before = copy.deepcopy(state["rows"].to_local())
+    local = state["sharded"].local_shards()[0].tensor.clone()
+    staged = Stager().stage(state)
+    state["rows"].to_local().zero_()
+    state["sharded"].local_shards()[0].tensor.zero_()
+    assert type(staged["rows"]) is DTensor
+    assert torch.equal(staged["rows"].to_local(), before)
+    assert torch.equal(staged["rows"].full_tensor(), whole)
+    assert torch.equal(staged["sharded"].local_shards()[0].tensor, local)
+    for name in ("rows", "columns", "same"):
+        wanted, got = state[name], staged[name]
+        assert got.placements == wanted.placements
+        assert got.device_mesh == wanted.device_mesh
+        assert got.stride() == wanted.stride()
+        assert got.requires_grad == wanted.requires_grad
+    assert bits_of(staged["columns"].to_local()) == bits_of(state["columns"].to_local())
+
+
+def test_distributed_tensors_are_copied_rank_by_rank() -> None:
+    call_on_ranks(2, stage_distributed)
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_come_to_the_host() -> None:
+    stager = Stager()
+    for step in range(3):
+        state = {
+            "a": torch.full((1 << 20,), step, device="cuda"),
+            "b": torch.ones(3, device="cuda"),
+        }
+        staged = stager.stage(state)
+        state["a"].zero_()
+        assert all(tensor.is_cpu for tensor in staged.values())
+        assert bool((staged["a"] == step).all())
+        del staged

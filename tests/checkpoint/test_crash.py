@@ -1,0 +1,228 @@
+"""Whatever ends a save, and whenever: the directory holds the old checkpoint whole, or the new one whole."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tensorferry.checkpoint import FileSystemWriter
+from tests.checkpoint.ranks import Rank, call_on_ranks, files_of, started
+from tests.checkpoint.states import assert_same, load, metadata_of, mixed_state, save
+from tests.checkpoint.steps import Steps
+from tests.support import mounts
+from tests.support.data import SEED
+
+if TYPE_CHECKING:
+    import pathlib
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
+)
+
+RANKS = 2
+KILLS = 200
+GROUP = 20  # kills in one test
+OLD, NEW = 1, 2
+SHAPES = [((1 << 20) + 5,), (300, 7), (1,), (0, 3)]  # the first takes two buffers
+
+# How a save looks depends on these, and so do its steps.
+LAYOUTS: list[dict[str, Any]] = [{}, {"thread_count": 2}, {"single_file_per_rank": False}]
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    """What a rank saves: every value tells the step."""
+    tensors = {f"{rank}.{k}": torch.full(shape, float(step)) for k, shape in enumerate(SHAPES)}
+    return {**tensors, "common": torch.full((50,), float(step)), "step": {"number": step}}
+
+
+def save_step(
+    rank: int, directory: str, step: int, layout: dict[str, Any], die_at: int | None
+) -> int:
+    """Save on this rank, and die at one of the steps; return how many there were."""
+    steps = Steps(die_at)
+    steps.install()
+    writer = FileSystemWriter(directory, **layout)
+    dcp.save(state_of(rank, step), storage_writer=writer)
+    return steps.count
+
+
+def save_by_torch(rank: int, directory: str) -> None:
+    dcp.save(state_of(rank, OLD), storage_writer=dcp.FileSystemWriter(directory, thread_count=2))
+
+
+def save_dying(
+    rank: int, directory: str, layout: dict[str, Any], victim: int, die_at: int | None
+) -> None:
+    save_step(rank, directory, NEW, layout, die_at if rank == victim else None)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Checkpoints of before: torch's, and ours in each layout."""
+    base = tmp_path_factory.mktemp("old")
+    call_on_ranks(RANKS, save_by_torch, str(base / "torch"))
+    for number, layout in enumerate(LAYOUTS):
+        call_on_ranks(RANKS, save_step, str(base / str(number)), OLD, layout, None)
+    return base
+
+
+Counts = dict[tuple[str, int], list[int]]
+
+
+@pytest.fixture(scope="module")
+def step_counts(old: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Counts:
+    """How many steps each rank takes: over which checkpoint, in which layout."""
+    counts: Counts = {}
+    for number, layout in enumerate(LAYOUTS):
+        for before in ("torch", str(number)):
+            directory = tmp_path_factory.mktemp("counted") / "checkpoint"
+            shutil.copytree(old / before, directory)
+            arguments = (str(directory), NEW, layout, None)
+            counts[before, number] = call_on_ranks(RANKS, save_step, *arguments)
+            assert step_in(directory) == NEW
+    return counts
+
+
+@pytest.mark.parametrize("group", range(KILLS // GROUP))
+def test_killed_saves_leave_the_old_checkpoint_or_the_new_one(
+    directory: pathlib.Path, old: pathlib.Path, step_counts: Counts, group: int
+) -> None:
+    found = set()
+    for seed in range(group * GROUP, (group + 1) * GROUP):
+        choices = random.Random(f"{SEED} {seed}")
+        before, layout = choices.choice(list(step_counts))
+        victim = choices.randrange(RANKS)
+        die_at = choices.randrange(step_counts[before, layout][victim])
+        checkpoint = directory / str(seed)
+        shutil.copytree(old / before, checkpoint)
+        arguments = (str(checkpoint), LAYOUTS[layout], victim, die_at)
+        with started(RANKS, save_dying, *arguments) as ranks:
+            ranks[victim].process.join(30)
+            assert ranks[victim].process.exitcode == -9, f"seed {seed} was not killed"
+        found.add(checked(checkpoint, f"seed {seed}: {arguments}, over {before}"))
+        shutil.rmtree(checkpoint)
+    assert OLD in found
+
+
+def test_saves_killed_at_any_moment_leave_the_old_checkpoint_or_the_new_one(
+    directory: pathlib.Path, old: pathlib.Path
+) -> None:
+    found = []
+    for seed in range(30):
+        choices = random.Random(f"{SEED} at any moment {seed}")
+        checkpoint = directory / str(seed)
+        shutil.copytree(old / "0", checkpoint)
+        with started(RANKS, save_dying, str(checkpoint), {}, -1, None) as ranks:
+            await_first_file(checkpoint, files_of(old / "0"))
+            time.sleep(choices.uniform(0, 0.06))
+            kill_all(ranks)
+        found.append(checked(checkpoint, f"seed {seed}"))
+        shutil.rmtree(checkpoint)
+    assert set(found) <= {OLD, NEW}
+
+
+def test_the_save_after_a_killed_one_leaves_nothing_of_it(
+    directory: pathlib.Path, old: pathlib.Path
+) -> None:
+    checkpoint = directory / "checkpoint"
+    shutil.copytree(old / "torch", checkpoint)
+    for die_at in (3, 9, 12):
+        with started(RANKS, save_dying, str(checkpoint), {}, 1, die_at) as ranks:
+            ranks[1].process.join(30)
+    assert step_in(checkpoint) == OLD
+    call_on_ranks(RANKS, save_step, str(checkpoint), NEW, {}, None)
+    assert step_in(checkpoint) == NEW
+    assert len(files_of(checkpoint)) == 1 + RANKS
+
+
+@pytest.mark.parametrize("over", ["nothing", "torch", "ours"])
+def test_a_power_cut_right_after_a_save_loses_nothing_of_it(
+    tmp_path: pathlib.Path, over: str
+) -> None:
+    state = mixed_state()
+    with mounts.ext4(tmp_path, 128 << 20) as mount:
+        # The journal is not committed by itself while this runs: what lasts is what was synced.
+        remount = ["mount", "-o", "remount,commit=3000", str(mount)]
+        subprocess.run(remount, check=True)
+        checkpoint = mount / "new" / "checkpoint"
+        if over == "torch":
+            writer = dcp.FileSystemWriter(checkpoint, thread_count=2)
+            dcp.save(mixed_state(5), storage_writer=writer, no_dist=True)
+        elif over == "ours":
+            save(mixed_state(5), checkpoint)
+        save(state, checkpoint)
+        cut = tmp_path / "cut.img"
+        shutil.copyfile(mount.with_suffix(".img"), cut)
+        names = files_of(checkpoint)
+    with mounts.mounted(tmp_path / "after", "-o", "loop", str(cut)) as after:
+        survived = after / "new" / "checkpoint"
+        assert names - files_of(survived) == set()
+        assert_loads(survived, state)
+    cut.unlink()
+
+
+def test_a_power_cut_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: pathlib.Path) -> None:
+    state = mixed_state(5)
+    with mounts.ext4(tmp_path, 128 << 20) as mount:
+        save(state, mount / "checkpoint")
+        cut = tmp_path / "cut.img"
+
+        class Cut(FileSystemWriter):
+            def finish(self, metadata: Any, results: Any) -> None:
+                shutil.copyfile(mount.with_suffix(".img"), cut)
+                super().finish(metadata, results)
+
+        dcp.save(mixed_state(6), storage_writer=Cut(mount / "checkpoint"), no_dist=True)
+    with mounts.mounted(tmp_path / "after", "-o", "loop", str(cut)) as after:
+        assert_loads(after / "checkpoint", state)
+    cut.unlink()
+
+
+def checked(checkpoint: pathlib.Path, what: str) -> int:
+    """Return the step of the one checkpoint that the directory holds whole."""
+    try:
+        return step_in(checkpoint)
+    except Exception as error:
+        raise AssertionError(f"{what}: {sorted(files_of(checkpoint))}") from error
+
+
+def step_in(checkpoint: pathlib.Path) -> int:
+    """Load everything with torch's reader, and return the one step that every value has."""
+    state: dict[str, Any] = {}
+    for rank in range(RANKS):
+        state |= state_of(rank, -1)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    steps = {float(state["step"]["number"])}
+    for key, value in state.items():
+        if key != "step":
+            steps |= set(value.unique().tolist())
+    assert len(steps) == 1, steps
+    return int(steps.pop())
+
+
+def assert_loads(checkpoint: pathlib.Path, state: dict[str, Any]) -> None:
+    assert_same(load(checkpoint, state), state)
+    metadata = metadata_of(checkpoint)
+    for name, (nbytes, _) in metadata.tensorferry["files"].items():
+        assert (checkpoint / name).stat().st_size == nbytes
+
+
+def await_first_file(checkpoint: pathlib.Path, known: set[str]) -> None:
+    """Wait until a save has begun to write."""
+    deadline = time.monotonic() + 30
+    while files_of(checkpoint) <= known and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def kill_all(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            rank.kill()

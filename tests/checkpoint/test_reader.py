@@ -1,0 +1,566 @@
+"""FileSystemReader in one process: everything that was saved comes back, wherever it is to go."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import inspect
+import logging
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+import tensorferry
+from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
+from tests.checkpoint.states import (
+    LAYOUTS,
+    assert_same,
+    bits_of,
+    empty_like,
+    metadata_of,
+    mixed_state,
+    save,
+)
+from tests.support import child
+from tests.support.faultfs import Fault, FaultFS, why_unavailable
+from tests.support.leaks import nothing_leaks
+
+if TYPE_CHECKING:
+    import io
+    import pathlib
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:UserWarning:torch", "ignore:Detected an existing", "ignore:ComplexHalf"
+)
+LEVELS = ["off", "read", "before"]
+WRITERS = {"ours": FileSystemWriter, "torch": dcp.FileSystemWriter}
+
+
+def load(state: dict[str, Any], path: pathlib.Path, **options: Any) -> FileSystemReader:
+    """Load into a state with our reader, in this process alone."""
+    reader = FileSystemReader(path, **options)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return reader
+
+
+@contextlib.contextmanager
+def fails(kind: type[BaseException], match: str = "") -> Any:
+    """Expect a load to fail for a reason that torch has wrapped."""
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        yield
+    (failure,) = [failure for failure, _ in caught.value.failures.values()]
+    assert isinstance(failure, kind), repr(failure)
+    assert match in str(failure)
+
+
+@pytest.mark.parametrize("verify", LEVELS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS.keys())
+def test_all_that_was_saved_is_loaded(
+    directory: pathlib.Path, writer: Any, layout: dict[str, Any], verify: Any
+) -> None:
+    state = mixed_state(3)
+    dcp.save(state, storage_writer=writer(directory, **layout), no_dist=True)
+    loaded = empty_like(state)
+    load(loaded, directory, verify=verify)
+    assert_same(loaded, state)
+
+
+def test_torchs_own_load_takes_the_reader_again_and_again(directory: pathlib.Path) -> None:
+    reader = FileSystemReader(directory / "0")
+    for step in range(3):
+        save(mixed_state(step), directory / str(step))
+        loaded = empty_like(mixed_state(step))
+        dcp.load(loaded, checkpoint_id=directory / str(step), storage_reader=reader, no_dist=True)
+        assert_same(loaded, mixed_state(step))
+        assert str(reader.checkpoint_id) == str(directory / str(step))
+
+
+def test_ranks_that_saved_alone_are_loaded_alone(directory: pathlib.Path) -> None:
+    writer = FileSystemWriter(directory)
+    if "use_collectives" not in inspect.signature(dcp.save).parameters:
+        pytest.skip("this torch cannot save without collectives")
+    dcp.save(mixed_state(), storage_writer=writer, no_dist=True, use_collectives=False)
+    assert (directory / "__0.metadata").exists()
+    loaded = empty_like(mixed_state())
+    load(loaded, directory)
+    assert_same(loaded, mixed_state())
+
+
+# --- slices and destinations, by plans of our own ---
+
+
+class Targets(LoadPlanner):
+    """Gives out tensors for the items of a plan, and keeps what is committed."""
+
+    def __init__(self, targets: list[torch.Tensor]) -> None:
+        self.targets = targets
+        self.committed: list[int] = []
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.targets[int(read_item.dest_index.fqn)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        number = int(read_item.dest_index.fqn)
+        assert tensor.data_ptr() == self.targets[number].data_ptr()
+        self.committed.append(number)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+    def create_local_plan(self) -> LoadPlan: ...  # type: ignore[empty-body]
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]: ...  # type: ignore[empty-body]
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan: ...  # type: ignore[empty-body]
+
+
+def item(name: str, number: int, offsets: Any, lengths: Any, dims: int | None = None) -> ReadItem:
+    origin = torch.Size([0] * (len(lengths) if dims is None else dims))
+    return ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex(str(number)),
+        origin,
+        MetadataIndex(name, origin),
+        torch.Size(offsets),
+        torch.Size(lengths),
+    )
+
+
+def read_slices(
+    path: pathlib.Path, wanted: list[tuple[str, Any, Any, torch.Tensor]], verify: Any = "read"
+) -> FileSystemReader:
+    """Read slices (name, offsets, lengths) into tensors."""
+    reader = FileSystemReader(path, verify=verify)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    items = [item(name, k, o, n) for k, (name, o, n, _) in enumerate(wanted)]
+    planner = Targets([target for *_, target in wanted])
+    plan = reader.prepare_local_plan(LoadPlan(items))
+    reader.read_data(plan, planner).wait()
+    assert sorted(planner.committed) == list(range(len(wanted)))
+    return reader
+
+
+def narrowed(tensor: torch.Tensor, offsets: Any, lengths: Any) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+STORED = {
+    "matrix": torch.randn(700, 900),
+    "cube": torch.randint(-(2**40), 2**40, (40, 50, 60)),
+    "transposed": torch.randn(800, 90).t(),
+    "permuted": torch.randn(30, 40, 50, dtype=torch.float64).permute(2, 0, 1),
+    "channels_last": torch.randn(4, 8, 30, 20).to(memory_format=torch.channels_last),
+    "half": torch.randn(333, 77, 5).half(),
+    "flat": torch.randint(0, 256, (3_000_001,), dtype=torch.uint8),
+    "flags": torch.rand(5000, 11) > 0.5,
+    "scalar": torch.tensor(2.5),
+    "complex": torch.randn(40, 30, dtype=torch.complex64),
+}
+
+
+@pytest.fixture(scope="module", params=WRITERS.values(), ids=WRITERS.keys())
+def stored(request: Any, tmp_path_factory: Any) -> pathlib.Path:
+    path: pathlib.Path = tmp_path_factory.mktemp("stored")
+    dcp.save(STORED, storage_writer=request.param(path), no_dist=True)
+    return path
+
+
+DESTINATIONS = ["contiguous", "narrowed", "permuted", "strided", "other dtype", "parameter"]
+
+
+def destination(kind: str, lengths: Any, dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor of one kind."""
+    if kind == "narrowed" and lengths:
+        return torch.zeros([lengths[0] + 3, *lengths[1:]], dtype=dtype)[2:-1]
+    if kind == "permuted":
+        order = list(reversed(range(len(lengths))))
+        return torch.zeros(list(reversed(lengths)), dtype=dtype).permute(order)
+    if kind == "strided":
+        return torch.zeros([*lengths, 3], dtype=dtype)[..., 1]
+    if kind == "other dtype":
+        return torch.zeros(lengths, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+    if kind == "parameter" and (dtype.is_floating_point or dtype.is_complex):
+        return torch.nn.Parameter(torch.zeros(lengths, dtype=dtype))
+    return torch.zeros(lengths, dtype=dtype)
+
+
+@st.composite
+def slices(draw: st.DrawFn) -> tuple[str, Any, Any, str]:
+    name = draw(st.sampled_from(sorted(STORED)))
+    offsets, lengths = [], []
+    for size in STORED[name].size():
+        offset = draw(st.one_of(st.just(0), st.integers(0, size)))
+        offsets.append(offset)
+        lengths.append(draw(st.one_of(st.just(size - offset), st.integers(0, size - offset))))
+    return name, tuple(offsets), tuple(lengths), draw(st.sampled_from(DESTINATIONS))
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(wanted=st.lists(slices(), min_size=1, max_size=6), verify=st.sampled_from(LEVELS))
+def test_any_slices_come_to_any_destinations(
+    stored: pathlib.Path, wanted: list[tuple[str, Any, Any, str]], verify: str
+) -> None:
+    targets = [destination(kind, n, STORED[name].dtype) for name, _, n, kind in wanted]
+    plan = [(name, o, n, t) for (name, o, n, _), t in zip(wanted, targets, strict=True)]
+    read_slices(stored, plan, verify)
+    for (name, offsets, lengths, _), target in zip(wanted, targets, strict=True):
+        expected = narrowed(STORED[name], offsets, lengths).to(target.dtype)
+        assert bits_of(target) == bits_of(expected), name
+
+
+def test_what_lies_beside_a_destination_stays(stored: pathlib.Path) -> None:
+    whole = torch.full((20, 900), 7.0)
+    read_slices(stored, [("matrix", (100, 0), (10, 900), whole[5:15])])
+    assert bits_of(whole[5:15]) == bits_of(STORED["matrix"][100:110])
+    assert bool((whole[:5] == 7).all())
+    assert bool((whole[15:] == 7).all())
+
+
+def test_inference_tensors_are_filled_in_inference_mode(stored: pathlib.Path) -> None:
+    with torch.inference_mode():
+        contiguous, strided = torch.zeros(700, 900), torch.zeros(900, 700).t()
+        wanted = [("matrix", (0, 0), (700, 900), target) for target in (contiguous, strided)]
+        read_slices(stored, wanted)
+        for target in (contiguous, strided):
+            assert bits_of(target) == bits_of(STORED["matrix"])
+
+
+def test_autograd_sees_that_a_tensor_has_changed(stored: pathlib.Path) -> None:
+    weight = torch.ones(700, 900, requires_grad=True)
+    loss = (weight * weight).sum()
+    read_slices(stored, [("matrix", (0, 0), (700, 900), weight)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_meta_tensors_take_nothing(stored: pathlib.Path) -> None:
+    read_slices(stored, [("matrix", (0, 0), (700, 900), torch.empty(700, 900, device="meta"))])
+
+
+def test_sizes_that_do_not_fit_are_refused_as_torch_does(directory: pathlib.Path) -> None:
+    save({"a": torch.ones(4, 6)}, directory)
+    reader = FileSystemReader(directory)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    theirs = dcp.FileSystemReader(directory)
+    theirs.set_up_storage_reader(theirs.read_metadata(), True)
+    plan = LoadPlan([item("a", 0, (1, 0), (2, 6))])
+    messages = []
+    for each in (theirs, reader):
+        with pytest.raises(AssertionError) as caught:
+            each.read_data(plan, Targets([torch.zeros(3, 6)])).wait()
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_slices_beyond_the_tensor_are_refused(stored: pathlib.Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'matrix'.*\[700, 900\]"):
+        read_slices(stored, [("matrix", (600, 0), (200, 900), torch.zeros(200, 900))])
+
+
+# --- how much is read ---
+
+
+def big_state() -> dict[str, torch.Tensor]:
+    return {f"layer{k}": torch.randn(1024, 2048) for k in range(6)} | {"bias": torch.randn(100)}
+
+
+def test_half_of_the_rows_takes_half_of_the_bytes(directory: pathlib.Path) -> None:
+    state = big_state()
+    save(state, directory)
+    names = [name for name in state if name != "bias"]
+    for offset in (0, 512):
+        targets = {name: torch.zeros(512, 2048) for name in names}
+        reader = read_slices(
+            directory, [(n, (offset, 0), (512, 2048), t) for n, t in targets.items()]
+        )
+        for name, target in targets.items():
+            assert bits_of(target) == bits_of(state[name][offset : offset + 512])
+        assert reader.nbytes_read <= 0.55 * sum(state[name].nbytes for name in names)
+
+
+def test_each_byte_is_read_once(directory: pathlib.Path) -> None:
+    save(big_state(), directory)
+    loaded = empty_like(big_state())
+    reader = load(loaded, directory)
+    (file,) = directory.glob("*.distcp")
+    assert reader.nbytes_read <= file.stat().st_size
+
+
+def test_few_columns_do_not_take_the_whole_of_far_rows(directory: pathlib.Path) -> None:
+    matrix = torch.randn(16, 1 << 20)  # rows of 4 MiB
+    save({"a": matrix}, directory)
+    target = torch.zeros(16, 100)
+    reader = read_slices(directory, [("a", (0, 5), (16, 100), target)])
+    assert bits_of(target) == bits_of(matrix[:, 5:105])
+    assert reader.nbytes_read <= 16 * (512 << 10)
+
+
+def test_small_tensors_share_what_is_read(directory: pathlib.Path) -> None:
+    state = {f"t{k}": torch.randn(10) for k in range(500)}
+    save(state, directory)
+    loaded = empty_like(state)
+    reader = load(loaded, directory)
+    assert_same(loaded, state)
+    assert reader.nbytes_read <= sum(f.stat().st_size for f in directory.glob("*.distcp"))
+
+
+# --- planners ---
+
+
+class Recording(dcp.DefaultLoadPlanner):
+    """Notes in which order it is asked, and by whom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, str]] = []
+        self.threads: set[int] = set()
+        self.open = self.most_open = 0
+
+    def note(self, call: str, read_item: ReadItem, change: int) -> None:
+        self.calls.append((call, read_item.dest_index.fqn))
+        self.threads.add(threading.get_ident())
+        self.open += change
+        self.most_open = max(self.most_open, self.open)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        self.note("resolve", read_item, 1)
+        return super().resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.note("commit", read_item, -1)
+        super().commit_tensor(read_item, tensor)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.note("bytes", read_item, 0)
+        super().load_bytes(read_item, value)
+
+
+def test_planner_is_asked_once_for_each_item_by_the_thread_that_loads(
+    directory: pathlib.Path,
+) -> None:
+    save(mixed_state(), directory)
+    planner = Recording()
+    dcp.load(
+        empty_like(mixed_state()),
+        storage_reader=FileSystemReader(directory),
+        planner=planner,
+        no_dist=True,
+    )
+    assert len(planner.calls) == len(set(planner.calls))
+    resolved = {name for call, name in planner.calls if call == "resolve"}
+    assert resolved == {name for call, name in planner.calls if call == "commit"}
+    assert planner.threads == {threading.get_ident()}
+
+
+def test_destinations_are_asked_for_shortly_before_their_bytes_come(
+    directory: pathlib.Path,
+) -> None:
+    state = {f"t{k}": torch.randn(1 << 19) for k in range(100)}  # 200 MiB
+    save(state, directory)
+    planner = Recording()
+    reader = FileSystemReader(directory)
+    dcp.load(empty_like(state), storage_reader=reader, planner=planner, no_dist=True)
+    assert planner.most_open <= 36  # staging holds 24 of them
+
+
+class Lending(dcp.DefaultLoadPlanner):
+    """Lends one tensor for all items, and takes what is in it when it is committed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scratch = torch.zeros(1000, 1000)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.scratch
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.state_dict[read_item.dest_index.fqn].copy_(self.scratch)
+
+
+def test_planner_may_lend_the_same_memory_again(directory: pathlib.Path) -> None:
+    state = {f"t{k}": torch.full((1000, 1000), float(k)) for k in range(8)}
+    save(state, directory)
+    loaded = empty_like(state)
+    reader = FileSystemReader(directory)
+    dcp.load(loaded, storage_reader=reader, planner=Lending(), no_dist=True)
+    assert_same(loaded, state)
+
+
+class Failing(dcp.DefaultLoadPlanner):
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.call = call
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        if self.call == "resolve":
+            raise ZeroDivisionError("resolve")
+        return super().resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        if self.call == "commit":
+            raise ZeroDivisionError("commit")
+
+
+@pytest.mark.parametrize("call", ["resolve", "commit"])
+def test_failure_of_the_planner_is_what_is_raised(directory: pathlib.Path, call: str) -> None:
+    save(big_state(), directory)
+    loaded = empty_like(big_state())
+
+    def attempt() -> None:
+        reader = FileSystemReader(directory)
+        with fails(ZeroDivisionError, call):
+            dcp.load(loaded, storage_reader=reader, planner=Failing(call), no_dist=True)
+
+    attempt()
+    logging.disable()  # pytest would keep all that torch logs
+    with nothing_leaks(resident_slack_nbytes=64 << 20):
+        for _ in range(3):
+            attempt()
+    logging.disable(logging.NOTSET)
+
+
+# --- what went through extensions ---
+
+
+def test_items_of_extensions_are_read_by_torch(directory: pathlib.Path) -> None:
+    pytest.importorskip("torch.distributed.checkpoint._extension")
+    from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+    from tests.checkpoint.test_writer_options import Inverting
+
+    registry = ExtensionRegistry()
+    registry.extensions[Inverting.registry_name()] = Inverting
+    state = {"a": torch.arange(100_000.0), "b": {"c": 1}}
+    writer = FileSystemWriter(directory, _extensions=[Inverting()])
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    loaded = {"a": torch.zeros(100_000), "b": {"c": 0}}
+    reader = FileSystemReader(directory, registry)
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert_same(loaded, state)
+
+
+# --- failures of the machine, and other folders ---
+
+
+def test_missing_data_file_is_named(directory: pathlib.Path) -> None:
+    save(big_state(), directory)
+    (file,) = directory.glob("*.distcp")
+    file.unlink()
+    with fails(tensorferry.StorageError, file.name):
+        load(empty_like(big_state()), directory)
+
+
+def test_missing_checkpoint_is_refused(directory: pathlib.Path) -> None:
+    with pytest.raises(dcp.api.CheckpointException, match=r"\.metadata"):
+        load({"a": torch.ones(1)}, directory)
+
+
+def test_read_error_reaches_the_caller(directory: pathlib.Path) -> None:
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    with FaultFS(directory / "faults") as faults:
+        save(big_state(), faults.path)
+        (file,) = faults.path.glob("*.distcp")
+        faults.order(Fault("read", start=20 << 20, end=21 << 20, error=errno.EIO, name=file.name))
+        with fails(tensorferry.StorageError, file.name):
+            load(empty_like(big_state()), faults.path)
+        faults.clear()
+        loaded = empty_like(big_state())
+        load(loaded, faults.path)
+
+
+def test_incomplete_checkpoint_names_what_is_missing(directory: pathlib.Path) -> None:
+    dcp.save(big_state(), storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+    metadata = metadata_of(directory)
+    metadata.storage_data = {
+        index: info for index, info in metadata.storage_data.items() if index.fqn != "layer3"
+    }
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    with fails(CheckpointError, "'layer3'"):
+        load(empty_like(big_state()), directory)
+
+
+def test_file_names_that_lead_elsewhere_are_refused(directory: pathlib.Path) -> None:
+    checkpoint = directory / "checkpoint"
+    dcp.save({"a": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(checkpoint), no_dist=True)
+    (checkpoint / "__0_0.distcp").rename(directory / "elsewhere")
+    metadata = metadata_of(checkpoint)
+    metadata.storage_data = {
+        index: dataclasses.replace(info, relative_path="../elsewhere")
+        for index, info in metadata.storage_data.items()
+    }
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    loaded = {"a": torch.zeros(3)}
+    with fails(CheckpointError, "outside"):
+        load(loaded, checkpoint)
+    assert loaded["a"].tolist() == [0, 0, 0]
+    load(loaded, checkpoint, trust_pickle=True)
+    assert loaded["a"].tolist() == [1, 1, 1]
+
+
+def test_unknown_level_is_refused(directory: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match="verify: 'always'"):
+        FileSystemReader(directory, verify="always")  # type: ignore[arg-type]
+
+
+def test_loads_leak_nothing(directory: pathlib.Path) -> None:
+    save(mixed_state(), directory)
+    loaded = empty_like(mixed_state())
+    load(loaded, directory, verify="before")
+    logging.disable()  # pytest would keep all that torch logs
+    with nothing_leaks(resident_slack_nbytes=64 << 20):
+        for verify in LEVELS * 2:
+            load(loaded, directory, verify=verify)
+    logging.disable(logging.NOTSET)
+
+
+# --- memory ---
+
+
+def peak_of_load(path: str, mebibytes: int, other_dtype: bool, columns: bool) -> int:
+    """Save tensors of 64 MiB, load them (or half of each row), and return by how much memory grew meanwhile."""
+    from tensorferry.tuning.stopwatch import Stopwatch
+
+    count = mebibytes // 64
+    state = {str(k): torch.randn(2048, 8192) for k in range(count)}
+    dcp.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
+    dtype = torch.float64 if other_dtype else torch.float32
+    width = 4096 if columns else 8192
+    targets = [torch.ones(2048, width, dtype=dtype) for _ in range(count)]
+    with Stopwatch() as watch:
+        read_slices(
+            path,  # type: ignore[arg-type]
+            [(str(k), (0, 0), (2048, width), target) for k, target in enumerate(targets)],
+        )
+    for k, target in enumerate(targets):
+        assert torch.equal(target, state[str(k)][:, :width].to(dtype))
+    assert watch.peak_growth_nbytes is not None
+    return watch.peak_growth_nbytes
+
+
+@pytest.mark.parametrize("other_dtype", [False, True])
+@pytest.mark.parametrize("columns", [False, True])
+def test_load_takes_little_memory(
+    directory: pathlib.Path, other_dtype: bool, columns: bool
+) -> None:
+    ended = child.call(
+        "tests.checkpoint.test_reader:peak_of_load",
+        path=directory / "checkpoint",
+        mebibytes=320,
+        other_dtype=other_dtype,
+        columns=columns,
+    )
+    assert ended.result <= 64 << 20

@@ -1,0 +1,390 @@
+"""Damage is found: on loading before it gets into a tensor, and by `verify` without loading."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import typer
+from typer.testing import CliRunner
+
+from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
+from tensorferry.checkpoint.audit import verify
+from tensorferry.checkpoint.checksums import CHUNK_NBYTES
+from tensorferry.checkpoint.listing import list_checkpoint
+from tensorferry.checkpoint.metadata import payload_of, read_metadata
+from tensorferry.cli.ls import ls as ls_command
+from tensorferry.cli.verify import verify as verify_command
+from tests.checkpoint.states import assert_same, empty_like, mixed_state, save
+from tests.checkpoint.test_reader import LEVELS, WRITERS, fails, load
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from tests.support.data import RandomBytes
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:UserWarning:torch", "ignore:Detected an existing", "ignore:ComplexHalf"
+)
+
+
+def state() -> dict[str, Any]:
+    """Tensors small and large, and an object."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "first": torch.randn(100, 300, generator=generator),
+        "large": torch.randn(1 << 20, generator=generator),
+        "transposed": torch.randn(300, 200, generator=generator).t(),
+        "object": {"text": "some text", "number": 3},
+        "last": torch.randn(500, generator=generator),
+    }
+
+
+def data_file_of(path: pathlib.Path) -> pathlib.Path:
+    (file,) = path.glob("*.distcp")
+    return file
+
+
+def flip(file: pathlib.Path, bit: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(bit // 8)
+        (byte,) = stream.read(1)
+        stream.seek(bit // 8)
+        stream.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def regions(path: pathlib.Path) -> dict[str, tuple[int, int]]:
+    """Where in the data file each part of the blob of "large" lies."""
+    metadata = read_metadata(path / ".metadata")
+    ((_, info),) = [each for each in metadata.storage_data.items() if each[0].fqn == "large"]
+    offset, nbytes = payload_of(info) or (0, 0)
+    begin, end = info.offset + offset, info.offset + offset + nbytes
+    data = data_file_of(path).read_bytes()
+    directory = data.index(b"PK\1\2", end)
+    return {
+        "pickle": (data.index(b"data.pkl", info.offset) + 40, info.offset + 300),
+        "header": (info.offset, info.offset + 4),
+        "padding": (begin - 8, begin),
+        "payload": (begin, end),
+        "descriptor": (end + 4, end + 8),
+        "directory": (directory, directory + 40),
+        "end": (info.offset + info.length - 22, info.offset + info.length),
+        "object": (0, 100),
+    }
+
+
+REGIONS = ["pickle", "header", "padding", "payload", "descriptor", "directory", "end", "object"]
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_flipped_bits_are_found_wherever_they_are(
+    directory: pathlib.Path, region: str, random_bytes: RandomBytes
+) -> None:
+    save(state(), directory)
+    file = data_file_of(directory)
+    begin, end = regions(directory)[region]
+    for bit in random_bytes.generator.integers(8 * begin, 8 * end, size=6):
+        flip(file, int(bit))
+        report = verify(directory)
+        (problem,) = report.problems
+        assert isinstance(problem, CheckpointError)
+        assert problem.begin <= bit // 8 < problem.end  # type: ignore[operator]
+        assert problem.end - problem.begin <= CHUNK_NBYTES  # type: ignore[operator]
+        assert problem.path == str(file)
+        assert ("object.text" if region == "object" else "large") in problem.names
+        for level in ("read", "before"):
+            with fails(CheckpointError, file.name):
+                load(empty_like(state()), directory, verify=level)
+        flip(file, int(bit))
+    assert verify(directory).sound
+
+
+def test_any_flipped_bit_is_found(directory: pathlib.Path, random_bytes: RandomBytes) -> None:
+    save(state(), directory)
+    file = data_file_of(directory)
+    for bit in random_bytes.generator.integers(8 * file.stat().st_size, size=60):
+        flip(file, int(bit))
+        assert not verify(directory).sound
+        flip(file, int(bit))
+
+
+def test_bits_of_other_tensors_do_not_matter_to_a_load(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    begin, end = regions(directory)["payload"]
+    flip(data_file_of(directory), 4 * (begin + end))
+    loaded = {"last": torch.zeros(500)}
+    load(loaded, directory)
+    assert_same(loaded, {"last": state()["last"]})
+
+
+def test_nothing_damaged_gets_into_a_tensor(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    begin, end = regions(directory)["payload"]
+    place = (begin + end) // 2
+    flip(data_file_of(directory), 8 * place)
+    loaded = empty_like(state())
+    with fails(CheckpointError, "large"):
+        load(loaded, directory, verify="read")
+    wanted, found = (
+        tensor.numpy().view(np.uint8) for tensor in (state()["large"], loaded["large"])
+    )
+    assert np.flatnonzero((found != wanted) & (found != 0)).size == 0
+    chunk = place // CHUNK_NBYTES * CHUNK_NBYTES
+    assert not found[max(chunk, begin) - begin : chunk + CHUNK_NBYTES - begin].any()
+
+
+def test_damage_is_found_before_any_tensor_is_touched(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    begin, end = regions(directory)["payload"]
+    flip(data_file_of(directory), 4 * (begin + end))
+    loaded = empty_like(state())
+    with fails(CheckpointError, "large"):
+        load(loaded, directory, verify="before")
+    assert_same(loaded, empty_like(state()))
+
+
+def test_without_verification_damage_is_loaded(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    begin, end = regions(directory)["payload"]
+    flip(data_file_of(directory), 4 * (begin + end))
+    loaded = empty_like(state())
+    load(loaded, directory, verify="off")
+    assert int((loaded["large"] != state()["large"]).sum()) == 1
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS.keys())
+@pytest.mark.parametrize("cut", [1, 100, 5000, 1 << 20])
+@pytest.mark.parametrize("level", LEVELS)
+def test_cut_short_files_are_found(
+    directory: pathlib.Path, writer: Any, cut: int, level: str
+) -> None:
+    dcp.save(state(), storage_writer=writer(directory), no_dist=True)
+    file = data_file_of(directory)
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size - cut)
+    loaded = empty_like(state())
+    with fails(CheckpointError, "cut short"):
+        load(loaded, directory, verify=level)
+    problems = verify(directory).problems
+    assert problems
+    assert all("cut short" in str(problem) for problem in problems)
+    assert "last" in problems[-1].names  # type: ignore[union-attr]
+
+
+def test_zeroed_blocks_are_found(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    begin, _ = regions(directory)["payload"]
+    with data_file_of(directory).open("r+b") as stream:
+        stream.seek(begin // 4096 * 4096 + 4096)
+        stream.write(bytes(4096))
+    assert not verify(directory).sound
+
+
+# --- torch's checkpoints ---
+
+
+def save_by_torch(path: pathlib.Path) -> pathlib.Path:
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    return data_file_of(path)
+
+
+@pytest.mark.parametrize("level", ["read", "before"])
+def test_flipped_bit_in_a_payload_of_torchs_is_found(directory: pathlib.Path, level: str) -> None:
+    file = save_by_torch(directory)
+    data = file.read_bytes()
+    for name in ("first", "large", "transposed", "last"):
+        place = (
+            data.index(state()[name].t().contiguous().numpy().tobytes()[:64])
+            if (name == "transposed")
+            else data.index(state()[name].numpy().tobytes()[:64])
+        )
+        flip(file, 8 * place + 5)
+        loaded = empty_like(state())
+        with fails(CheckpointError, repr(name)):
+            load(loaded, directory, verify=level)
+        if level == "before":
+            assert_same(loaded, empty_like(state()))
+        (problem,) = verify(directory).problems
+        assert problem.names == (name,)  # type: ignore[union-attr]
+        flip(file, 8 * place + 5)
+    assert verify(directory).sound
+
+
+def test_flipped_bit_in_an_object_of_torchs_is_found(directory: pathlib.Path) -> None:
+    file = save_by_torch(directory)
+    place = file.read_bytes().index(b"some text")
+    flip(file, 8 * place)
+    with fails(CheckpointError, "'object.text'"):
+        load(empty_like(state()), directory)
+    assert not verify(directory).sound
+
+
+def test_part_of_a_torch_tensor_is_verified_before_only(directory: pathlib.Path) -> None:
+    file = save_by_torch(directory)
+    wanted = state()["large"]
+    flip(file, 8 * file.read_bytes().index(wanted.numpy().tobytes()[:64]))
+    from tests.checkpoint.test_reader import read_slices
+
+    target = torch.zeros(1000)
+    read_slices(directory, [("large", (5000,), (1000,), target)], "read")
+    assert torch.equal(target, wanted[5000:6000])
+    with pytest.raises(CheckpointError, match="'large'"):
+        read_slices(directory, [("large", (5000,), (1000,), target)], "before")
+
+
+def test_torchs_checkpoint_without_checksums_is_said_to_have_none(directory: pathlib.Path) -> None:
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        pytest.skip("this torch always computes them")
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_by_torch(directory)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    report = verify(directory)
+    assert report.sound
+    assert {"first", "large"} <= set(report.unverified)
+    for level in LEVELS:
+        loaded = empty_like(state())
+        load(loaded, directory, verify=level)
+        assert_same(loaded, state())
+
+
+# --- verify() and the commands ---
+
+
+@pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}])
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS.keys())
+def test_sound_checkpoints_are_sound(
+    directory: pathlib.Path, writer: Any, options: dict[str, Any]
+) -> None:
+    dcp.save(mixed_state(), storage_writer=writer(directory, **options), no_dist=True)
+    calls: list[tuple[int, int]] = []
+    report = verify(directory, progress=lambda done, total: calls.append((done, total)))
+    assert report.sound
+    assert report.unverified == []
+    sizes = [file.stat().st_size for file in directory.glob("*.distcp")]
+    assert report.nbytes == sum(sizes)
+    assert calls == sorted(calls)
+    assert calls[-1] == (sum(sizes), sum(sizes))
+
+
+def test_all_damage_is_reported(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    begin, end = regions(directory)["payload"]
+    for place in (begin, (begin + end) // 2, end - 1):
+        flip(data_file_of(directory), 8 * place)
+    assert len(verify(directory).problems) == 3
+
+
+def test_missing_files_and_parts_are_reported(directory: pathlib.Path) -> None:
+    save(state(), directory, single_file_per_rank=False)
+    metadata = read_metadata(directory / ".metadata")
+    ((_, info),) = [each for each in metadata.storage_data.items() if each[0].fqn == "large"]
+    (directory / info.relative_path).unlink()
+    (problem,) = verify(directory).problems
+    assert isinstance(problem, OSError)
+    assert info.relative_path in str(problem)
+
+
+runner = CliRunner()
+app = typer.Typer()
+app.command("verify")(verify_command)
+app.command("ls")(ls_command)
+
+
+def run(*arguments: Any) -> Any:
+    return runner.invoke(app, [str(argument) for argument in arguments])
+
+
+def test_verify_command_of_a_sound_checkpoint(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    result = run("verify", directory)
+    assert result.exit_code == 0
+    assert "nothing is wrong" in result.stdout
+    assert json.loads(run("verify", directory, "--json").stdout)["sound"] is True
+
+
+def test_verify_command_names_tensor_file_and_bytes(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    begin, end = regions(directory)["payload"]
+    flip(data_file_of(directory), 4 * (begin + end))
+    result = run("verify", directory)
+    assert result.exit_code == 1
+    line = re.search(r"damaged: bytes (\d+) to (\d+) of '(.*)' \('large'\)", result.stdout)
+    assert line is not None
+    assert int(line[1]) <= (begin + end) // 2 < int(line[2])
+    assert line[3] == str(data_file_of(directory))
+    found = json.loads(run("verify", directory, "--json").stdout)
+    assert found["problems"][0]["names"] == ["large"]
+    assert found["problems"][0]["begin"] == int(line[1])
+
+
+def test_verify_command_of_damaged_metadata(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    flip(directory / ".metadata", 999)
+    result = run("verify", directory)
+    assert result.exit_code == 1
+    assert ".metadata" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["verify", "ls"])
+def test_commands_say_where_there_is_no_checkpoint(directory: pathlib.Path, command: str) -> None:
+    for path in (directory, directory / "nowhere"):
+        result = run(command, path)
+        assert result.exit_code == 2
+        assert "no checkpoint" in result.stderr
+        assert "Traceback" not in result.output
+
+
+def test_ls_command_lists_what_there_is(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    result = run("ls", directory, "--shards")
+    assert result.exit_code == 0
+    for text in ("large", "float32", "[100, 300]", "object.text", "4.2 MB", "6 entries"):
+        assert text in result.stdout
+    assert data_file_of(directory).name in result.stdout
+    entries = json.loads(run("ls", directory, "--json").stdout)
+    (large,) = [entry for entry in entries if entry["name"] == "large"]
+    assert large["shape"] == [1 << 20]
+    assert large["shards"][0]["sizes"] == [1 << 20]
+
+
+def test_listing_has_the_shards_of_each_tensor(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    entries = {entry.name: entry for entry in list_checkpoint(directory)}
+    assert list(entries) == sorted(entries)
+    first = entries["first"]
+    assert (first.dtype, first.shape, first.nbytes) == ("float32", (100, 300), 120_000)
+    (shard,) = first.shards
+    assert shard.file == data_file_of(directory).name
+    assert entries["object.text"].dtype is None
+
+
+def test_ls_command_refuses_damaged_metadata(directory: pathlib.Path) -> None:
+    save(state(), directory)
+    flip(directory / ".metadata", 999)
+    result = run("ls", directory)
+    assert result.exit_code == 1
+    assert ".metadata" in result.stderr
+
+
+def test_random_data_files_are_no_checkpoint_that_loads(
+    directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    file = save_by_torch(directory)
+    np.asarray(random_bytes(file.stat().st_size)).tofile(file)
+    with fails(BaseException):
+        load(empty_like(state()), directory)
+
+
+def test_reader_and_writer_are_exported() -> None:
+    import tensorferry.checkpoint
+
+    assert tensorferry.checkpoint.FileSystemReader is FileSystemReader
+    assert tensorferry.checkpoint.FileSystemWriter is FileSystemWriter
+    assert tensorferry.checkpoint.verify is verify

@@ -1,0 +1,62 @@
+"""Checkpoints made by other versions of torch are read bit for bit, and theirs can read ours.
+
+For another version to read ours: write with `python -m tests.checkpoint.test_versions DIRECTORY`, then have that
+version run `tests/checkpoint/golden/make.py read DIRECTORY`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, load, save, verify
+from tests.checkpoint.golden.make import HERE, differences, emptied, golden_state, read
+
+VERSIONS = sorted(path.parent.name for path in HERE.glob("*/object.pt"))
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_checkpoint_of_another_torch_is_read(version: str) -> None:
+    state = emptied(golden_state())
+    reader = FileSystemReader(HERE / version / "checkpoint")
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert differences(state, golden_state()) == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_object_of_another_torch_is_read(version: str) -> None:
+    assert differences(load(HERE / version / "object.pt"), golden_state()) == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_checkpoint_of_another_torch_can_be_verified(version: str) -> None:
+    assert verify(HERE / version / "checkpoint").problems == []
+
+
+def test_this_torch_reads_ours(directory: pathlib.Path) -> None:
+    write(directory)
+    assert read(directory) == []
+
+
+def test_files_are_this_torchs_byte_for_byte(directory: pathlib.Path) -> None:
+    write(directory)
+    with (directory / "torch.pt").open("wb") as file:
+        torch.save(golden_state(), file)
+    assert (directory / "object.pt").read_bytes() == (directory / "torch.pt").read_bytes()
+
+
+def write(directory: pathlib.Path) -> None:
+    """Save with ours."""
+    writer = FileSystemWriter(directory / "checkpoint")
+    dcp.save(golden_state(), storage_writer=writer, no_dist=True)
+    save(golden_state(), directory / "object.pt")
+
+
+if __name__ == "__main__":
+    write(pathlib.Path(sys.argv[1]))

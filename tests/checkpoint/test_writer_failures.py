@@ -1,0 +1,107 @@
+"""FileSystemWriter meets failures: they are reported as they are, and the checkpoint before stays as it was."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tensorferry
+from tensorferry.checkpoint import CheckpointError, FileSystemWriter
+from tests.checkpoint.ranks import files_of
+from tests.checkpoint.states import LAYOUTS, assert_same, load, mixed_state, save
+from tests.support import mounts
+
+if TYPE_CHECKING:
+    import pathlib
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
+)
+
+
+def test_planner_that_fails_leaves_the_checkpoint_before(directory: pathlib.Path) -> None:
+    class Failing(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if write_item.index.fqn == "slice":
+                raise ZeroDivisionError("no data")
+            return super().resolve_data(write_item)
+
+    checkpoint = directory / "checkpoint"
+    save(mixed_state(1), checkpoint)
+    before = files_of(checkpoint)
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.save(
+            mixed_state(2),
+            storage_writer=FileSystemWriter(checkpoint),
+            planner=Failing(),
+            no_dist=True,
+        )
+    assert isinstance(caught.value.failures[0][0], ZeroDivisionError)
+    assert files_of(checkpoint) == before
+    assert_same(load(checkpoint, mixed_state(1)), mixed_state(1))
+
+
+def test_metadata_of_what_was_not_written_is_refused(directory: pathlib.Path) -> None:
+    class Forgetting(FileSystemWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            super().finish(metadata, [results[0][:-1]])
+
+    checkpoint = directory / "checkpoint"
+    save(mixed_state(1), checkpoint)
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.save(mixed_state(2), storage_writer=Forgetting(checkpoint), no_dist=True)
+    assert isinstance(caught.value.failures[0][0], CheckpointError)
+    assert "1 of the parts" in str(caught.value.failures[0][0])
+    assert_same(load(checkpoint, mixed_state(1)), mixed_state(1))
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+def test_full_disk_is_reported_and_leaves_the_checkpoint_before(
+    tmp_path: pathlib.Path, kind: str, layout: dict[str, Any]
+) -> None:
+    state = {str(k): torch.full((1 << 18,), k) for k in range(12)}  # 24 MiB
+    mount = mounts.tmpfs if kind == "tmpfs" else mounts.ext4
+    with (
+        mount(tmp_path / kind, 40 << 20) if kind == "tmpfs" else mount(tmp_path, 48 << 20) as small
+    ):
+        save(state, small / "checkpoint")
+        before, free = files_of(small / "checkpoint"), mounts.free_nbytes(small)
+        later = {key: tensor + 1 for key, tensor in state.items()}
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            save(later, small / "checkpoint", **layout)
+        failure = caught.value.failures[0][0]
+        assert isinstance(failure, tensorferry.StorageError)
+        assert failure.errno == errno.ENOSPC
+        assert str(small / "checkpoint") in failure.filename
+        assert files_of(small / "checkpoint") == before
+        assert mounts.free_nbytes(small) >= free - (1 << 16)
+        assert_same(load(small / "checkpoint", state), state)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+def test_file_size_limit_fails_the_save(directory: pathlib.Path, layout: dict[str, Any]) -> None:
+    state = {"small": torch.ones(100), "big": torch.ones(4 << 20)}
+    save(state, directory / "checkpoint")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            save({key: t + 1 for key, t in state.items()}, directory / "checkpoint", **layout)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.failures[0][0].errno == errno.EFBIG
+    assert_same(load(directory / "checkpoint", state), state)
+    assert len(files_of(directory / "checkpoint")) == 2
+
+
+def test_directory_that_cannot_be_written_is_reported(directory: pathlib.Path) -> None:
+    (directory / "file").write_text("")
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        save(mixed_state(), directory / "file" / "checkpoint")
+    assert isinstance(caught.value.failures[0][0], OSError)
