@@ -1,0 +1,35 @@
+"""The example: training killed in the middle of a save goes on, bit for bit, with other numbers of ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.child import ROOT
+
+if TYPE_CHECKING:
+    import pathlib
+
+
+@pytest.mark.slow
+def test_training_killed_in_a_save_goes_on_with_one_rank_and_with_three(
+    directory: pathlib.Path,
+) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "examples" / "checkpoint" / "killed_and_resumed.py",
+            f"--directory={directory}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The losses are the same, bit for bit." in done.stdout
+    # What the killed save had begun was there, beside the checkpoint before.
+    assert done.stdout.count(".distcp") > 2
+    assert list(directory.iterdir()) == []
