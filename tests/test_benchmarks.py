@@ -23,6 +23,7 @@ TINY = (
     "--no-huge-pages",
 )
 OURS = {"large", "loop", "warm", "random", "latency", "memory", "import", "torch_save", "tune"}
+OURS |= {"checkpoint", "checkpoint_load", "checkpoint_objects", "checkpoint_async"}
 
 pytest.importorskip("torch")
 pytest.importorskip("rich")

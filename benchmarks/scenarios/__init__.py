@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from benchmarks.scenarios import (
+    checkpoint,
+    checkpoint_async,
+    checkpoint_load,
+    checkpoint_objects,
     deepnvme,
     ds_io,
     import_time,
@@ -37,4 +41,8 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "torch_save": torch_save.run,
     "tune": tune.run,
     "zero3": zero3.run,
+    "checkpoint": checkpoint.run,
+    "checkpoint_load": checkpoint_load.run,
+    "checkpoint_objects": checkpoint_objects.run,
+    "checkpoint_async": checkpoint_async.run,
 }
