@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from tensorferry.tuning import stopwatch
 
 
 class Stopwatch(stopwatch.Stopwatch):
-    """The stopwatch of ``tensorferry bench``."""
+    """The stopwatch of ``tensorferry bench``; garbage of earlier samples is collected before it starts."""
+
+    def __enter__(self) -> Stopwatch:
+        gc.collect()
+        super().__enter__()
+        return self
 
     def result(self, nbytes: int, **details: Any) -> dict[str, Any]:
         """The measurement as a worker sends it to the benchmark."""
