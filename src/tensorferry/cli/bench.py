@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path  # noqa: TC003 (typer looks at the annotations)
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +19,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from tensorferry.cli.consoles import make_console
 from tensorferry.cli.leaving import leaving_well
 from tensorferry.tuning.bench.arguments import ENGINES, MEMORIES, Arguments, make_job
 from tensorferry.tuning.bench.run import Progress as Listener
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from tensorferry.tuning.bench.results import Results, Summary
 
-_PIPED_WIDTH = 140
 
 _WHAT, _HOW, _OUT, _GPU = "What moves", "How it moves", "Results", "GPU"
 
@@ -257,7 +256,7 @@ def bench(
         )
         with _progress_bar() as listener:
             results = run(job, listener)
-        show(results, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
+        show(results, make_console())
         if json is not None:
             results.write_json(json)
         if csv is not None:

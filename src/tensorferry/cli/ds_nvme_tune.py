@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
         import typer
 
         from tensorferry.cli import tune as command
+        from tensorferry.cli.consoles import make_console
         from tensorferry.cli.tune_view import print_result
     except ModuleNotFoundError as missing:
         if missing.name not in ("typer", "rich", "click"):
@@ -54,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
             write=not options.no_write,
             loops=options.loops,
         )
-        console = command.make_console()
+        console = make_console()
         if options.verbose:
             console.print(f"args = {options}", highlight=False)
         if options.flush_page_cache:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.cli.consoles import make_console
 from tensorferry.cli.leaving import leaving_well
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tensorferry.checkpoint.listing import Entry, Shard
 
-_PIPED_WIDTH = 160
 _FAILED, _NO_CHECKPOINT = 1, 2
 
 
@@ -51,7 +51,7 @@ def ls(
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2))
         return
-    _show(entries, shards, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
+    _show(entries, shards, make_console())
 
 
 def _show(entries: list[Entry], with_shards: bool, console: Console) -> None:

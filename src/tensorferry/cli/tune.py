@@ -9,12 +9,12 @@ import os
 import signal
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from tensorferry import runtime
+from tensorferry.cli.consoles import make_console
 from tensorferry.cli.tune_view import LiveView, print_profiles, print_result
 from tensorferry.tuning import heatmap, profiles
 from tensorferry.tuning.sizes import format_nbytes, parse_nbytes
@@ -22,7 +22,8 @@ from tensorferry.tuning.space import Space, default_space, space_from_json
 from tensorferry.tuning.tune import SMALLEST_NBYTES, Job, Result, default_journal_path
 from tensorferry.tuning.tune import tune as run_job
 
-_PIPED_WIDTH = 120
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def tune(
@@ -120,12 +121,6 @@ def tune(
         heatmap.draw(heatmap.grids(result.found.turns), plot, title)
     if result.not_saved:
         fail([f"not stored: {result.not_saved}"], 1)
-
-
-def make_console(*, stderr: bool = False) -> Console:
-    """Return a console; on a pipe one of a fixed width, without control codes."""
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=_PIPED_WIDTH)
 
 
 def fail(problems: list[str], code: int = 2) -> None:
