@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES, crc32
 from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.metadata import EXTRAS, METADATA_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     from tensorferry.checkpoint.stream import FileSummary
 
-METADATA_NAME = ".metadata"
 METADATA_VERSION = "1.0.0"
 EXTRAS_VERSION = 1
 TRAILER = b"tensorferry crc32 %08x\n"
@@ -51,11 +51,6 @@ _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _PICKLE_PROTOCOL = 4
 # What TensorProperties pickled to before torch 2.15, which reads it as well; older ones read nothing else.
 _PORTABLE_PROPERTIES = 5
-
-
-def metadata_name(rank: int | None) -> str:
-    """Return the metadata's name: of the whole checkpoint (None), or of one rank's that was saved alone."""
-    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
 def make_directory(directory: Path) -> None:
@@ -117,7 +112,7 @@ def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult
     metadata.storage_data = storage_data
     if files:
         extras = {"version": EXTRAS_VERSION, "chunk_nbytes": CHUNK_NBYTES, "files": files}
-        metadata.__dict__["tensorferry"] = extras
+        metadata.__dict__[EXTRAS] = extras
 
 
 def _planned(metadata: Metadata) -> Iterable[MetadataIndex]:
@@ -129,25 +124,25 @@ def _planned(metadata: Metadata) -> Iterable[MetadataIndex]:
             yield MetadataIndex(name)
 
 
-def write_metadata(directory: Path, name: str, metadata: Metadata, *, sync: bool) -> None:
+def write_metadata(path: Path, metadata: Metadata, *, sync: bool) -> None:
     """Put metadata in the place of what is there, at one stroke: from now on the checkpoint is the new one."""
     pickled = _pickled(metadata)
-    temporary = directory / f"{name}.tmp"
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb", buffering=0) as stream:
             for part in (pickled, TRAILER % crc32(pickled)):
                 _write_all(stream, part)
             if sync:
                 os.fsync(stream.fileno())
-        temporary.replace(directory / name)
+        temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     if sync:
-        sync_directory(directory)
+        sync_directory(path.parent)
         # It may be somebody else's, and then was made long ago.
         with contextlib.suppress(PermissionError):
-            sync_directory(directory.parent)
+            sync_directory(path.parent.parent)
 
 
 def remove_replaced(

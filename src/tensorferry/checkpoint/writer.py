@@ -28,6 +28,7 @@ from tensorferry.checkpoint.archive import (
 )
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.layout import files_of, max_nbytes
+from tensorferry.checkpoint.metadata import EXTRAS, metadata_path
 from tensorferry.checkpoint.pipeline import BUFFER_NBYTES, Pipeline
 from tensorferry.checkpoint.stream import Stream, StreamFile
 from tensorferry.checkpoint.watched import WatchedFileSystem, cause_of
@@ -113,7 +114,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         """Make the directory, and refuse what may not be overwritten."""
         directory = self._directory()
         commit.make_directory(directory)
-        if self._alone() is not None and (directory / commit.METADATA_NAME).exists():
+        if self._alone() is not None and metadata_path(directory).exists():
             # Every load would go on reading that one, and there is no moment at which it could be removed.
             raise CheckpointError(
                 "the directory holds a checkpoint of all ranks together, which one saved with use_collectives=False "
@@ -158,7 +159,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         commit.complete_metadata(metadata, results)
         metadata.storage_meta = self.storage_meta()
         directory, rank = self._directory(), self._alone()
-        commit.write_metadata(directory, commit.metadata_name(rank), metadata, sync=self.sync_files)
+        commit.write_metadata(metadata_path(directory, rank), metadata, sync=self.sync_files)
         referenced = {info.relative_path for info in metadata.storage_data.values()}
         # A save has succeeded even if what it replaces cannot be removed now; the next one tries again.
         with contextlib.suppress(OSError):
@@ -290,7 +291,7 @@ def _write_item(stream: Stream, name: str, item: WriteItem, planner: SavePlanner
     length = stream.nbytes - offset
     info = _StorageInfo(name, offset, length)
     if extras is not None:
-        info.__dict__["tensorferry"] = tuple(extras)
+        info.__dict__[EXTRAS] = tuple(extras)
     return WriteResult(item.index, length, info)
 
 

@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.cli.checkpoint_arguments import NO_CHECKPOINT, CheckpointPath, TrustPickle
 from tensorferry.cli.consoles import make_console
 from tensorferry.cli.leaving import leaving_well
 
@@ -20,20 +21,14 @@ if TYPE_CHECKING:
 
     from tensorferry.checkpoint.listing import Entry, Shard
 
-_FAILED, _NO_CHECKPOINT = 1, 2
+_FAILED = 1
 
 
 def ls(
-    path: Annotated[str, typer.Argument(help="The checkpoint's folder.")],
+    path: CheckpointPath,
     shards: Annotated[bool, typer.Option("--shards", help="Show where each part lies.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
-    trust_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--trust-pickle",
-            help="Let .metadata hold any object, which may run any code: only for checkpoints of those you trust.",
-        ),
-    ] = False,
+    trust_pickle: TrustPickle = False,
 ) -> None:
     """List a checkpoint's tensors and objects: shapes, dtypes, sizes, shards. Reads its metadata alone."""
     from tensorferry.checkpoint.errors import CheckpointError
@@ -44,7 +39,7 @@ def ls(
             entries = list_checkpoint(path, trust_pickle=trust_pickle)
         except (FileNotFoundError, NotADirectoryError) as error:
             typer.echo(f"tensorferry ls: {error}", err=True)
-            raise typer.Exit(_NO_CHECKPOINT) from None
+            raise typer.Exit(NO_CHECKPOINT) from None
         except CheckpointError as error:
             typer.echo(f"tensorferry ls: {error}", err=True)
             raise typer.Exit(_FAILED) from None

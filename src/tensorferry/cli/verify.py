@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from tensorferry.cli.checkpoint_arguments import NO_CHECKPOINT, CheckpointPath, TrustPickle
 from tensorferry.cli.leaving import leaving_well
 
 if TYPE_CHECKING:
@@ -18,19 +19,13 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.audit import Report
 
 _SHOWN = 50
-_DAMAGED, _NO_CHECKPOINT = 1, 2
+_DAMAGED = 1
 
 
 def verify(
-    path: Annotated[str, typer.Argument(help="The checkpoint's folder.")],
+    path: CheckpointPath,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
-    trust_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--trust-pickle",
-            help="Let .metadata hold any object, which may run any code: only for checkpoints of those you trust.",
-        ),
-    ] = False,
+    trust_pickle: TrustPickle = False,
 ) -> None:
     """Read a whole checkpoint and compare every byte with the checksums made when it was written.
 
@@ -45,7 +40,7 @@ def verify(
                 report = audit.verify(path, trust_pickle=trust_pickle, progress=progress)
         except (FileNotFoundError, NotADirectoryError) as error:
             typer.echo(f"tensorferry verify: {error}", err=True)
-            raise typer.Exit(_NO_CHECKPOINT) from None
+            raise typer.Exit(NO_CHECKPOINT) from None
     if as_json:
         typer.echo(json.dumps(_plain(report), indent=2))
     else:

@@ -1,0 +1,19 @@
+"""What the commands that look at checkpoints take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+CheckpointPath = Annotated[str, typer.Argument(help="The checkpoint's folder.")]
+TrustPickle = Annotated[
+    bool,
+    typer.Option(
+        "--trust-pickle",
+        help="Let .metadata hold any object, which may run any code: only for checkpoints of those you trust.",
+    ),
+]
+
+NO_CHECKPOINT = 2
+"""The exit code where there is none."""
