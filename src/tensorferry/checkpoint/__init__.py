@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tensorferry.checkpoint.audit import verify as verify
+    from tensorferry.checkpoint.default import install as install
+    from tensorferry.checkpoint.default import installed as installed
+    from tensorferry.checkpoint.default import uninstall as uninstall
     from tensorferry.checkpoint.errors import CheckpointError as CheckpointError
     from tensorferry.checkpoint.file_writer import FileWriter as FileWriter
     from tensorferry.checkpoint.objects import load as load
@@ -27,8 +30,11 @@ _MODULES = {
     "FileSystemWriter": "writer",
     "FileWriter": "file_writer",
     "Stager": "staging",
+    "install": "default",
+    "installed": "default",
     "load": "objects",
     "save": "objects",
+    "uninstall": "default",
     "verify": "audit",
 }
 
@@ -38,8 +44,11 @@ __all__ = [
     "FileSystemWriter",
     "FileWriter",
     "Stager",
+    "install",
+    "installed",
     "load",
     "save",
+    "uninstall",
     "verify",
 ]
 
