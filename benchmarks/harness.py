@@ -252,6 +252,13 @@ def cpu_ratio(ours: Row | None, theirs: Row | None) -> float | None:
     return mine / other
 
 
+def peak_figure(what: str, row: Row | None, limit_nbytes: int) -> Figure:
+    """A promise about the growth of peak memory."""
+    peak = row.peak_growth_nbytes if row else None
+    measured = None if peak is None else peak / MIB
+    return Figure(what, "<=", limit_nbytes // MIB, measured, "MiB")
+
+
 @contextlib.contextmanager
 def _task(settings: Settings, name: str, total: int) -> Iterator[Callable[[str], None]]:
     if settings.progress is None:

@@ -24,6 +24,7 @@ from benchmarks.harness import (
     Settings,
     compare,
     cpu_ratio,
+    peak_figure,
     ratio,
 )
 from benchmarks.measure import Stopwatch, touch_memory
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 OURS = "tensorferry.checkpoint.FileSystemWriter"
-_PEAK_MIB_MAX = 64
+_PEAK_NBYTES_MAX = 64 * MIB
 _LAZY_NBYTES = 8 * MIB
 
 # What torch's writer can be told; its best counts.
@@ -104,22 +105,14 @@ def run(settings: Settings) -> Outcome:
             0.5,
             cpu_ratio(ours, comparison.least_cpu("peer")),
         ),
-        *(_peak(row, what) for row, what in ((ours, "save"), (lazy.row(OURS), "lazy save"))),
+        *(
+            peak_figure(f"checkpoint {what}, peak memory beside the state", row, _PEAK_NBYTES_MAX)
+            for row, what in ((ours, "save"), (lazy.row(OURS), "lazy save"))
+        ),
     ]
     if limit is None:
         outcome.notes.append("fio is not installed: nothing to compare with")
     return outcome
-
-
-def _peak(row: Any, what: str) -> Figure:
-    peak = row.peak_growth_nbytes if row else None
-    return Figure(
-        f"checkpoint {what}, peak memory beside the state",
-        "<=",
-        _PEAK_MIB_MAX,
-        None if peak is None else peak / MIB,
-        "MiB",
-    )
 
 
 def _save(

@@ -23,6 +23,7 @@ from benchmarks.harness import (
     Sample,
     Settings,
     compare,
+    peak_figure,
     ratio,
 )
 from benchmarks.measure import Stopwatch
@@ -35,7 +36,7 @@ OURS = "tensorferry.checkpoint.FileSystemReader"
 BEFORE = f"{OURS} verify=before"
 OFF = f"{OURS} verify=off"
 TORCH = "torch FileSystemReader"
-_PEAK_MIB_MAX = 64
+_PEAK_NBYTES_MAX = 64 * MIB
 
 _FIOS = [
     fio.Config("io_uring", "1M", 32),
@@ -229,7 +230,6 @@ def _half(settings: Settings, peers: dict[str, Worker], file: Path) -> Compariso
 
 def _figures(cold: Comparison, warm: Comparison, half: Comparison) -> list[Figure]:
     ours = cold.row(OURS)
-    peak = ours.peak_growth_nbytes if ours else None
     part = half.row(OURS)
     return [
         Figure("checkpoint cold load over fio", ">=", 0.92, ratio(ours, cold.best("fio"))),
@@ -244,11 +244,5 @@ def _figures(cold: Comparison, warm: Comparison, half: Comparison) -> list[Figur
             ratio(warm.row(OURS), warm.row(OFF)),
         ),
         Figure("checkpoint half of the rows", "<=", 0.55, part.median if part else None),
-        Figure(
-            "checkpoint load, peak memory beside the state",
-            "<=",
-            _PEAK_MIB_MAX,
-            None if peak is None else peak / MIB,
-            "MiB",
-        ),
+        peak_figure("checkpoint load, peak memory beside the state", ours, _PEAK_NBYTES_MAX),
     ]

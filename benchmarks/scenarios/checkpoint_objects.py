@@ -20,6 +20,7 @@ from benchmarks.harness import (
     Outcome,
     Settings,
     compare,
+    peak_figure,
     ratio,
 )
 from benchmarks.measure import Stopwatch, touch_memory
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 OURS = "tensorferry.checkpoint.save/load"
 WRITER = "torch.save to FileWriter"
 TORCH = "torch.save/load"
-_PEAK_MIB_MAX = 64
+_PEAK_NBYTES_MAX = 64 * MIB
 
 
 class Keeper:
@@ -118,7 +119,14 @@ def run(settings: Settings) -> Outcome:
                 1.5,
                 ratio(warm.row(OURS), warm.row(TORCH)),
             ),
-            *(_peak(comparison) for comparison in comparisons[:2]),
+            *(
+                peak_figure(
+                    f"{comparison.name}, peak memory beside the object",
+                    comparison.row(OURS),
+                    _PEAK_NBYTES_MAX,
+                )
+                for comparison in comparisons[:2]
+            ),
         ],
     )
 
@@ -158,15 +166,3 @@ def _load(
 
 def _contender(label: str, measure: Callable[[int], Any]) -> Contender:
     return Contender(label, "peer" if label == TORCH else "ours", measure)
-
-
-def _peak(comparison: Comparison) -> Figure:
-    row = comparison.row(OURS)
-    peak = row.peak_growth_nbytes if row else None
-    return Figure(
-        f"{comparison.name}, peak memory beside the object",
-        "<=",
-        _PEAK_MIB_MAX,
-        None if peak is None else peak / MIB,
-        "MiB",
-    )

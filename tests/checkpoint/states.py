@@ -90,6 +90,13 @@ def bits_of(tensor: torch.Tensor) -> bytes:
     return bytes(plain.view(torch.uint8).numpy()) if plain.numel() else b""
 
 
+def flipped(data: bytes, bit: int) -> bytes:
+    """The same with one bit changed."""
+    damaged = bytearray(data)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
 def digests(directory: pathlib.Path) -> list[str]:
     """The data files' MD5 sums, those of empty files aside."""
     return sorted(

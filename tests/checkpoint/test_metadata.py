@@ -42,7 +42,7 @@ from tensorferry.checkpoint.metadata import (
     read_metadata,
 )
 from tensorferry.tuning.stopwatch import Stopwatch
-from tests.checkpoint.states import mixed_state, save
+from tests.checkpoint.states import flipped, mixed_state, save
 
 if TYPE_CHECKING:
     from tests.support.data import RandomBytes
@@ -63,12 +63,6 @@ def some_metadata(**changes: Any) -> Metadata:
         "storage_meta": StorageMeta(pathlib.Path("/some/where"), "id"),
     }
     return Metadata(**(values | changes))
-
-
-def flipped(data: bytes, bit: int) -> bytes:
-    damaged = bytearray(data)
-    damaged[bit // 8] ^= 1 << bit % 8
-    return bytes(damaged)
 
 
 def write(path: pathlib.Path, metadata: Any, *, trailer: bool = False) -> pathlib.Path:

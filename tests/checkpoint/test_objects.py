@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorferry.checkpoint import CheckpointError, load, save
-from tests.checkpoint.states import assert_same, mixed_state
+from tests.checkpoint.states import assert_same, flipped, mixed_state
 from tests.support.faultfs import Fault, FaultFS
 
 if TYPE_CHECKING:
@@ -251,12 +251,6 @@ def test_missing_file_is_reported_as_such(directory: pathlib.Path) -> None:
 
 
 BITS_APART = int(os.environ.get("TENSORFERRY_TEST_BITS_APART", "13"))
-
-
-def flipped(data: bytes, bit: int) -> bytes:
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
 
 
 def test_any_flipped_bit_is_found_or_harmless(

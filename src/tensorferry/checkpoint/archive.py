@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorferry.checkpoint.checksums import crc32
+from tensorferry.checkpoint.ranges import memory_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,23 +165,10 @@ def plain_memory(tensor: torch.Tensor) -> Memory | None:
         or tensor.requires_grad
         or tensor.numel() == 0
         or tensor.__dict__
-        or not _is_dense(tensor)
+        or not (tensor.is_contiguous() or memory_order(tensor.size(), tensor.stride()) is not None)
     ):
         return None
     return tensor.data_ptr(), tensor.nbytes, tensor
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill one range of memory, each place once, in whatever order."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if length != 1:
-            if stride != expected:
-                return False
-            expected *= length
-    return True
 
 
 class _Sink(io.RawIOBase):

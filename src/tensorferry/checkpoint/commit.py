@@ -25,9 +25,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tensorferry.checkpoint.checksums import CHUNK_NBYTES, crc32
+from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.metadata import EXTRAS, METADATA_NAME
+from tensorferry.checkpoint.metadata import (
+    EXTRAS,
+    EXTRAS_VERSION,
+    METADATA_NAME,
+    RANK_METADATA,
+    TRAILER_NBYTES,
+    trailer_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,14 +45,10 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.stream import FileSummary
 
 METADATA_VERSION = "1.0.0"
-EXTRAS_VERSION = 1
-TRAILER = b"tensorferry crc32 %08x\n"
-_TRAILER_NBYTES = len(TRAILER % 0)
 
 # Data files of torch (__0_0.distcp) and ours (__0_1f40fc92da241694_0.distcp), by rank.
 _DATA_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]{16}_)?\d+\.distcp")
 _OWN_NAME = rb"__\d+_[0-9a-f]{16}_\d+\.distcp"
-_RANK_METADATA = re.compile(r"__\d+\.metadata")
 
 # The latest protocol that every supported Python reads.
 _PICKLE_PROTOCOL = 4
@@ -130,7 +133,7 @@ def write_metadata(path: Path, metadata: Metadata, *, sync: bool) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb", buffering=0) as stream:
-            for part in (pickled, TRAILER % crc32(pickled)):
+            for part in (pickled, trailer_of(pickled)):
                 _write_all(stream, part)
             if sync:
                 os.fsync(stream.fileno())
@@ -163,7 +166,7 @@ def remove_replaced(
     """
     if rank is None:
         # Metadata of single ranks is not looked at once there is one for all.
-        stale = [path for path in directory.iterdir() if _RANK_METADATA.fullmatch(path.name)]
+        stale = [path for path in directory.iterdir() if RANK_METADATA.fullmatch(path.name)]
         _unlink(stale)
         if stale and sync:
             sync_directory(directory)
@@ -179,10 +182,10 @@ def remove_leftovers(directory: Path, *, rank: int | None = None) -> None:
     """
     mentioned: set[str] = set()
     for path in directory.iterdir():
-        if path.name == METADATA_NAME or _RANK_METADATA.fullmatch(path.name):
+        if path.name == METADATA_NAME or RANK_METADATA.fullmatch(path.name):
             content = path.read_bytes()
-            pickled, trailer = content[:-_TRAILER_NBYTES], content[-_TRAILER_NBYTES:]
-            if trailer != TRAILER % crc32(pickled):
+            pickled, trailer = content[:-TRAILER_NBYTES], content[-TRAILER_NBYTES:]
+            if trailer != trailer_of(pickled):
                 return
             # Names stand in a pickle as they are; a mention too many only keeps a file for longer.
             mentioned.update(name.decode() for name in re.findall(_OWN_NAME, pickled))

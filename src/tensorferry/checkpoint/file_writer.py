@@ -6,7 +6,6 @@ import io
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.arrays import memory_of
 from tensorferry.checkpoint.replacement import Replacement
 
 if TYPE_CHECKING:
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
 
     from tensorferry.transfers import Path
 
-# Smaller pieces are kept until their buffer is full, larger ones are copied before write() returns.
-_SMALL_NBYTES = 64 << 10
 # Space is reserved so far ahead: a file that grows with each write takes direct writes one at a time only.
 _RESERVE_NBYTES = 256 << 20
 
@@ -77,15 +74,10 @@ class FileWriter(io.RawIOBase):
         """
         if self.closed:
             raise ValueError(f"the writer of {self.name!r} is closed")
-        view, stream = memoryview(data), self._replacement.stream
+        stream = self._replacement.stream
         with self._replacement.named():
-            self._reserve(stream.nbytes + view.nbytes)
-            if view.nbytes < _SMALL_NBYTES:
-                stream.write(bytes(view))
-            else:
-                stream.write_memory(memory_of(view, writable=False))
-                stream.wait_until_copied()
-        return view.nbytes
+            self._reserve(stream.nbytes + memoryview(data).nbytes)
+            return stream.write_copied(data)
 
     def flush(self) -> None:
         """Do nothing: what has been written is on its way, and has arrived when :meth:`close` returns."""

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from tensorferry.checkpoint.metadata import metadata_path, read_metadata
+from tensorferry.checkpoint.metadata import RANK_METADATA, metadata_path, read_metadata
 
 if TYPE_CHECKING:
     import os
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata
-
-_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def metadata_files(path: str | os.PathLike[str]) -> list[Path]:
     ranks = {}
     if folder.is_dir():
         for file in folder.iterdir():
-            if match := _RANK_METADATA.fullmatch(file.name):
+            if match := RANK_METADATA.fullmatch(file.name):
                 ranks[int(match[1])] = file
     if not ranks:
         raise FileNotFoundError(f"there is no checkpoint in {str(path)!r}: no file {whole.name!r}")

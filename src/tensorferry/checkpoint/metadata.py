@@ -43,8 +43,12 @@ METADATA_NAME = ".metadata"
 EXTRAS = "tensorferry"
 """The attribute under which `_StorageInfo` and `Metadata` carry what writers of tensorferry add."""
 
+EXTRAS_VERSION = 1
+RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+"""What the metadata of one rank that saved without the others is called."""
+
 _TRAILER = re.compile(rb"tensorferry crc32 ([0-9a-f]{8})\n")
-_TRAILER_NBYTES = 27
+TRAILER_NBYTES = 27
 _MAX_FILE_NBYTES = (1 << 63) - 1
 _MIN_CHUNK_NBYTES, _MAX_CHUNK_NBYTES = 4096, 4 << 20
 _PAGE_NBYTES = 4096
@@ -77,6 +81,11 @@ def metadata_path(folder: str | os.PathLike[str], rank: int | None = None) -> pa
     return pathlib.Path(folder) / name
 
 
+def trailer_of(pickled: bytes) -> bytes:
+    """Return what our writers put behind the pickle: its checksum."""
+    return b"tensorferry crc32 %08x\n" % crc32(pickled)
+
+
 def read_metadata(path: pathlib.Path, *, trust_pickle: bool = False) -> Metadata:
     """Read and check a `.metadata` file.
 
@@ -99,8 +108,8 @@ def read_metadata(path: pathlib.Path, *, trust_pickle: bool = False) -> Metadata
 
 def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Metadata:
     """Do as :func:`read_metadata` does with what a file of that path holds."""
-    trailer = _TRAILER.fullmatch(data[-_TRAILER_NBYTES:])
-    body = memoryview(data)[: -_TRAILER_NBYTES if trailer else None]
+    trailer = _TRAILER.fullmatch(data[-TRAILER_NBYTES:])
+    body = memoryview(data)[: -TRAILER_NBYTES if trailer else None]
     if trailer and crc32(body) != int(trailer[1], 16):
         raise CheckpointError("it is not what was written (its checksum is another)", path)
     stream = io.BytesIO(body)
@@ -432,8 +441,10 @@ def _checked_extras(metadata: Metadata) -> dict[str, int]:
     if extras is None:
         return {}
     version = extras.get("version") if isinstance(extras, dict) else None
-    if version != 1:
-        raise _MalformedError(f"its checksums are of version {version!r}, known here is version 1")
+    if version != EXTRAS_VERSION:
+        raise _MalformedError(
+            f"its checksums are of version {version!r}, known here is version {EXTRAS_VERSION}"
+        )
     chunk_nbytes, files = extras.get("chunk_nbytes"), extras.get("files")
     if (
         not _is_count(chunk_nbytes, _MAX_CHUNK_NBYTES)

@@ -57,7 +57,7 @@ def save(obj: object, path: Path, *, sync: bool = True) -> None:
 
     Notes
     -----
-    torch.load reads it. It needs about 48 MiB of memory, whatever the object's size, and one tensor's bytes for
+    torch.load reads it. It needs about 40 MiB of memory, whatever the object's size, and one tensor's bytes for
     tensors on another device.
     """
     try:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.pipeline import Buffer
 
 _PAGE_NBYTES = 4096
+# Copied twice rather than waited for.
+_SMALL_NBYTES = 64 << 10
 # Of what was given, so much is referenced at most: a planner's temporaries could be many more than there are buffers.
 _MAX_UNCOPIED_PARTS = 3
 
@@ -178,6 +180,16 @@ class Stream:
         """Write an array: anything that tensorferry.write() takes."""
         self.write_memory(memory_of(array, writable=False))
 
+    def write_copied(self, data: Any) -> int:
+        """Write a buffer that may change afterwards, and return how many bytes it has."""
+        view = memoryview(data)
+        if view.nbytes < _SMALL_NBYTES:
+            self.write(bytes(view))
+        else:
+            self.write(view)
+            self.wait_until_copied()
+        return view.nbytes
+
     def write_memory(self, memory: Memory, *, checksummed: bool = False) -> Checksum:
         """Write (address, bytes, owner).
 
@@ -325,13 +337,7 @@ class StreamFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Write a buffer; it may change afterwards."""
-        view = memoryview(data)
-        if view.nbytes < CHUNK_NBYTES:
-            self._stream.write(bytes(view))
-        else:
-            self._stream.write(view)
-            self._stream.wait_until_copied()
-        return view.nbytes
+        return self._stream.write_copied(data)
 
 
 def _aligned(nbytes: int) -> int:
