@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import errno
 import mmap
+import types
 from typing import TYPE_CHECKING
 
 import numpy
@@ -11,10 +13,13 @@ import pytest
 import torch
 
 import tensorferry
-from tensorferry.arrays import memory_of
+from tensorferry import arrays, transfers
+from tensorferry.arrays import CudaTensor, memory_of
+from tests.support.pretended import ADDRESS, GPU, CudaArray, pretend_driver, pretend_no_driver
 
 if TYPE_CHECKING:
     import pathlib
+    from collections.abc import Callable
 
 
 class OnlyDlpack:
@@ -31,8 +36,32 @@ class OnlyDlpack:
 
 
 class OnAnAccelerator(OnlyDlpack):
+    """What says that it is on a device: 2 is CUDA's, 8 Metal's."""
+
+    def __init__(self, inner: numpy.ndarray, kind: int = 2, index: int = 0) -> None:
+        super().__init__(inner)
+        self._device = (kind, index)
+
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 0)
+        return self._device
+
+
+class PretendedCudaTensor:
+    """A torch tensor on the second GPU, as far as arrays.py looks."""
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self._inner = inner
+        self.device = torch.device("cuda", 1)
+
+    def __getattr__(self, name: str) -> object:
+        value = getattr(self._inner, name)
+        if name not in ("detach", "contiguous"):
+            return value
+        return lambda: PretendedCudaTensor(value())
+
+    def untyped_storage(self) -> types.SimpleNamespace:
+        inner = self._inner.untyped_storage()
+        return types.SimpleNamespace(device=self.device, data_ptr=inner.data_ptr)
 
 
 WRITABLE = [
@@ -102,7 +131,7 @@ def test_sources_that_are_not_contiguous_are_written_as_their_contiguous_copy(
         (lambda: torch.zeros(3, 3).to_sparse(), ValueError),
         (lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8), ValueError),
         (lambda: numpy.array([object()]), ValueError),
-        (lambda: OnAnAccelerator(numpy.zeros(3)), ValueError),
+        (lambda: OnAnAccelerator(numpy.zeros(3), kind=8), ValueError),
     ],
 )
 def test_what_has_no_bytes_of_its_own_is_refused(
@@ -145,3 +174,195 @@ def test_a_buffer_stays_exported_while_its_memory_is_in_use() -> None:
         buffer.extend(b"more")  # would move the memory under the transfer
     del memory
     buffer.extend(b"more")
+
+
+# GPU memory: what can be told without a GPU. Transfers of it are in tests/gpu.
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_driver(monkeypatch)
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize(
+    ("interface", "nbytes", "stream"),
+    [
+        ({}, 48, 1),
+        ({"version": 2, "strides": None}, 48, 1),
+        ({"stream": None}, 48, 1),
+        ({"stream": 2}, 48, 2),
+        ({"stream": 0x5555}, 48, 0x5555),
+        ({"strides": (16, 4)}, 48, 1),
+        ({"shape": (1, 3, 1), "strides": (999, 4, 0)}, 12, 1),
+        ({"shape": (), "typestr": "|V7"}, 7, 1),
+    ],
+)
+def test_cuda_arrays_are_bytes_on_their_gpu_after_their_stream(
+    interface: dict[str, object], nbytes: int, stream: int
+) -> None:
+    array = CudaArray(**interface)
+    assert memory_of(array, writable=True) == (ADDRESS, nbytes, array, (GPU, stream))
+    assert arrays.last_gpu == GPU
+
+
+@pytest.mark.usefixtures("driver")
+def test_an_empty_cuda_array_waits_for_no_stream() -> None:
+    array = CudaArray(shape=(0, 4), strides=(5, 3), data=(0, False), stream=7)
+    assert memory_of(array, writable=True) == (0, 0, array, None)
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize(
+    ("interface", "message"),
+    [
+        ({"strides": (4, 12)}, "buffer: .*not C-contiguous"),
+        ({"strides": (32, 4)}, "buffer: .*not C-contiguous"),
+        ({"data": (ADDRESS, True)}, "buffer: .*read-only CudaArray"),
+        ({"typestr": "|O8"}, "buffer: .*O8"),
+        ({"typestr": "<U5"}, "buffer: .*U5"),
+        ({"mask": object()}, "buffer: .*mask"),
+        ({"stream": 0}, "buffer: .*stream"),
+        ({"data": (0x9000, False)}, "buffer: a CudaArray: no GPU has memory at the address 0x9000"),
+    ],
+)
+def test_cuda_arrays_that_cannot_be_moved_are_refused_with_the_reason(
+    interface: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        memory_of(CudaArray(**interface), writable=True, name="buffer")
+
+
+@pytest.mark.usefixtures("driver")
+def test_readonly_cuda_arrays_can_be_written_to_files() -> None:
+    assert memory_of(CudaArray(data=(ADDRESS, True)), writable=False)[3] == (GPU, 1)
+
+
+@pytest.mark.usefixtures("driver")
+def test_dlpack_on_a_gpu_is_believed_only_where_the_driver_agrees() -> None:
+    array = OnAnAccelerator(numpy.zeros(3, numpy.int16))
+    with pytest.raises(ValueError, match="array: a OnAnAccelerator: no GPU has memory"):
+        memory_of(array, writable=True)
+    managed = OnAnAccelerator(numpy.zeros(3, numpy.int16), kind=13, index=2)
+    address, nbytes, owner, location = memory_of(managed, writable=True)
+    assert (nbytes, owner, location) == (6, managed, (2, 1))
+    assert address == managed._inner.ctypes.data
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("make", [CudaArray, lambda: OnAnAccelerator(numpy.zeros(3))])
+def test_who_looks_at_the_bytes_gets_no_gpu_memory(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"it: .* has no host memory"):
+        memory_of(make(), writable=False, name="it", host=True)
+
+
+@pytest.mark.parametrize("make", [CudaArray, lambda: OnAnAccelerator(numpy.zeros(3))])
+def test_without_a_driver_gpu_memory_is_refused_before_any_io(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]
+) -> None:
+    pretend_no_driver(monkeypatch)
+    path = directory / "never"
+    with pytest.raises(tensorferry.EngineUnavailableError, match="no driver; remedy: a GPU"):
+        tensorferry.write(path, make())
+    with pytest.raises(tensorferry.EngineUnavailableError, match="no driver"):
+        tensorferry.write_many([(directory / "neither", b"host"), (path, make())])
+    assert list(directory.iterdir()) == []
+
+
+def of_cuda_tensor(tensor: torch.Tensor, *, writable: bool, host: bool = False) -> arrays.Memory:
+    return arrays._of_tensor(torch, PretendedCudaTensor(tensor), writable, "array", host)
+
+
+@pytest.mark.usefixtures("driver")
+def test_cuda_tensors_are_bytes_on_their_device_after_its_current_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stream:
+        cuda_stream = 0x1234
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.append(device) or Stream)
+    tensor = torch.zeros(10, dtype=torch.int32)[2:]
+    address, nbytes, owner, location = of_cuda_tensor(tensor, writable=True)
+    assert (address, nbytes, location) == (tensor.data_ptr(), 32, (1, 0x1234))
+    assert asked == [torch.device("cuda", 1)]
+    assert isinstance(owner, CudaTensor)
+    assert not arrays.moved((address, nbytes, owner, location))
+    copied = of_cuda_tensor(torch.zeros(4, 4).t(), writable=False)
+    assert copied[1] == 64
+    with pytest.raises(ValueError, match="not contiguous"):
+        of_cuda_tensor(torch.zeros(4, 4).t(), writable=True)
+    with pytest.raises(ValueError, match="cuda:1 has no host memory"):
+        of_cuda_tensor(tensor, writable=True, host=True)
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    with pytest.raises(ValueError, match="AMD"):
+        of_cuda_tensor(tensor, writable=True)
+
+
+def test_a_tensor_that_gave_its_memory_back_is_found_out() -> None:
+    kept = torch.zeros(1000)
+    owner = CudaTensor(kept)
+    kept.set_(torch.ones(5).untyped_storage(), 0, (5,))  # the transfer's storage stays as it is
+    kept.data = torch.ones(3)
+    del kept
+    assert not owner.moved()
+    resized = torch.zeros(1000)
+    owner = CudaTensor(resized)
+    resized.untyped_storage().resize_(0)
+    assert owner.moved()
+    assert arrays.moved((ADDRESS, 4000, owner, (0, 1)))
+    assert not arrays.moved((ADDRESS, 4000, resized, (0, 1)))  # another library's
+
+
+class EndedAtOnce:
+    """A scheduler and the requests it gives, all of which have ended well."""
+
+    def check_usable(self) -> None: ...
+
+    def submit(self, *_: object) -> EndedAtOnce:
+        return self
+
+    def run(self, *_: object) -> None: ...
+
+    def wait(self, timeout: float | None) -> bool:
+        return True
+
+    def done(self) -> bool:
+        return True
+
+    def exception(self) -> None: ...
+
+
+def test_a_transfer_whose_tensor_was_resized_meanwhile_fails(directory: pathlib.Path) -> None:
+    def begin(tensor: torch.Tensor) -> tensorferry.Future:
+        memory = (tensor.data_ptr(), tensor.nbytes, CudaTensor(tensor), (0, 1))
+        return transfers.start(
+            EndedAtOnce(),  # type: ignore[arg-type]
+            directory / "file",
+            tensor,
+            memory,
+            4096,
+            write=True,
+        )
+
+    resized = torch.zeros(1000)
+    future = begin(resized)
+    resized.untyped_storage().resize_(0)
+    with pytest.raises(tensorferry.StorageError, match="went back to torch") as caught:
+        future.result()
+    failure = caught.value
+    assert (failure.errno, failure.filename) == (errno.EFAULT, str(directory / "file"))
+    assert (failure.offset, failure.expected, failure.transferred) == (4096, 4000, 0)
+    assert future.exception() is failure
+
+    seen = torch.zeros(1000)
+    future = begin(seen)
+    assert future.done()
+    seen.untyped_storage().resize_(0)  # the caller's again
+    assert future.result() is seen
+
+    moved = torch.zeros(1000)
+    memory = (moved.data_ptr(), moved.nbytes, CudaTensor(moved), (0, 1))
+    moved.untyped_storage().resize_(0)
+    with pytest.raises(tensorferry.StorageError, match="went back to torch"):
+        transfers.transfer(EndedAtOnce(), directory / "file", memory, 0, write=True)  # type: ignore[arg-type]

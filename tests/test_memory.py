@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import tensorferry
+from tensorferry import _core, arrays, memory
+from tests.support.pretended import CudaArray, pretend_driver
 
 if TYPE_CHECKING:
     import pathlib
@@ -92,6 +94,50 @@ def test_locked_tensors_of_a_handle() -> None:
         handle.new_cpu_locked_tensor(1)
     with pytest.raises(MemoryError):
         handle.new_cpu_locked_tensor(1 << 60, example)
+
+
+@pytest.mark.parametrize(
+    ("initialized", "cuda_version", "last_gpu", "expected"),
+    [
+        (False, "13.0", -1, -1),
+        (False, None, 2, 2),
+        (True, "13.0", -1, 5),
+        (True, "13.0", 2, 5),
+        (True, None, -1, -1),  # a torch for ROCm
+    ],
+)
+def test_locked_memory_is_registered_with_cuda_where_that_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+    initialized: bool,
+    cuda_version: str | None,
+    last_gpu: int,
+    expected: int,
+) -> None:
+    asked = []
+    allocate = _core.allocate
+
+    def watch(nbytes: int, lock: bool, gpu: int) -> object:
+        asked.append((lock, gpu))
+        return allocate(nbytes, lock)
+
+    monkeypatch.setattr(memory._core, "allocate", watch)
+    monkeypatch.setattr(torch.version, "cuda", cuda_version)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(arrays, "last_gpu", last_gpu)
+    tensorferry.empty(100, torch.uint8)
+    tensorferry.empty(100, "u1")
+    tensorferry.aio_handle().new_cpu_locked_tensor(100, torch.zeros(1))
+    assert asked == [(True, expected)] * 3
+
+
+def test_gpu_memory_is_no_locked_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_driver(monkeypatch)
+    handle = tensorferry.aio_handle()
+    array = CudaArray()
+    assert not handle.is_pinned(array)
+    assert not handle.free_cpu_locked_tensor(array)
+    assert not memory.is_lent(array)
 
 
 def test_bounce_pool_is_settable_and_bounds_memory(directory: pathlib.Path) -> None:

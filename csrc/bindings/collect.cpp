@@ -100,11 +100,12 @@ bool plain_ndarray(PyObject* array, bool writable, Found& found) {
   return !objects;
 }
 
-// Returns lists side by side: paths, addresses, bytes, offsets, owners. `check(index, item)` does one item the long
-// way and returns or raises.
+// Returns lists side by side: paths, addresses, bytes, offsets, owners, locations; None for the last one where all is
+// in host memory. `check(index, item)` does one item the long way and returns or raises.
 nb::tuple collect(nb::sequence items, bool writable, nb::handle tensor_type, nb::handle strided,
                   nb::handle ndarray_type, nb::callable check) {
-  nb::list paths, addresses, sizes, offsets, owners;
+  nb::list paths, addresses, sizes, offsets, owners, locations;
+  bool any_elsewhere = false;
   Py_ssize_t index = 0;
   for (nb::handle item : items) {
     Found found;
@@ -133,6 +134,7 @@ nb::tuple collect(nb::sequence items, bool writable, nb::handle tensor_type, nb:
       sizes.append(found.nbytes);
       offsets.append(offset);
       owners.append(nb::handle(array));
+      locations.append(nb::none());
     } else {
       nb::object checked = check(index, item);
       paths.append(checked[0]);
@@ -140,10 +142,13 @@ nb::tuple collect(nb::sequence items, bool writable, nb::handle tensor_type, nb:
       sizes.append(checked[2]);
       offsets.append(checked[3]);
       owners.append(checked[4]);
+      nb::object location = checked[5];
+      any_elsewhere = any_elsewhere || !location.is_none();
+      locations.append(location);
     }
     ++index;
   }
-  return nb::make_tuple(paths, addresses, sizes, offsets, owners);
+  return nb::make_tuple(paths, addresses, sizes, offsets, owners, any_elsewhere ? nb::object(locations) : nb::none());
 }
 
 }  // namespace
@@ -153,8 +158,8 @@ void bind_collect(nb::module_& module) {
              "ndarray_type"_a.none(), "check"_a,
              nb::sig("def collect(items: collections.abc.Sequence[typing.Any], writable: bool, tensor_type: object, "
                      "strided: object, ndarray_type: object, check: collections.abc.Callable[[int, typing.Any], "
-                     "tuple[typing.Any, int, int, int, object]]) -> tuple[list[typing.Any], list[int], list[int], "
-                     "list[int], list[object]]"));
+                     "tuple[typing.Any, int, int, int, object, tuple[int, int] | None]]) -> tuple[list[typing.Any], "
+                     "list[int], list[int], list[int], list[object], list[tuple[int, int] | None] | None]"));
 }
 
 }  // namespace tensorferry

@@ -20,6 +20,8 @@
 #include <unordered_map>
 
 #include "bindings/collect.h"
+#include "device/cufile.h"
+#include "device/gpu.h"
 #include "engine/engine.h"
 #include "file/file.h"
 #include "memory/after_fork.h"
@@ -97,6 +99,32 @@ DirectMode direct_mode_of(const std::string& name) {
   if (name == "auto") return DirectMode::automatic;
   return name == "always" ? DirectMode::always : DirectMode::never;
 }
+
+// Where memory of a GPU is used: the device's number, and the stream whose work so far comes before.
+using Location = std::pair<int, uintptr_t>;
+using Locations = std::vector<std::optional<Location>>;
+
+[[noreturn]] void raise_unavailable(const std::string& reason) {
+  raise(nb::module_::import_("tensorferry.errors").attr("EngineUnavailableError")(reason));
+}
+
+// Gates of one call: one for each location that comes.
+class Gates {
+ public:
+  // Null for host memory.
+  Result<std::shared_ptr<cuda::Gate>> of(const std::optional<Location>& location) {
+    if (!location) return std::shared_ptr<cuda::Gate>();
+    for (const auto& [known, gate] : made_) {
+      if (known == *location) return gate;
+    }
+    auto gate = cuda::Gate::after(location->first, reinterpret_cast<cuda::StreamHandle>(location->second));
+    if (gate) made_.emplace_back(*location, *gate);
+    return gate;
+  }
+
+ private:
+  std::vector<std::pair<Location, std::shared_ptr<cuda::Gate>>> made_;
+};
 
 // Paths travel as str with surrogate escapes or as bytes; the file system wants bytes.
 std::string path_of(nb::handle path) {
@@ -193,7 +221,8 @@ class PyScheduler {
   // One request of as many transfers as there are files; the other lists are as long.
   PyRequest submit(const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
                    const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets, bool write, bool truncate,
-                   bool sync, nb::object owner) {
+                   bool sync, nb::object owner, const std::optional<Locations>& locations) {
+    if (locations && locations->size() != files.size()) throw nb::value_error("files and locations differ in length");
     if (addresses.size() != files.size() || nbytes.size() != files.size() || offsets.size() != files.size()) {
       throw nb::value_error("files, addresses, nbytes and offsets differ in length");
     }
@@ -204,16 +233,16 @@ class PyScheduler {
     std::optional<Fault> fault;
     {
       nb::gil_scoped_release release;
-      fault = create_transfers(files, addresses, nbytes, offsets, write, truncate, sync, request, transfers);
+      fault = create_transfers(files, addresses, nbytes, offsets, write, truncate, sync, locations, request, transfers);
     }
-    if (fault) raise(*fault);
+    if (fault) refuse(*fault);
     enter(request, transfers, std::move(owner));
     return PyRequest{request};
   }
 
   // A blocking call's transfer. None: done, and well. Else the request, to wait for or to ask what went wrong.
   std::optional<PyRequest> run(const PyFile& file, uintptr_t address, uint64_t nbytes, uint64_t offset, bool write,
-                               bool truncate, bool sync, nb::object owner) {
+                               bool truncate, bool sync, nb::object owner, std::optional<Location> location) {
     check_usable();
     auto request = std::make_shared<Request>(core_->next_request_id(), 1);
     std::shared_ptr<Transfer> transfer;
@@ -221,8 +250,10 @@ class PyScheduler {
     bool done = false;
     {
       nb::gil_scoped_release release;
-      TransferSpec spec{file.core, reinterpret_cast<char*>(address), offset, nbytes, write, truncate, sync};
-      auto created = Transfer::create(std::move(spec), request, 0, core_->block_nbytes_for(nbytes));
+      Gates gates;
+      auto created =
+          create_transfer({file.core, reinterpret_cast<char*>(address), offset, nbytes, write, truncate, sync},
+                          location, gates, request, 0, nullptr);
       if (created) {
         transfer = *created;
         done = core_->try_inline(transfer);
@@ -230,7 +261,7 @@ class PyScheduler {
         fault = created.fault();
       }
     }
-    if (fault) raise(*fault);
+    if (fault) refuse(*fault);
     if (!done) {
       enter(request, {transfer}, std::move(owner));
       nb::gil_scoped_release release;
@@ -293,6 +324,8 @@ class PyScheduler {
     result["direct_nbytes"] = counted.direct_nbytes.load();
     result["bounced_nbytes"] = counted.bounced_nbytes.load();
     result["buffered_nbytes"] = counted.buffered_nbytes.load();
+    result["gpu_nbytes"] = counted.gpu_nbytes.load();
+    result["gds_nbytes"] = counted.gds_nbytes.load();
     result["resumed_blocks"] = counted.resumed_blocks.load();
     result["retried_blocks"] = counted.retried_blocks.load();
     nb::dict latency;
@@ -326,10 +359,12 @@ class PyScheduler {
 
   std::optional<Fault> create_transfers(const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
                                         const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets,
-                                        bool write, bool truncate, bool sync, const std::shared_ptr<Request>& request,
+                                        bool write, bool truncate, bool sync, const std::optional<Locations>& locations,
+                                        const std::shared_ptr<Request>& request,
                                         std::vector<std::shared_ptr<Transfer>>& transfers) const {
     const File* seen = nullptr;
     std::optional<File::Snapshot> snapshot;
+    Gates gates;
     for (size_t index = 0; index < files.size(); ++index) {
       const auto& file = files[index].core;
       if (file.get() != seen) {
@@ -345,12 +380,36 @@ class PyScheduler {
       }
       TransferSpec spec{file, reinterpret_cast<char*>(addresses[index]), offsets[index], nbytes[index], write, truncate,
                         sync};
-      auto transfer = Transfer::create(std::move(spec), request, index, core_->block_nbytes_for(nbytes[index]),
-                                       snapshot ? &*snapshot : nullptr);
+      auto transfer = create_transfer(std::move(spec), locations ? (*locations)[index] : std::nullopt, gates, request,
+                                      index, snapshot ? &*snapshot : nullptr);
       if (!transfer) return transfer.fault();
       transfers.push_back(*transfer);
     }
     return std::nullopt;
+  }
+
+  Result<std::shared_ptr<Transfer>> create_transfer(TransferSpec spec, const std::optional<Location>& location,
+                                                    Gates& gates, const std::shared_ptr<Request>& request, size_t index,
+                                                    const File::Snapshot* snapshot) const {
+    auto gate = gates.of(location);
+    std::optional<Fault> fault = gate ? std::nullopt : std::optional(gate.fault());
+    if (!fault && *gate) fault = core_->prepare_for_gpus();
+    if (fault) {
+      fault->path = spec.file->path();
+      fault->offset = spec.offset;
+      fault->expected = spec.nbytes;
+      return *fault;
+    }
+    spec.gate = *gate;
+    spec.use_cufile = core_->options().engine == "cufile";
+    const uint64_t block_nbytes = core_->block_nbytes_for(spec.nbytes);
+    return Transfer::create(std::move(spec), request, index, block_nbytes, snapshot);
+  }
+
+  // What is wrong with the GPU before any I/O is no fault of the file.
+  [[noreturn]] static void refuse(const Fault& fault) {
+    if (fault.error_number == ENODEV && cuda::driver() == nullptr) raise_unavailable(fault.hint);
+    raise(fault);
   }
 
   nb::ft_mutex mutex_;
@@ -361,17 +420,25 @@ std::vector<std::pair<std::string, std::optional<std::string>>> probe_engines() 
   nb::gil_scoped_release release;
   std::vector<std::pair<std::string, std::optional<std::string>>> found;
   for (const EngineKind& kind : engine_kinds()) {
+    if (kind.on_request_only) continue;
     EngineAttempt attempt = kind.create({});
     found.emplace_back(kind.name, attempt.engine ? std::nullopt : std::optional(attempt.refusal));
   }
   return found;
 }
 
-// Page-aligned memory as a uint8 array that owns it, by DLPack and the buffer protocol; and whether it is locked.
-std::pair<nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu>, bool> allocate(size_t nbytes, bool lock) {
+// Page-aligned memory as a uint8 array that owns it, by DLPack and the buffer protocol; and whether it is locked. With
+// the number of a GPU it is registered with CUDA, if that lets it.
+std::pair<nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu>, bool> allocate(size_t nbytes, bool lock,
+                                                                                            int ordinal) {
   auto allocation = [&] {
     nb::gil_scoped_release release;
-    return Allocation::create(nbytes, lock ? Locking::wanted : Locking::none);
+    auto made = Allocation::create(nbytes, lock ? Locking::wanted : Locking::none);
+    if (made && ordinal >= 0) {
+      // Copies from memory that is not registered are slower, not wrong.
+      if (auto gpu = cuda::Gpu::of(ordinal)) (void)made->register_with(**gpu);
+    }
+    return made;
   }();
   if (!allocation) {
     PyErr_Format(PyExc_MemoryError, "cannot allocate %zu bytes", nbytes);
@@ -389,6 +456,11 @@ bool is_locked(uintptr_t address, size_t nbytes) {
   return allocation && allocation->locked();
 }
 
+bool is_registered(uintptr_t address, size_t nbytes) {
+  auto allocation = Allocation::containing(reinterpret_cast<const void*>(address), nbytes);
+  return allocation && allocation->registered();
+}
+
 bool is_lent(uintptr_t address, size_t nbytes) {
   auto allocation = Allocation::containing(reinterpret_cast<const void*>(address), nbytes);
   return allocation && allocation->lent();
@@ -400,6 +472,38 @@ bool give_back(uintptr_t address) {
   if (!allocation || reinterpret_cast<uintptr_t>(allocation->data()) != address) return false;
   nb::gil_scoped_release release;
   return allocation->give_back();
+}
+
+std::optional<std::string> cuda_refusal() {
+  nb::gil_scoped_release release;
+  std::string reason;
+  return cuda::driver(&reason) ? std::nullopt : std::optional(reason);
+}
+
+int device_of(uintptr_t address) {
+  auto ordinal = cuda::device_of(address);
+  if (!ordinal) throw nb::value_error("no memory of a GPU is at this address");
+  return *ordinal;
+}
+
+bool is_capturing(int device, uintptr_t stream) {
+  return cuda::is_capturing(device, reinterpret_cast<cuda::StreamHandle>(stream));
+}
+
+std::tuple<std::optional<std::string>, bool, std::string> open_cufile(const std::vector<std::string>& folders,
+                                                                      int device) {
+  nb::gil_scoped_release release;
+  const cufile::Status status = cufile::open(folders, device);
+  return {status.refusal.empty() ? std::nullopt : std::optional(status.refusal), status.native, status.detail};
+}
+
+void register_gpu_buffer(uintptr_t address, size_t nbytes, int device) {
+  raise_fault_of([&] { return cufile::register_buffer(address, nbytes, device); });
+}
+
+bool deregister_gpu_buffer(uintptr_t address) {
+  nb::gil_scoped_release release;
+  return cufile::deregister_buffer(address);
 }
 
 // Address and bytes of a C-contiguous buffer, or None where the object has none (or no writable one). It stays where
@@ -503,9 +607,9 @@ NB_MODULE(_core, module) {
                      return refusals;
                    })
       .def("submit", &PyScheduler::submit, "files"_a, "addresses"_a, "nbytes"_a, "offsets"_a, "write"_a, "truncate"_a,
-           "sync"_a, "owner"_a.none())
+           "sync"_a, "owner"_a.none(), "locations"_a.none() = nb::none())
       .def("run", &PyScheduler::run, "file"_a, "address"_a, "nbytes"_a, "offset"_a, "write"_a, "truncate"_a, "sync"_a,
-           "owner"_a.none())
+           "owner"_a.none(), "location"_a.none() = nb::none())
       .def("reap", &PyScheduler::reap)
       .def("outstanding", [](const PyScheduler& scheduler) { return scheduler.core_->outstanding(); })
       .def("wait_for_progress", &PyScheduler::wait_for_progress, "timeout_seconds"_a)
@@ -520,18 +624,28 @@ NB_MODULE(_core, module) {
   module.def("file_from_descriptor", &file_from_descriptor, "descriptor"_a, "write"_a, "direct"_a);
   module.def("open_descriptors", &File::open_descriptors);
   module.def("probe_engines", &probe_engines);
-  module.def("allocate", &allocate, "nbytes"_a, "lock"_a);
+  module.def("allocate", &allocate, "nbytes"_a, "lock"_a, "gpu"_a = -1);
   module.def("is_locked", &is_locked, "address"_a, "nbytes"_a);
+  module.def("is_registered", &is_registered, "address"_a, "nbytes"_a);
   module.def("is_lent", &is_lent, "address"_a, "nbytes"_a);
   module.def("give_back", &give_back, "address"_a);
   module.def("buffer_memory", &buffer_memory, "exporter"_a, "writable"_a);
   module.def("dlpack_memory", &dlpack_memory, "array"_a);
+  module.def("cuda_refusal", &cuda_refusal);
+  module.def("cuda_in_use", &cuda::driver_in_use);
+  module.def("device_of", &device_of, "address"_a);
+  module.def("is_capturing", &is_capturing, "device"_a, "stream"_a);
+  module.def("open_cufile", &open_cufile, "folders"_a, "device"_a = 0);
+  module.def("register_gpu_buffer", &register_gpu_buffer, "address"_a, "nbytes"_a, "device"_a);
+  module.def("deregister_gpu_buffer", &deregister_gpu_buffer, "address"_a);
+  module.def("pinned_pool_nbytes", &BouncePool::pinned_pool_nbytes);
   module.def("fork_generation", &fork_generation);
   module.def("bounce_pool_nbytes", &BouncePool::process_pool_nbytes);
   module.def("set_bounce_pool_nbytes", &BouncePool::set_process_pool_nbytes, "nbytes"_a);
   module.def("engine_names", [] {
     std::vector<std::string> names;
-    for (const EngineKind& kind : engine_kinds()) names.emplace_back(kind.name);
+    for (const EngineKind& kind : engine_kinds())
+      if (!kind.on_request_only) names.emplace_back(kind.name);
     return names;
   });
   bind_collect(module);

@@ -6,12 +6,18 @@
 namespace tensorferry {
 
 const std::vector<EngineKind>& engine_kinds() {
-  static const std::vector<EngineKind> kinds{
-      {"io_uring", create_io_uring_engine}, {"libaio", create_libaio_engine}, {"threads", create_threads_engine}};
+  static const std::vector<EngineKind> kinds{{"io_uring", create_io_uring_engine},
+                                             {"libaio", create_libaio_engine},
+                                             {"threads", create_threads_engine},
+                                             {"cufile", create_cufile_engine, true}};
   return kinds;
 }
 
 int64_t execute_now(const Block& block) {
+  if (block.cufile != nullptr) {
+    return cufile::transfer(block.operation == Operation::write, block.cufile, *block.gpu, block.memory, block.nbytes,
+                            block.offset);
+  }
   ssize_t result = -1;
   switch (block.operation) {
     case Operation::read:

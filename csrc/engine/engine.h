@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "device/cufile.h"
+
 namespace tensorferry {
 
 enum class Operation : uint8_t { read, write, sync_data, sync_all };
@@ -24,7 +26,10 @@ struct Block {
   char* memory = nullptr;
   uint64_t nbytes = 0;
   uint64_t offset = 0;
-  int64_t result = 0;  // after completion: bytes moved, or -errno
+  int64_t result = 0;  // after completion: bytes moved, or -errno (or a code of cuFile's)
+  // Where cuFile moves it, and memory is a GPU's:
+  cufile::Handle cufile = nullptr;
+  cuda::Gpu* gpu = nullptr;
 };
 
 class Engine {
@@ -32,6 +37,9 @@ class Engine {
   virtual ~Engine() = default;
 
   virtual const char* name() const = 0;
+
+  // Whether blocks run in threads of its own, so that one that copies from the page cache holds up nobody.
+  virtual bool has_threads() const { return false; }
 
   // Called once, first of all, by the thread that will own the engine.
   virtual void start() {}
@@ -64,13 +72,15 @@ struct EngineOptions {
 EngineAttempt create_io_uring_engine(const EngineOptions& options);
 EngineAttempt create_libaio_engine(const EngineOptions& options);
 EngineAttempt create_threads_engine(const EngineOptions& options);
+EngineAttempt create_cufile_engine(const EngineOptions& options);
 
 struct EngineKind {
   const char* name;
   EngineAttempt (*create)(const EngineOptions&);
+  bool on_request_only = false;
 };
 
-// In order of preference. The last one always works.
+// In order of preference. The last that is not for requests only always works.
 const std::vector<EngineKind>& engine_kinds();
 
 // One block, on the calling thread, to its first result. The one implementation of "just do it now".

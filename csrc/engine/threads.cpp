@@ -1,4 +1,5 @@
-// Threads that block in pread and pwrite: works everywhere, and is what the other engines are measured against.
+// Threads that block in pread and pwrite: works everywhere, and is what the other engines are measured against. The
+// same threads are the engine for cuFile, whose calls block too.
 //
 // Threads start as blocks wait for one, up to a limit: past some tens of them a drive gains nothing, and each
 // costs a stack.
@@ -19,7 +20,8 @@ constexpr uint32_t max_threads = 32;
 
 class ThreadsEngine final : public Engine {
  public:
-  explicit ThreadsEngine(const EngineOptions& options) : limit_(std::min(options.queue_depth, max_threads)) {}
+  ThreadsEngine(const char* name, const EngineOptions& options)
+      : name_(name), limit_(std::min(options.queue_depth, max_threads)) {}
 
   ~ThreadsEngine() override {
     {
@@ -30,7 +32,8 @@ class ThreadsEngine final : public Engine {
     for (auto& thread : threads_) thread.join();
   }
 
-  const char* name() const override { return "threads"; }
+  const char* name() const override { return name_; }
+  bool has_threads() const override { return true; }
 
   void add(Block& block) override {
     std::lock_guard lock(mutex_);
@@ -93,6 +96,7 @@ class ThreadsEngine final : public Engine {
     }
   }
 
+  const char* const name_;
   const uint32_t limit_;
   std::mutex mutex_;
   std::condition_variable work_;
@@ -108,7 +112,12 @@ class ThreadsEngine final : public Engine {
 }  // namespace
 
 EngineAttempt create_threads_engine(const EngineOptions& options) {
-  return {std::make_unique<ThreadsEngine>(options), ""};
+  return {std::make_unique<ThreadsEngine>("threads", options), ""};
+}
+
+EngineAttempt create_cufile_engine(const EngineOptions& options) {
+  if (!cufile::ready()) return {nullptr, "cuFile has not been opened"};
+  return {std::make_unique<ThreadsEngine>("cufile", options), ""};
 }
 
 }  // namespace tensorferry

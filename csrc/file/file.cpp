@@ -118,6 +118,7 @@ File::File(std::string path, int descriptor, bool readable, bool writable)
     : path_(std::move(path)), descriptor_(descriptor), readable_(readable), writable_(writable) {}
 
 File::~File() {
+  if (cufile_ != nullptr) cufile::deregister_file(cufile_);
   close_counted(buffered_);
   close_counted(directory_);
   close_counted(descriptor_);
@@ -309,6 +310,16 @@ Result<int> File::directory_descriptor() {
     if (directory_ < 0) return fault("open directory", errno);
   }
   return directory_;
+}
+
+cufile::Handle File::cufile_handle() {
+  std::lock_guard lock(mutex_);
+  if (cufile_ == nullptr && !refused_by_cufile_) {
+    auto handle = cufile::register_file(descriptor_);
+    refused_by_cufile_ = !handle;
+    if (handle) cufile_ = *handle;
+  }
+  return cufile_;
 }
 
 std::optional<File::Residency> File::residency(uint64_t offset, uint64_t nbytes) const {

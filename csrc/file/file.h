@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "device/cufile.h"
 #include "file/fault.h"
 
 namespace tensorferry {
@@ -74,6 +75,9 @@ class File {
   // A descriptor of the directory that names this file, for making a new name durable; owned by the File.
   Result<int> directory_descriptor();
 
+  // What cuFile knows it by; null where cuFile does not take it. Registered at first use, until the file is closed.
+  cufile::Handle cufile_handle();
+
   // How much of [offset, offset + nbytes) the page cache holds: pages cached and pages in all. Nothing where
   // the kernel cannot tell (cachestat(2), Linux 6.5).
   struct Residency {
@@ -109,6 +113,8 @@ class File {
   std::mutex mutex_;  // guards the lazily opened ones
   int buffered_ = -1;
   int directory_ = -1;
+  cufile::Handle cufile_ = nullptr;
+  bool refused_by_cufile_ = false;
 };
 
 uint32_t page_nbytes();

@@ -57,6 +57,7 @@ std::shared_ptr<Allocation> Allocation::create(size_t nbytes, Locking locking) {
 }
 
 Allocation::~Allocation() {
+  if (cuda::Gpu* gpu = gpu_.exchange(nullptr)) gpu->unregister_host(data_);
   {
     Registry& known = registry().get();
     std::lock_guard lock(known.mutex);
@@ -65,7 +66,14 @@ Allocation::~Allocation() {
   (void)::munmap(mapping_, mapping_nbytes_);  // fails only for arguments that mmap did not return
 }
 
+std::optional<Fault> Allocation::register_with(cuda::Gpu& gpu) {
+  if (auto fault = gpu.register_host(data_, nbytes_)) return fault;
+  gpu_ = &gpu;
+  return std::nullopt;
+}
+
 bool Allocation::give_back() {
+  if (cuda::Gpu* gpu = gpu_.exchange(nullptr)) gpu->unregister_host(data_);
   if (locked_.exchange(false)) (void)::munlock(data_, nbytes_);  // cannot fail for memory that mlock took
   return lent_.exchange(false);
 }

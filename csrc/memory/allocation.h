@@ -6,6 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+
+#include "device/gpu.h"
+#include "file/fault.h"
 
 namespace tensorferry {
 
@@ -23,9 +27,14 @@ class Allocation {
 
   char* data() const { return data_; }
   size_t nbytes() const { return nbytes_; }
-  bool locked() const { return locked_.load(std::memory_order_relaxed); }
+  // Page-locked, by us or by CUDA.
+  bool locked() const { return locked_.load(std::memory_order_relaxed) || registered(); }
   // Whether it was made to be locked, RLIMIT_MEMLOCK letting it or not, and was not given back yet.
   bool lent() const { return lent_.load(std::memory_order_relaxed); }
+
+  // Makes it page-locked memory of CUDA's as well, so that copies to and from GPUs are asynchronous.
+  std::optional<Fault> register_with(cuda::Gpu& gpu);
+  bool registered() const { return gpu_.load(std::memory_order_relaxed) != nullptr; }
 
   // For an owner who says that it is done with memory that others may still see: unlocks it now, while the
   // memory itself lasts as long as this object. False if it was given back before, or never was lockable.
@@ -43,6 +52,7 @@ class Allocation {
   size_t nbytes_;
   std::atomic<bool> lent_{false};
   std::atomic<bool> locked_{false};
+  std::atomic<cuda::Gpu*> gpu_{nullptr};  // that it is registered with
 };
 
 }  // namespace tensorferry

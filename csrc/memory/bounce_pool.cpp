@@ -1,5 +1,7 @@
 #include "memory/bounce_pool.h"
 
+#include <errno.h>
+
 #include <algorithm>
 #include <atomic>
 #include <mutex>
@@ -17,6 +19,7 @@ std::atomic<size_t> process_nbytes{BouncePool::default_nbytes};
 struct ProcessState {
   std::mutex mutex;
   std::shared_ptr<BouncePool> pool;
+  std::shared_ptr<BouncePool> pinned_pool;
   std::vector<BounceWaiter*> waiters;
 };
 
@@ -54,14 +57,27 @@ std::shared_ptr<BouncePool> BouncePool::process_pool() {
   return current.pool;
 }
 
+Result<std::shared_ptr<BouncePool>> BouncePool::pinned_pool(cuda::Gpu& gpu) {
+  ProcessState& current = process();
+  std::lock_guard lock(current.mutex);
+  if (!current.pinned_pool) {
+    auto pool = std::make_shared<BouncePool>(pinned_pool_nbytes());
+    if (!pool->arena_) return Fault{.error_number = ENOMEM, .operation = "mmap", .hint = "buffers for GPU memory"};
+    if (auto fault = pool->arena_->register_with(gpu)) return *fault;
+    current.pinned_pool = std::move(pool);
+  }
+  return current.pinned_pool;
+}
+
 size_t BouncePool::process_pool_nbytes() { return process_nbytes.load(); }
 
 void BouncePool::set_process_pool_nbytes(size_t nbytes) {
   process_nbytes.store(nbytes);
   ProcessState& current = process();
-  std::shared_ptr<BouncePool> old;
+  std::shared_ptr<BouncePool> old, old_pinned;
   std::lock_guard lock(current.mutex);
   old.swap(current.pool);
+  old_pinned.swap(current.pinned_pool);
 }
 
 BouncePool::BouncePool(size_t nbytes)

@@ -3,6 +3,9 @@
 // One arena on huge pages, given out in runs of 16 KiB units, lowest address first, so that a light load stays
 // within memory that the processor's cache holds. There is one pool for the process. Who finds it empty
 // registers to be woken and carries on with what is in flight.
+//
+// Memory of GPUs passes through a pool of its own, which CUDA knows as page-locked and which is made when a GPU is
+// first used.
 #pragma once
 
 #include <cstddef>
@@ -55,6 +58,11 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   // The process's pool, made at first use. Null where there is no memory for it.
   static std::shared_ptr<BouncePool> process_pool();
   static size_t process_pool_nbytes();
+
+  // The one between files and GPUs.
+  static Result<std::shared_ptr<BouncePool>> pinned_pool(cuda::Gpu& gpu);
+  static size_t pinned_pool_nbytes() { return 2 * process_pool_nbytes(); }
+
   // Buffers in use keep the old arena until they return.
   static void set_process_pool_nbytes(size_t nbytes);
 

@@ -13,7 +13,8 @@ uint64_t align_up(uint64_t value, uint64_t alignment) { return align_down(value 
 Plan::Plan(const PlanInput& input) : input_(input) {
   const uint64_t end = input.offset + input.nbytes;
   body_end_ = input.nbytes;
-  step_ = input.block_nbytes;
+  const bool staged = input.staging == Staging::all;
+  step_ = input.staging == Staging::none ? input.block_nbytes : std::min(input.block_nbytes, input.bounce_nbytes);
   if (!input.direct) return;
 
   // Alignments are powers of two, so the larger is a multiple of the smaller.
@@ -23,7 +24,7 @@ Plan::Plan(const PlanInput& input) : input_(input) {
   const uint64_t direct_step = align_up(input.block_nbytes, alignment);
   const uint64_t bounce_step = std::min(direct_step, std::max(align_down(input.bounce_nbytes, alignment), alignment));
   const bool has_body = first < last;
-  const bool memory_fits = has_body && (input.memory + (first - input.offset)) % input.memory_alignment == 0;
+  const bool memory_fits = has_body && !staged && (input.memory + (first - input.offset)) % input.memory_alignment == 0;
 
   if (memory_fits) {
     body_way_ = Way::direct;

@@ -15,6 +15,9 @@
 // The ragged edges of a write go through the page cache because only the kernel can change part of a sector
 // without losing a neighbour's concurrent change. They cover whole pages, so that no page is ever written both
 // ways. A padded read takes the whole sectors and copies out what was asked for.
+//
+// Memory of a GPU cannot be given to the kernel: every block of it is staged, that is, has a bounce buffer and a copy
+// whichever way it goes. With cuFile the body goes directly, wherever it begins in memory, and only edges are staged.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +38,11 @@ struct PlannedBlock {
   uint64_t io_nbytes;
 };
 
+enum class Staging : uint8_t { none, edges, all };
+
 struct PlanInput {
   bool write = false;
+  Staging staging = Staging::none;
   bool direct = false;  // false: everything through the page cache
   uint64_t memory = 0;  // address of the first byte
   uint64_t offset = 0;  // in the file

@@ -38,7 +38,7 @@ class SignalsBlocked {
 std::shared_ptr<Scheduler> Scheduler::create(const SchedulerOptions& options, std::vector<EngineRefusal>& refusals) {
   std::shared_ptr<Scheduler> scheduler(new Scheduler(options));
   for (const EngineKind& kind : engine_kinds()) {
-    if (!options.engine.empty() && options.engine != kind.name) continue;
+    if (options.engine.empty() ? kind.on_request_only : options.engine != kind.name) continue;
     std::string refusal;
     for (uint32_t index = 0; index < options.worker_count && refusal.empty(); ++index) {
       EngineAttempt attempt = kind.create({options.queue_depth, options.single_submit});
@@ -116,7 +116,7 @@ void Scheduler::submit(const std::shared_ptr<Request>& request,
   std::vector<std::shared_ptr<Transfer>> ready;
   ready.reserve(transfers.size());
   for (const auto& transfer : transfers) {
-    if (WriteOrder::enter(transfer, shared_from_this())) ready.push_back(transfer);
+    if (WriteOrder::enter(transfer, shared_from_this()) && may_line_up(transfer)) ready.push_back(transfer);
   }
   if (ready.empty()) return;
   std::lock_guard lock(mutex_);
@@ -125,9 +125,37 @@ void Scheduler::submit(const std::shared_ptr<Request>& request,
 }
 
 void Scheduler::begin(const std::shared_ptr<Transfer>& transfer) {
+  if (may_line_up(transfer)) line_up(transfer);
+}
+
+// False for memory of a GPU that is still to be written to, or read, by what was queued before: then the transfer
+// lines up by itself when that has passed.
+bool Scheduler::may_line_up(const std::shared_ptr<Transfer>& transfer) {
+  if (!transfer->gate()) return true;
+  auto passed = transfer->gate()->passed();
+  if (!passed) transfer->refuse(passed.fault());
+  if (!passed || *passed) return true;
+  watcher_->add_gate(transfer->gate(), [this, transfer](const std::optional<Fault>& fault) {
+    if (fault) transfer->refuse(*fault);
+    line_up(transfer);
+  });
+  return false;
+}
+
+void Scheduler::line_up(const std::shared_ptr<Transfer>& transfer) {
   std::lock_guard lock(mutex_);
   ready_.push_back(transfer);
   wake_hungry(transfer->has_many_blocks());
+}
+
+std::optional<Fault> Scheduler::prepare_for_gpus() {
+  std::lock_guard lock(mutex_);
+  if (watcher_) return std::nullopt;
+  SignalsBlocked signals;
+  auto watcher = cuda::Watcher::create();
+  if (!watcher) return watcher.fault();
+  watcher_ = std::move(*watcher);
+  return std::nullopt;
 }
 
 bool Scheduler::close(std::chrono::milliseconds patience) {
@@ -149,6 +177,7 @@ bool Scheduler::close(std::chrono::milliseconds patience) {
   for (auto& worker : workers_) worker->wake();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
+  watcher_.reset();  // which may be about to wake a worker
   workers_.clear();
   return true;
 }
@@ -222,15 +251,28 @@ void Scheduler::finish(const std::shared_ptr<Transfer>& transfer) {
   request.announce();
 }
 
-void Scheduler::execute(WorkBlock& block) {
+Settled Scheduler::run_now(WorkBlock& block) {
   statistics_.inline_blocks.fetch_add(1, std::memory_order_relaxed);
+  Settled settled;
   do {
     block.result = execute_now(block);
-  } while (block.transfer->settle(block, statistics_) == Settled::again);
+    settled = block.transfer->settle(block, statistics_);
+  } while (settled == Settled::again);
+  return settled;
+}
+
+void Scheduler::execute(WorkBlock& block) {
+  const bool copy_first = block.staged && block.operation == Operation::write;
+  if (copy_first && !block.transfer->copy_now(block, statistics_)) return;
+  if (run_now(block) == Settled::copy) (void)block.transfer->copy_now(block, statistics_);
 }
 
 bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer) {
   if (transfer->nbytes() > max_inline_nbytes || transfer->has_many_blocks()) return false;
+  if (transfer->gate()) {
+    auto passed = transfer->gate()->passed();
+    if (!passed || !*passed) return false;  // waiting for it is the watcher's work
+  }
   if (!WriteOrder::enter(transfer, nullptr)) return false;
   do {
     WorkBlock block;
@@ -262,7 +304,11 @@ void Scheduler::share(const std::shared_ptr<Transfer>& transfer) {
   if (!transfer->from_page_cache()) return;
   WorkBlock block;
   while (take(block, nullptr, transfer.get())) {
-    if (transfer->prepare(block, nullptr) == Prepared::ready) execute(block);
+    Prepared prepared;
+    while ((prepared = transfer->prepare(block, nullptr)) == Prepared::no_bounce_memory) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));  // the workers give theirs back
+    }
+    if (prepared == Prepared::ready) execute(block);
     drop(block);
   }
 }

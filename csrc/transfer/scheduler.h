@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/watcher.h"
 #include "engine/engine.h"
 #include "transfer/request.h"
 #include "transfer/statistics.h"
@@ -68,6 +69,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // Waits until something finishes that was outstanding; false when time is over. True at once if nothing is.
   bool wait_for_progress(std::chrono::milliseconds timeout);
 
+  // To be called, with success, before transfers of GPU memory are handed over.
+  std::optional<Fault> prepare_for_gpus();
+
   // Hands over all transfers of a request.
   void submit(const std::shared_ptr<Request>& request, const std::vector<std::shared_ptr<Transfer>>& transfers);
 
@@ -101,7 +105,10 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // to take, the worker `hungry`, if given, will be woken when there is.
   bool take(WorkBlock& block, Worker* hungry, const Transfer* only);
   void drop(WorkBlock& block);  // settled or abandoned
+  Settled run_now(WorkBlock& block);
   void execute(WorkBlock& block);
+  bool may_line_up(const std::shared_ptr<Transfer>& transfer);
+  void line_up(const std::shared_ptr<Transfer>& transfer);
   void wake_hungry(bool all);  // with mutex_ held
   void phase_over(const std::shared_ptr<Transfer>& transfer);
   void finish(const std::shared_ptr<Transfer>& transfer);
@@ -123,6 +130,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   bool stopping_ = false;
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> threads_;
+  std::unique_ptr<cuda::Watcher> watcher_;
 };
 
 }  // namespace tensorferry

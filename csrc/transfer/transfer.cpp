@@ -16,6 +16,12 @@ constexpr uint32_t max_attempts = 256;
 // A bounced block's copy stays in the processor's cache up to about here.
 constexpr uint64_t max_bounced_block_nbytes = uint64_t{1} << 20;
 
+// Blocks in flight that the pool for GPU memory holds, at their longest: enough to keep the drive and the copies busy.
+constexpr uint64_t staged_blocks = 16;
+
+// What cuFile asks of offsets and lengths, where the drive asks for less.
+constexpr uint32_t cufile_alignment = 4096;
+
 constexpr uint64_t min_preallocated_nbytes = uint64_t{64} << 10;
 
 const char* describe(Operation operation) {
@@ -38,8 +44,11 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   File& file = *spec.file;
   auto refused = [&](Fault fault) {
     fault.expected = spec.nbytes;
+    if (fault.path.empty()) fault.path = file.path();
     return fault;
   };
+  auto pool = spec.gate ? BouncePool::pinned_pool(spec.gate->gpu()) : Result(std::shared_ptr<BouncePool>());
+  if (!pool) return refused(pool.fault());
   if (spec.write) {
     // Through the page cache the kernel reserves space by itself, and small files are not worth two calls.
     if (file.direct() && spec.nbytes >= min_preallocated_nbytes) {
@@ -77,6 +86,18 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   input.page_nbytes = page_nbytes();
   input.block_nbytes = block_nbytes;
   input.bounce_nbytes = std::min<uint64_t>(BouncePool::process_pool_nbytes() / 8, max_bounced_block_nbytes);
+  if (own.gate) {
+    transfer->pinned_pool_ = std::move(*pool);
+    const uint64_t pool_nbytes = transfer->pinned_pool_->nbytes();
+    input.staging = Staging::all;
+    input.bounce_nbytes = pool_nbytes / staged_blocks;
+    if (direct && own.use_cufile && file.cufile_handle() != nullptr) {
+      input.staging = Staging::edges;
+      input.block_nbytes = std::min<uint64_t>(block_nbytes, pool_nbytes / 4);  // what is cached will be staged
+      input.memory_alignment = 1;
+      input.offset_alignment = std::max(input.offset_alignment, cufile_alignment);
+    }
+  }
   transfer->plan_ = Plan(input);
   // A buffered descriptor that will be needed is opened now, where a descriptor limit can still be waited out.
   if (transfer->plan_.uses_buffered() && own.nbytes > 0) {
@@ -101,6 +122,8 @@ bool Transfer::take(WorkBlock& block, bool& exhausted) {
   block.moved = 0;
   block.attempts = 0;
   block.resident = false;
+  block.staged = false;
+  block.cufile = nullptr;
   open_.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
@@ -141,7 +164,15 @@ Prepared Transfer::prepare(WorkBlock& block, BounceWaiter* waiter) {
   block.nbytes = planned.io_nbytes;
   block.memory = spec_.memory + planned.begin;
   if (planned.way == Way::buffered && !use_buffered_descriptor(block)) return Prepared::failed;
-  if (planned.way == Way::bounced) {
+  block.staged = spec_.gate && planned.way != Way::direct;
+  if (block.staged) {
+    block.bounce = pinned_pool_->try_acquire(planned.io_nbytes, waiter);
+    if (!block.bounce) return Prepared::no_bounce_memory;
+    block.memory = block.bounce.data();
+  } else if (spec_.gate) {
+    block.cufile = file.cufile_handle();
+    block.gpu = &spec_.gate->gpu();
+  } else if (planned.way == Way::bounced) {
     auto pool = BouncePool::process_pool();
     if (!pool) {
       fail(block, ENOMEM, false);
@@ -175,25 +206,29 @@ Settled Transfer::settle(WorkBlock& block, Statistics& statistics) {
     if (result < 0 && !unsupported) fail(block, static_cast<int>(-result), false);
     return Settled::done;
   }
-  if ((result == -EINVAL || result == -EOPNOTSUPP) && block.direct_descriptor &&
+  if ((result == -EINVAL || result == -EOPNOTSUPP) && block.direct_descriptor && block.cufile == nullptr &&
       spec_.file->direct_mode() == DirectMode::automatic) {
     // The file took O_DIRECT but does not take this block: what it asks for is more than it told us.
     return use_buffered_descriptor(block) ? Settled::again : Settled::done;
+  }
+  if (cufile::is_own_code(result)) {
+    fail(block, EIO, false, cufile::text_of(result));
+    return Settled::done;
   }
   if (result < 0) {
     fail(block, static_cast<int>(-result), false);
     return Settled::done;
   }
 
-  const auto advanced = static_cast<uint64_t>(result);
+  auto advanced = static_cast<uint64_t>(result);
+  if (block.cufile != nullptr) advanced -= advanced % cufile_alignment;  // it goes on where it may
   block.moved += advanced;
   block.memory += advanced;
   block.offset += advanced;
   block.nbytes -= std::min(advanced, block.nbytes);
-  const uint64_t needed = spec_.offset + block.planned.begin - block.planned.io_offset + block.planned.nbytes;
-  if (block.moved < needed) {
+  if (block.moved < padding(block) + block.planned.nbytes) {
     if (advanced == 0) {
-      if (block.planned.way == Way::bounced) copy_out(block);
+      if (block.bounce && !block.staged) copy_out(block);
       fail(block, 0, true);
       return Settled::done;
     }
@@ -202,22 +237,63 @@ Settled Transfer::settle(WorkBlock& block, Statistics& statistics) {
     const DirectAlignment alignment = spec_.file->alignment();
     const bool aligned = block.offset % alignment.offset == 0 && block.nbytes % alignment.offset == 0 &&
                          reinterpret_cast<uintptr_t>(block.memory) % alignment.memory == 0;
-    if (block.direct_descriptor && !aligned && !use_buffered_descriptor(block)) return Settled::done;
+    if (block.direct_descriptor && !aligned && block.cufile == nullptr && !use_buffered_descriptor(block)) {
+      return Settled::done;
+    }
     return Settled::again;
   }
 
+  if (block.staged && !spec_.write) return Settled::copy;
+  if (block.bounce && !spec_.write) copy_out(block);
+  complete(block, statistics);
+  return Settled::done;
+}
+
+void Transfer::complete(WorkBlock& block, Statistics& statistics) {
   const uint64_t nbytes = block.planned.nbytes;
-  if (block.planned.way == Way::bounced && !spec_.write) copy_out(block);
   moved_nbytes_.fetch_add(nbytes, std::memory_order_relaxed);
   (spec_.write ? statistics.written_nbytes : statistics.read_nbytes).fetch_add(nbytes, std::memory_order_relaxed);
   auto& way = !block.direct_descriptor            ? statistics.buffered_nbytes
               : block.planned.way == Way::bounced ? statistics.bounced_nbytes
                                                   : statistics.direct_nbytes;
   way.fetch_add(nbytes, std::memory_order_relaxed);
+  if (spec_.gate) statistics.gpu_nbytes.fetch_add(nbytes, std::memory_order_relaxed);
+  if (block.cufile) statistics.gds_nbytes.fetch_add(nbytes, std::memory_order_relaxed);
   const auto elapsed = std::chrono::steady_clock::now() - block.begun;
   statistics.block_latency.add(
       static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(elapsed).count()));
-  return Settled::done;
+}
+
+Result<cuda::Event> Transfer::start_copy(WorkBlock& block, cuda::Copier& copier) const {
+  const auto direction = spec_.write ? cuda::Direction::from_gpu : cuda::Direction::to_gpu;
+  return copier.start(direction, block.bounce.data() + padding(block),
+                      reinterpret_cast<cuda::Address>(spec_.memory + block.planned.begin), block.planned.nbytes);
+}
+
+bool Transfer::copy_now(WorkBlock& block, Statistics& statistics) {
+  cuda::Gpu& gpu = spec_.gate->gpu();
+  auto copier = gpu.take_copier();
+  if (!copier) return copied(block, copier.fault(), statistics);
+  auto event = start_copy(block, **copier);
+  const auto fault = event ? (*event).wait() : std::optional(event.fault());
+  gpu.give_back(std::move(*copier));
+  return copied(block, fault, statistics);
+}
+
+bool Transfer::copied(WorkBlock& block, const std::optional<Fault>& fault, Statistics& statistics) {
+  if (fault) {
+    Fault own = *fault;
+    own.offset = spec_.offset + block.planned.begin;
+    record(std::move(own));
+    return false;
+  }
+  if (!spec_.write) complete(block, statistics);
+  return true;
+}
+
+void Transfer::refuse(Fault fault) {
+  fault.offset = spec_.offset;
+  record(std::move(fault));
 }
 
 bool Transfer::next_phase() {
@@ -250,21 +326,21 @@ void Transfer::record(Fault fault) {
   }
 }
 
-void Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file) {
+void Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint) {
   const bool moves = block.operation == Operation::read || block.operation == Operation::write;
-  const uint64_t progress = moves ? user_progress(block) : 0;
+  const bool reached = moves && (spec_.write || !block.staged);  // not if it got no further than the buffer
+  const uint64_t progress = reached ? user_progress(block) : 0;
   moved_nbytes_.fetch_add(progress, std::memory_order_relaxed);
   Fault fault{.error_number = error_number, .operation = describe(block.operation), .path = {}};
   fault.offset = spec_.offset + block.planned.begin + progress;
   fault.end_of_file = end_of_file;
-  if (end_of_file) fault.hint = "the file became shorter while it was read";
+  fault.hint = end_of_file ? "the file became shorter while it was read" : std::move(hint);
   record(std::move(fault));
 }
 
 // Bytes of the request that have reached their place.
 uint64_t Transfer::user_progress(const WorkBlock& block) const {
-  const uint64_t padding = spec_.offset + block.planned.begin - block.planned.io_offset;
-  return std::min(block.moved - std::min(block.moved, padding), block.planned.nbytes);
+  return std::min(block.moved - std::min(block.moved, padding(block)), block.planned.nbytes);
 }
 
 bool Transfer::use_buffered_descriptor(WorkBlock& block) {
@@ -279,8 +355,7 @@ bool Transfer::use_buffered_descriptor(WorkBlock& block) {
 }
 
 void Transfer::copy_out(WorkBlock& block) {
-  const uint64_t padding = spec_.offset + block.planned.begin - block.planned.io_offset;
-  std::memcpy(spec_.memory + block.planned.begin, block.bounce.data() + padding, user_progress(block));
+  std::memcpy(spec_.memory + block.planned.begin, block.bounce.data() + padding(block), user_progress(block));
 }
 
 }  // namespace tensorferry

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 
+#include "device/gpu.h"
 #include "engine/engine.h"
 #include "file/file.h"
 #include "memory/bounce_pool.h"
@@ -27,8 +28,10 @@ struct TransferSpec {
   uint64_t offset = 0;
   uint64_t nbytes = 0;
   bool write = false;
-  bool truncate = false;  // after success, cut the file behind the last byte written
-  bool sync = false;      // data, size and name durable before the transfer is done
+  bool truncate = false;                       // after success, cut the file behind the last byte written
+  bool sync = false;                           // data, size and name durable before the transfer is done
+  std::shared_ptr<cuda::Gate> gate = nullptr;  // memory is a GPU's, to be used from then on
+  bool use_cufile = false;
 };
 
 class Transfer;
@@ -42,10 +45,11 @@ struct WorkBlock : Block {
   uint32_t attempts = 0;  // since it last moved something
   bool direct_descriptor = false;
   bool resident = false;  // the page cache holds all of it
+  bool staged = false;    // the bounce buffer is one side of a copy to or from a GPU
   std::chrono::steady_clock::time_point begun;
 };
 
-enum class Settled { done, again };
+enum class Settled { done, again, copy };
 enum class Prepared { ready, no_bounce_memory, failed };
 
 class Transfer : public std::enable_shared_from_this<Transfer> {
@@ -63,6 +67,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   const FileIdentity& identity() const { return identity_; }
   bool has_many_blocks() const { return plan_.block_at(0).nbytes < spec_.nbytes; }
   bool from_page_cache() const { return residency_ == Residency::whole; }
+  const std::shared_ptr<cuda::Gate>& gate() const { return spec_.gate; }
 
   // Takes the next block, if there is one to take. Sets `exhausted` when there will be no further one in this
   // phase. Callers serialize calls.
@@ -74,8 +79,18 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // Gives the block its descriptor and memory. A failure is recorded, and the block must then be dropped.
   Prepared prepare(WorkBlock& block, BounceWaiter* waiter);
 
-  // Looks at block.result. `again`: run it once more as it now is.
+  // Looks at block.result. `again`: run it once more as it now is. `copy`: what a staged block read is in its buffer;
+  // copy it to the GPU, then call copied().
   Settled settle(WorkBlock& block, Statistics& statistics);
+
+  // The copy of a staged block: queued on a copier's stream, or done here and now. To be made before a write and after
+  // a read. copied() says how it ended, and is false if badly: that is recorded, and the block must be dropped.
+  Result<cuda::Event> start_copy(WorkBlock& block, cuda::Copier& copier) const;
+  bool copy_now(WorkBlock& block, Statistics& statistics);
+  bool copied(WorkBlock& block, const std::optional<Fault>& fault, Statistics& statistics);
+
+  // Before any block was taken: none will be.
+  void refuse(Fault fault);
 
   // Counts down what keeps this phase open: each block, and the cursor while it may yield blocks. True when the
   // phase is over; then call next_phase().
@@ -96,10 +111,14 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t index);
 
   bool stopped() const { return stopped_.load(std::memory_order_relaxed) || request_->canceled(); }
-  void fail(const WorkBlock& block, int error_number, bool end_of_file);
+  void fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint = "");
   void record(Fault fault);
   bool use_buffered_descriptor(WorkBlock& block);
   void copy_out(WorkBlock& block);
+  void complete(WorkBlock& block, Statistics& statistics);
+  uint64_t padding(const WorkBlock& block) const {
+    return spec_.offset + block.planned.begin - block.planned.io_offset;
+  }
   uint64_t user_progress(const WorkBlock& block) const;
 
  public:
@@ -110,6 +129,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   const FileIdentity identity_;
   std::shared_ptr<Request> request_;
   Plan plan_;
+  std::shared_ptr<BouncePool> pinned_pool_;  // for staged blocks
   Residency residency_ = Residency::none;
   Phase phase_ = Phase::moving;
   uint64_t cursor_ = 0;

@@ -1,7 +1,5 @@
 #include "transfer/worker.h"
 
-#include <string.h>
-
 namespace tensorferry {
 namespace {
 
@@ -22,10 +20,15 @@ Worker::Worker(Scheduler& scheduler, std::unique_ptr<Engine> engine)
   for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) free_.push_back(&*block);
 }
 
+Worker::~Worker() {
+  for (auto& [gpu, copier] : copiers_) gpu->give_back(std::move(copier));
+}
+
 void Worker::run() {
   engine_->start();
   std::vector<Block*> completed;
   while (true) {
+    take_copied();
     const bool again = fill();
     if (in_flight_ == 0 && !again && !stalled_) {
       std::lock_guard lock(scheduler_.mutex_);
@@ -77,41 +80,91 @@ bool Worker::fill() {
 // Returns whether it took time: what the page cache holds is copied right here, since the kernel would do just
 // that within the submission.
 bool Worker::start(WorkBlock& block) {
-  if (block.resident && ::strcmp(engine_->name(), "threads") != 0) {
-    scheduler_.execute(block);
-    put_back(block);
+  ++in_flight_;
+  in_flight_nbytes_ += block.planned.io_nbytes;
+  if (block.bounce && !block.staged) bounced_in_flight_nbytes_ += block.planned.io_nbytes;
+  if (block.staged && block.operation == Operation::write) {
+    copy(block);
+    return false;
+  }
+  if (block.resident && !engine_->has_threads()) {
+    if (scheduler_.run_now(block) == Settled::copy) {
+      copy(block);
+    } else {
+      leave(block);
+    }
     return true;
   }
   if (block.operation == Operation::write) count_copy(block);
-  in_flight_nbytes_ += block.planned.io_nbytes;
-  if (block.bounce) bounced_in_flight_nbytes_ += block.planned.io_nbytes;
   scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
-  ++in_flight_;
   engine_->add(block);
   return false;
 }
 
 void Worker::settle(WorkBlock& block) {
-  if (block.transfer->settle(block, scheduler_.statistics_) == Settled::again) {
-    engine_->add(block);
-    return;
+  switch (block.transfer->settle(block, scheduler_.statistics_)) {
+    case Settled::again: engine_->add(block); return;
+    case Settled::copy: copy(block); return;
+    case Settled::done: break;
   }
   if (block.operation == Operation::read) count_copy(block);
-  --in_flight_;
-  in_flight_nbytes_ -= block.planned.io_nbytes;
-  if (block.bounce) bounced_in_flight_nbytes_ -= block.planned.io_nbytes;
-  put_back(block);
+  leave(block);
+}
+
+// Queues the copy of a staged block on this worker's stream; go_on() follows when it is over.
+void Worker::copy(WorkBlock& block) {
+  cuda::Gpu& gpu = block.transfer->gate()->gpu();
+  auto& copier = copiers_[&gpu];
+  if (!copier) {
+    auto taken = gpu.take_copier();
+    if (!taken) return go_on(block, taken.fault());
+    cuda::leave_captures_alone();
+    copier = std::move(*taken);
+  }
+  auto event = block.transfer->start_copy(block, *copier);
+  if (!event) return go_on(block, event.fault());
+  scheduler_.watcher_->add_copy(std::move(*event), [this, &block](std::optional<Fault> fault) {
+    {
+      std::lock_guard lock(copied_mutex_);
+      copied_.push_back({&block, std::move(fault)});
+    }
+    wake();
+  });
+}
+
+void Worker::take_copied() {
+  std::vector<Copied> copied;
+  {
+    std::lock_guard lock(copied_mutex_);
+    copied.swap(copied_);
+  }
+  for (auto& [block, fault] : copied) go_on(*block, fault);
+}
+
+void Worker::go_on(WorkBlock& block, const std::optional<Fault>& fault) {
+  const bool well = block.transfer->copied(block, fault, scheduler_.statistics_);
+  if (!well || block.operation == Operation::read) return leave(block);
+  scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
+  engine_->add(block);
 }
 
 // The queue's depth is also a limit in bytes: large blocks must not make others wait longer.
 bool Worker::is_full_for(const WorkBlock& block) const {
+  if (block.planned.way == Way::bounced && block.transfer->gate()) return false;  // the pool decides
   if (block.planned.way == Way::bounced) return bounced_in_flight_nbytes_ >= max_bounced_in_flight_nbytes;
   const uint64_t limit = scheduler_.options().queue_depth * scheduler_.options().block_nbytes;
   return in_flight_ > 0 && in_flight_nbytes_ + block.planned.io_nbytes > limit;
 }
 
 void Worker::count_copy(const WorkBlock& block) {
-  if (block.bounce) copied_since_submit_ += block.planned.nbytes;
+  if (block.bounce && !block.staged) copied_since_submit_ += block.planned.nbytes;
+}
+
+void Worker::leave(WorkBlock& block) {
+  --in_flight_;
+  in_flight_nbytes_ -= block.planned.io_nbytes;
+  if (block.bounce && !block.staged) bounced_in_flight_nbytes_ -= block.planned.io_nbytes;
+  put_back(block);
 }
 
 void Worker::put_back(WorkBlock& block) {

@@ -1,10 +1,13 @@
 // A thread that owns one engine and keeps its queue full.
 #pragma once
 
-#include <deque>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <vector>
 
+#include "device/gpu.h"
 #include "engine/engine.h"
 #include "memory/bounce_pool.h"
 #include "transfer/scheduler.h"
@@ -14,6 +17,7 @@ namespace tensorferry {
 class Worker final : public BounceWaiter {
  public:
   Worker(Scheduler& scheduler, std::unique_ptr<Engine> engine);
+  ~Worker();
 
   void run();
   void wake() { engine_->wake(); }
@@ -25,6 +29,10 @@ class Worker final : public BounceWaiter {
   bool fill();
   void settle(WorkBlock& block);
   bool start(WorkBlock& block);
+  void copy(WorkBlock& block);
+  void take_copied();
+  void go_on(WorkBlock& block, const std::optional<Fault>& fault);
+  void leave(WorkBlock& block);
   bool is_full_for(const WorkBlock& block) const;
   void count_copy(const WorkBlock& block);
   void put_back(WorkBlock& block);
@@ -38,6 +46,15 @@ class Worker final : public BounceWaiter {
   uint64_t in_flight_nbytes_ = 0;
   uint64_t bounced_in_flight_nbytes_ = 0;
   uint64_t copied_since_submit_ = 0;
+
+  // Blocks whose copy to or from a GPU is over, from the thread that watches it.
+  struct Copied {
+    WorkBlock* block;
+    std::optional<Fault> fault;
+  };
+  std::mutex copied_mutex_;
+  std::vector<Copied> copied_;
+  std::map<cuda::Gpu*, std::unique_ptr<cuda::Copier>> copiers_;
 };
 
 }  // namespace tensorferry

@@ -10,6 +10,7 @@ See ``help()`` of each name below, and the user guide in ``docs/``.
 from tensorferry.errors import EngineUnavailableError, ShortReadError, StorageError
 from tensorferry.files import File, open, read, read_many, write, write_many
 from tensorferry.futures import Future
+from tensorferry.gds import gds_handle
 from tensorferry.handles import aio_handle
 from tensorferry.memory import bounce_pool_nbytes, empty, set_bounce_pool_nbytes
 from tensorferry.runtime import engines
@@ -26,6 +27,7 @@ __all__ = [
     "bounce_pool_nbytes",
     "empty",
     "engines",
+    "gds_handle",
     "open",
     "read",
     "read_many",

@@ -1,43 +1,62 @@
-"""Arrays of any library as (address, bytes), checked before any I/O.
+"""Arrays of any library, in host memory or a GPU's, as (address, bytes), checked before any I/O.
 
 torch and NumPy are looked at where they have been imported already; everything else comes through the buffer
-protocol or DLPack.
+protocol, ``__cuda_array_interface__`` or DLPack.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, TypeAlias
 
 from tensorferry import _core
+from tensorferry.errors import EngineUnavailableError
 
 # DLPack device types whose memory the CPU can address: kDLCPU, kDLCUDAHost, kDLROCMHost (dlpack.h).
 _HOST_DEVICES = (1, 3, 11)
+# And those that CUDA can.
+_DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 2, 13
+
+# CUDA's name of the stream that all work without a stream goes to, CU_STREAM_LEGACY (cuda.h).
+LEGACY_STREAM = 1
+
+# The GPU whose memory was seen last; -1: none. Page-locked memory is registered with CUDA by its context.
+last_gpu = -1
+
+# Kinds of elements whose typestr counts bytes, as in numpy.dtype.kind; not objects, not UTF-32.
+_KINDS_OF_BYTES = "biufcmMSV"
+
+# GPU memory: the GPU's number, and the CUDA stream after whose present work it may be used.
+Location: TypeAlias = "tuple[int, int]"
+
+# Contiguous memory: address, bytes, an owner as long as which it is valid, and where it is; None is host memory. A
+# plain tuple: read_many makes thousands.
+Memory: TypeAlias = "tuple[int, int, object, Location | None]"
 
 
-# Contiguous host memory: address, bytes, and an owner as long as which it is valid. A plain tuple: read_many makes
-# thousands.
-Memory: TypeAlias = "tuple[int, int, object]"
-
-
-def memory_of(array: Any, *, writable: bool, name: str = "array") -> Memory:
+def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = False) -> Memory:
     """Return the memory of a contiguous array.
 
     Parameters
     ----------
-    array : torch.Tensor, numpy.ndarray, buffer or DLPack object
+    array : torch.Tensor, numpy.ndarray, buffer, or object with ``__cuda_array_interface__`` or DLPack
         Any dtype, any shape.
     writable : bool
         True for the destination of a read. A source that is not contiguous is copied; a destination may not be.
     name : str
         What the argument is called in messages.
+    host : bool
+        Refuse GPU memory: for callers who look at the bytes themselves.
 
     Raises
     ------
     TypeError
         It is no array.
     ValueError
-        It is not contiguous, not writable, not in host memory, or has no memory.
+        It is not contiguous, not writable, on a device that bytes cannot be moved to and from, or has no memory.
+    EngineUnavailableError
+        It is in GPU memory, and the CUDA driver cannot be used; the message says why.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -47,8 +66,8 @@ def memory_of(array: Any, *, writable: bool, name: str = "array") -> Memory:
             if strided and not array.is_neg() and not array.is_conj():
                 address = array.data_ptr()
                 if address:
-                    return address, array.nbytes, array
-        return _of_tensor(torch, array, writable, name)
+                    return address, array.nbytes, array, None
+        return _of_tensor(torch, array, writable, name, host)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(array, numpy.ndarray):
         return _of_ndarray(array, writable, name)
@@ -58,17 +77,56 @@ def memory_of(array: Any, *, writable: bool, name: str = "array") -> Memory:
         pass
     else:
         return _of_buffer(view, writable, name)
+    # Before DLPack: it knows the stream.
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _of_cuda_array(array, interface, writable, name, host)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        return _of_dlpack(array, writable, name)
+        return _of_dlpack(array, writable, name, host)
     raise TypeError(
         f"{name}: {type(array).__name__} is neither a torch tensor nor a NumPy array, and offers neither the "
-        "buffer protocol nor DLPack"
+        "buffer protocol nor __cuda_array_interface__ nor DLPack"
     )
 
 
-def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str) -> Memory:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name}: a tensor on device {tensor.device} has no host memory to move")
+class CudaTensor:
+    """A CUDA tensor that owns its memory for a transfer.
+
+    The tensor may get other storage meanwhile (``set_()``, ``.data = ``) or go away: this one is kept. What keeps
+    nothing is a storage that gives its memory back to torch (``resize_()``); :meth:`moved` tells, unless torch has
+    given it the same memory again.
+    """
+
+    __slots__ = ("_address", "_storage", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self._storage = tensor.untyped_storage()
+        self._address = self._storage.data_ptr()
+
+    def moved(self) -> bool:
+        """Return whether the memory is another one than at the beginning."""
+        return bool(self._storage.data_ptr() != self._address)
+
+
+def moved(memory: Memory) -> bool:
+    """Return whether an array has given up the memory that a transfer was to use, before its end was seen."""
+    return isinstance(memory[2], CudaTensor) and memory[2].moved()
+
+
+def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -> Memory:
+    device = tensor.device
+    if device.type != "cpu" and host:
+        raise ValueError(f"{name}: a tensor on device {device} has no host memory to move")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"{name}: a tensor on device {device} is neither in host memory nor on an NVIDIA GPU"
+        )
+    if device.type == "cuda" and torch.version.hip is not None:
+        raise ValueError(
+            f"{name}: a tensor on an AMD GPU ({device}) cannot be moved: only NVIDIA's driver is known here "
+            "(remedy: pass .cpu())"
+        )
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name}: a tensor of layout {tensor.layout} is not contiguous memory")
     if tensor.is_quantized:
@@ -88,7 +146,8 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str) -> Memory:
     nbytes = tensor.numel() * tensor.element_size()
     # Wrapper subclasses (FakeTensor, DTensor) pretend to a device that their storage is not on.
     wrapper = (
-        type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _storage_device(tensor) != "cpu"
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        and _storage_device(tensor) != device.type
     )
     address = 0 if wrapper else tensor.data_ptr()
     if wrapper or (address == 0 and nbytes > 0):
@@ -96,7 +155,31 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str) -> Memory:
             f"{name}: {type(tensor).__name__} has no memory of its own (for a DTensor pass .to_local(); an FSDP "
             "parameter may be resharded)"
         )
-    return address, nbytes, tensor
+    if device.type == "cpu":
+        return address, nbytes, tensor, None
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return _gpu_memory(address, nbytes, CudaTensor(tensor), device.index, stream, name)
+
+
+def _gpu_memory(
+    address: int, nbytes: int, owner: object, device: int, stream: int, name: str
+) -> Memory:
+    global last_gpu
+    if nbytes == 0:  # nothing to wait for
+        return address, nbytes, owner, None
+    _check_driver()
+    if _core.is_capturing(device, stream):
+        raise ValueError(
+            f"{name}: the stream in use is being captured into a CUDA graph, which files cannot be part of"
+        )
+    last_gpu = device
+    return address, nbytes, owner, (device, stream)
+
+
+def _check_driver() -> None:
+    refusal = _core.cuda_refusal()
+    if refusal is not None:
+        raise EngineUnavailableError(f"GPU memory cannot be moved: {refusal}")
 
 
 def _storage_device(tensor: Any) -> str | None:
@@ -113,7 +196,7 @@ def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
         )
     memory = _core.buffer_memory(array, writable)
     if memory is not None:
-        return memory[0], memory[1], array
+        return memory[0], memory[1], array, None
     if not array.flags.c_contiguous:
         if writable:
             raise ValueError(
@@ -123,7 +206,7 @@ def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
     if writable and not array.flags.writeable:
         raise ValueError(f"{name}: cannot read into a read-only array")
     # The buffer protocol has no word for some dtypes (datetime64, ml_dtypes' bfloat16).
-    return array.__array_interface__["data"][0], array.nbytes, array
+    return array.__array_interface__["data"][0], array.nbytes, array, None
 
 
 def _of_buffer(view: memoryview, writable: bool, name: str) -> Memory:
@@ -140,21 +223,80 @@ def _of_buffer(view: memoryview, writable: bool, name: str) -> Memory:
     memory = _core.buffer_memory(view, writable)
     if memory is None:
         raise ValueError(f"{name}: the buffer cannot be exported")
-    return memory[0], memory[1], view
+    return memory[0], memory[1], view, None
 
 
-def _of_dlpack(array: Any, writable: bool, name: str) -> Memory:
+def _of_cuda_array(
+    array: Any, interface: dict[str, Any], writable: bool, name: str, host: bool
+) -> Memory:
+    # numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, versions 2 and 3
+    kind = type(array).__name__
+    if host:
+        raise ValueError(f"{name}: a {kind} in GPU memory has no host memory to move")
+    typestr, shape = interface["typestr"], tuple(interface["shape"])
+    if typestr[1] not in _KINDS_OF_BYTES:
+        raise ValueError(f"{name}: a {kind} of type {typestr!r} has no plain bytes to move")
+    if interface.get("mask") is not None:
+        raise ValueError(f"{name}: a {kind} with a mask is more than its bytes")
+    itemsize = int(typestr[2:])
+    if not _is_c_contiguous(shape, interface.get("strides"), itemsize):
+        raise ValueError(f"{name}: an array that is not C-contiguous cannot be moved as it is")
+    address, read_only = interface["data"]
+    if writable and (read_only or _is_immutable(array)):
+        raise ValueError(f"{name}: cannot read into a read-only {kind}")
+    stream = interface.get("stream")
+    if stream == 0:  # CUDA takes it for one of two streams, and the protocol forbids it
+        raise ValueError(f"{name}: the stream of a {kind} is 0, which says nothing")
+    nbytes = math.prod(shape) * itemsize
+    if nbytes == 0:
+        return 0, 0, array, None
+    device = _device_of(address, f"{name}: a {kind}")
+    stream = LEGACY_STREAM if stream is None else stream
+    return _gpu_memory(address, nbytes, array, device, stream, name)
+
+
+def _is_c_contiguous(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int
+) -> bool:
+    if strides is None or 0 in shape:
+        return True
+    expected = itemsize
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _device_of(address: int, what: str) -> int:
+    _check_driver()
+    try:
+        return _core.device_of(address)
+    except ValueError:
+        raise ValueError(f"{what}: no GPU has memory at the address {address:#x}") from None
+
+
+def _of_dlpack(array: Any, writable: bool, name: str, host: bool) -> Memory:
     device, index = array.__dlpack_device__()
-    if device not in _HOST_DEVICES:
+    on_gpu = device in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED) and not host
+    if device not in _HOST_DEVICES and not on_gpu:
         raise ValueError(
-            f"{name}: an array on DLPack device ({int(device)}, {index}) has no host memory to move"
+            f"{name}: an array on DLPack device ({int(device)}, {index}) has no "
+            f"{'host memory' if host else 'memory'} to move"
         )
+    # It names no stream: the array's library lets the legacy one wait for its own.
     address, nbytes, is_writable, contiguous = _core.dlpack_memory(array)
-    # JAX arrays are immutable, which DLPack before 1.0 cannot say.
-    if writable and (
-        not is_writable or type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
-    ):
+    if writable and (not is_writable or _is_immutable(array)):
         raise ValueError(f"{name}: cannot read into a read-only {type(array).__name__}")
     if not contiguous:
         raise ValueError(f"{name}: an array that is not C-contiguous cannot be moved as it is")
-    return address, nbytes, array
+    if not on_gpu or nbytes == 0:
+        return address, nbytes, array, None
+    if device == _DLPACK_CUDA:  # managed memory may be anywhere
+        index = _device_of(address, f"{name}: a {type(array).__name__}")
+    return _gpu_memory(address, nbytes, array, index, LEGACY_STREAM, name)
+
+
+def _is_immutable(array: object) -> bool:
+    """Return whether this is a JAX array, which neither DLPack before 1.0 nor CUDA's interface can say."""
+    return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from errno import EFAULT
 from typing import Any
 
 
@@ -105,4 +106,16 @@ def storage_error(
         offset=offset,
         expected=expected,
         transferred=transferred,
+    )
+
+
+def memory_moved(path: str, offset: int, nbytes: int) -> StorageError:
+    """Build the exception for a transfer whose CUDA tensor gave its memory back to torch meanwhile."""
+    return StorageError(
+        EFAULT,
+        f"{os.strerror(EFAULT)} (the tensor's memory went back to torch, as by resize_(), before its transfer of "
+        f"{nbytes} bytes at offset {offset} was seen to end: what was moved cannot be trusted)",
+        path,
+        offset=offset,
+        expected=nbytes,
     )

@@ -50,8 +50,9 @@ def write(
     ----------
     path : str, bytes or PathLike
         Created if missing, with mode 0666 less the umask.
-    array : torch.Tensor, numpy.ndarray, buffer or DLPack object
-        Any dtype and shape. One that is not contiguous is copied first.
+    array : torch.Tensor, numpy.ndarray, buffer, or object with ``__cuda_array_interface__`` or DLPack
+        Any dtype and shape, in host memory or on an NVIDIA GPU. One of torch's or NumPy's that is not
+        contiguous is copied first.
     offset : int
         Where in the file to begin, in bytes. Bytes of the file before and behind stay as they are.
     truncate : bool
@@ -68,6 +69,13 @@ def write(
         An argument is not usable; nothing was touched.
     StorageError
         Not all bytes could be written; it names the first that could not.
+    EngineUnavailableError
+        The array is in GPU memory, and the CUDA driver cannot be used.
+
+    Notes
+    -----
+    GPU memory is written as it is when all that has been queued on its current stream has been done. Large arrays pass
+    through a few page-locked buffers, so that copies and writes overlap and no host memory as large is needed.
     """
     memory = memory_of(array, writable=False)
     transfer(
@@ -89,8 +97,8 @@ def read(path: Path, array: Any, offset: int = 0, *, direct: Direct = "auto") ->
     ----------
     path : str, bytes or PathLike
         The file to read.
-    array : torch.Tensor, numpy.ndarray, buffer or DLPack object
-        Contiguous and writable, of any dtype and shape; all of it is filled.
+    array : torch.Tensor, numpy.ndarray, buffer, or object with ``__cuda_array_interface__`` or DLPack
+        Contiguous and writable, of any dtype and shape, in host memory or on an NVIDIA GPU; all of it is filled.
     offset : int
         Where in the file to begin, in bytes.
     direct : "auto", True or False
@@ -105,6 +113,13 @@ def read(path: Path, array: Any, offset: int = 0, *, direct: Direct = "auto") ->
         The file ends before the array is full.
     StorageError
         Not all bytes could be read; it names the first that could not.
+    EngineUnavailableError
+        The array is in GPU memory, and the CUDA driver cannot be used.
+
+    Notes
+    -----
+    GPU memory is not touched before all that has been queued on its current stream has been done. When this returns,
+    the bytes are there: work that is queued afterwards, on any stream, sees them.
     """
     memory = memory_of(array, writable=True)
     transfer(
@@ -383,6 +398,7 @@ class File:
         if self._scheduler.belongs_to_this_process():
             for future in self._pending:
                 future._request.wait(None)
+                future.done()  # sees the end while the arrays are as they were
             if self._own_scheduler:
                 close_scheduler(self._scheduler)
             else:

@@ -29,7 +29,7 @@ class Future:
     A failure that nobody asked about is warned of (``RuntimeWarning``) when the future goes away.
     """
 
-    __slots__ = ("__weakref__", "_array", "_asked", "_exception", "_keep", "_request")
+    __slots__ = ("__weakref__", "_array", "_asked", "_check", "_exception", "_keep", "_request")
     _request: _core.Request
 
     def __init__(self, array: object, keep: object) -> None:
@@ -37,8 +37,13 @@ class Future:
         self._keep = keep
         self._asked = False
         self._exception: StorageError | None = None
+        self._check: Callable[[], StorageError | None] | None = None
 
-    def _start(self, request: _core.Request) -> None:
+    def _start(
+        self, request: _core.Request, check: Callable[[], StorageError | None] | None = None
+    ) -> None:
+        """Be the future of a request; what ended well is asked of ``check`` too, when its end is first seen."""
+        self._check = check
         self._request = request
         _unseen.add(self)
 
@@ -50,7 +55,21 @@ class Future:
 
     def done(self) -> bool:
         """Return whether the transfer has ended, well or not."""
-        return self._request.done()
+        if not self._request.done():
+            return False
+        if self._check is not None:
+            self._settle()
+        return True
+
+    def _settle(self) -> StorageError | None:
+        """Return how the transfer, which has ended, went."""
+        if self._exception is None:
+            self._exception = self._request.exception()
+            if self._exception is None and self._check is not None:
+                self._exception = self._check()
+            self._check = None
+            self._keep = None  # perhaps a copy that the caller knows nothing of
+        return self._exception
 
     def exception(self, timeout: float | None = None) -> StorageError | None:
         """Wait, and return what went wrong, or None.
@@ -70,9 +89,7 @@ class Future:
             raise TimeoutError(f"the transfer has not ended within {timeout} seconds")
         self._asked = True
         _unseen.discard(self)
-        if self._exception is None:
-            self._exception = request.exception()
-        return self._exception
+        return self._settle()
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait, and return the array.
@@ -117,7 +134,8 @@ class Future:
         request = getattr(self, "_request", None)  # None: it was never submitted
         if request is None or self._asked or not request.done():
             return
-        exception = request.exception()
+        # Not _check: the array has been the caller's again for who knows how long.
+        exception = self._exception or request.exception()
         if exception is not None:
             message = f"nobody asked for this transfer's outcome: {exception}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -11,7 +11,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
-from tensorferry.arrays import Memory, memory_of
+from tensorferry.arrays import LEGACY_STREAM, Memory, memory_of
 from tensorferry.errors import StorageError
 from tensorferry.files import positive
 from tensorferry.memory import elements_like, free_locked_tensor, is_pinned, locked_tensor
@@ -21,18 +21,25 @@ from tensorferry.runtime import (
     AnyScheduler,
     automatic_scheduler,
     close_scheduler,
+    default_scheduler,
     make_scheduler,
 )
 from tensorferry.transfers import Path, checked_offset, start, transfer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
+
+    from typing_extensions import Self
 
     from tensorferry.futures import Future
     from tensorferry.tuning.settings import Settings
 
 # Slices of a buffer that begin at multiples of this need no copy on any drive.
 _ALIGNMENT = 4096
+
+# What a validation compares at once.
+_CHUNK_NBYTES = 8 << 20
 
 _MAX_QUEUE_DEPTH = 32768
 _MAX_PARALLELISM = 256
@@ -57,11 +64,12 @@ class _Given(NamedTuple):
     intra_op_parallelism: int
 
 
-_BLOCK_SIZE: int = _Default(DEFAULT_BLOCK_NBYTES)
-_QUEUE_DEPTH: int = _Default(DEFAULT_QUEUE_DEPTH)
-_PARALLELISM: int = _Default(1)
-_SINGLE_SUBMIT: Any = _DefaultFalse()
-_OVERLAP_EVENTS: Any = _DefaultFalse()
+# Defaults of all handles.
+BLOCK_SIZE: int = _Default(DEFAULT_BLOCK_NBYTES)
+QUEUE_DEPTH: int = _Default(DEFAULT_QUEUE_DEPTH)
+PARALLELISM: int = _Default(1)
+SINGLE_SUBMIT: Any = _DefaultFalse()
+OVERLAP_EVENTS: Any = _DefaultFalse()
 
 
 class aio_handle:  # noqa: N801  DeepNVMe's name
@@ -101,6 +109,12 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     caller's. Writing creates a missing file and never shortens an existing one. Buffers of asynchronous calls are
     kept alive until they are done; do not change them before.
 
+    Tensors may be on NVIDIA GPUs, and so may arrays of other libraries. They pass through a few page-locked buffers
+    of the process, so that copies and I/O overlap and no host memory of their size is needed. A transfer begins when
+    what was queued on the current stream of the tensor's device before the call has been done, without waiting for it
+    here; once it has ended, work that is queued on any stream sees what was read. A tensor may be freed meanwhile, but
+    whose storage is resized has lost its memory: that is told by a ``StorageError`` with ``EFAULT``.
+
     Every transfer moves exactly the bytes asked for or raises: :class:`tensorferry.StorageError` with path, offset,
     errno and bytes moved, :class:`tensorferry.ShortReadError` where the file ends too soon, ``ValueError`` or
     ``TypeError`` before any I/O.
@@ -122,21 +136,21 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
 
     def __init__(
         self,
-        block_size: int = _BLOCK_SIZE,
-        queue_depth: int = _QUEUE_DEPTH,
-        single_submit: bool = _SINGLE_SUBMIT,
-        overlap_events: bool = _OVERLAP_EVENTS,
-        intra_op_parallelism: int = _PARALLELISM,
+        block_size: int = BLOCK_SIZE,
+        queue_depth: int = QUEUE_DEPTH,
+        single_submit: bool = SINGLE_SUBMIT,
+        overlap_events: bool = OVERLAP_EVENTS,
+        intra_op_parallelism: int = PARALLELISM,
         *,
         num_threads: int | None = None,
         engine: str | None = None,
     ) -> None:
         no_setting_given = (
-            block_size is _BLOCK_SIZE
-            and queue_depth is _QUEUE_DEPTH
-            and single_submit is _SINGLE_SUBMIT
-            and overlap_events is _OVERLAP_EVENTS
-            and intra_op_parallelism is _PARALLELISM
+            block_size is BLOCK_SIZE
+            and queue_depth is QUEUE_DEPTH
+            and single_submit is SINGLE_SUBMIT
+            and overlap_events is OVERLAP_EVENTS
+            and intra_op_parallelism is PARALLELISM
             and num_threads is None
             and engine is None
         )
@@ -157,16 +171,21 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         )
         self._lock = threading.Lock()
         self._pending: list[_Operation] = []
-        self._scheduler: AnyScheduler = (
-            automatic_scheduler()
-            if no_setting_given
-            else make_scheduler(
-                engine,
-                self._given.block_size,
-                self._given.queue_depth,
-                self._given.intra_op_parallelism,
-                self._given.single_submit,
-            )
+        self._scheduler: AnyScheduler = self._make_scheduler(engine, no_setting_given)
+
+    def _make_scheduler(self, engine: str | None, automatic: bool) -> AnyScheduler:
+        """Start workers: with the settings given, or, where ``automatic``, as file systems have been tuned."""
+        if automatic:
+            return automatic_scheduler()
+        return make_scheduler(engine, *self._settings_of_workers())
+
+    def _settings_of_workers(self) -> tuple[int, int, int, bool]:
+        given = self._given
+        return (
+            given.block_size,
+            given.queue_depth,
+            given.intra_op_parallelism,
+            given.single_submit,
         )
 
     # Transfers
@@ -346,7 +365,8 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         -------
         torch.Tensor
             One-dimensional, zeros, page-aligned and page-locked; not locked, with one warning, beyond
-            RLIMIT_MEMLOCK. The memory lasts as long as a tensor shares it, whatever becomes of the handle.
+            RLIMIT_MEMLOCK. Where CUDA is in use already, it is registered there, too; see :func:`tensorferry.empty`.
+            The memory lasts as long as a tensor shares it, whatever becomes of the handle.
 
         Raises
         ------
@@ -368,7 +388,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         return free_locked_tensor(tensor)
 
     def is_pinned(self, buffer: Any) -> bool:
-        """Return whether a buffer is page-locked, by torch or by tensorferry."""
+        """Return whether a buffer is page-locked: by torch, by tensorferry, or by CUDA for it. GPU memory is not."""
         return is_pinned(buffer)
 
     # Settings
@@ -421,7 +441,8 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         -------
         dict
             ``engine``; ``requests`` and ``failed_requests``; ``read_nbytes`` and ``written_nbytes``;
-            ``direct_nbytes``, ``bounced_nbytes`` and ``buffered_nbytes``, which tell how they went;
+            ``direct_nbytes``, ``bounced_nbytes`` and ``buffered_nbytes``, which tell how they went; ``gpu_nbytes``,
+            those from and to GPU memory, and of them ``gds_nbytes``, by GPUDirect Storage;
             ``engine_blocks`` and ``inline_blocks``; ``resumed_blocks`` after short reads and writes and
             ``retried_blocks`` after EINTR and EAGAIN; ``block_latency_microseconds`` with p50, p90, p99 and p99.9.
             Of a handle that looks for profiles also ``profiles``: the settings of those in use, by mount point.
@@ -441,6 +462,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         if not hasattr(self, "_scheduler") or not self._scheduler.belongs_to_this_process():
             return
         close_scheduler(self._scheduler)
+        self._let_go()
         with self._lock:
             operations, self._pending = self._pending, []
         for operation in operations:
@@ -452,7 +474,10 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
                     stacklevel=2,
                 )
 
-    def __enter__(self) -> aio_handle:
+    def _let_go(self) -> None:
+        """Drop what belongs to the handle beside its scheduler, when no transfer is on its way any more."""
+
+    def __enter__(self) -> Self:
         self._scheduler.check_usable()
         return self
 
@@ -535,13 +560,10 @@ def _async_of(async_: bool | None, keywords: dict[str, bool]) -> bool:
 
 def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
     """Raise a StorageError with EIO where the file does not hold what memory does, read by other means than ours."""
-    chunk_nbytes = 8 << 20
-    expected = memoryview((ctypes.c_ubyte * memory[1]).from_address(memory[0])).cast("B")
     # Reopened by number as well: a descriptor for writing cannot be read from.
     path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fsdecode(filename)
     with open(path, "rb", buffering=0) as file:
-        for begin in range(0, memory[1], chunk_nbytes):
-            part = expected[begin : begin + chunk_nbytes]
+        for begin, part in _chunks(memory):
             found = os.pread(file.fileno(), len(part), offset + begin)
             if found != part:
                 same = next(
@@ -556,3 +578,24 @@ def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
                     expected=memory[1],
                     transferred=memory[1],
                 )
+
+
+def _chunks(memory: Memory) -> Iterator[tuple[int, memoryview]]:
+    """Yield an array's bytes, piece by piece, each with where it begins."""
+    address, nbytes, owner, location = memory
+    pieces = [(at, min(_CHUNK_NBYTES, nbytes - at)) for at in range(0, nbytes, _CHUNK_NBYTES)]
+    if location is None:
+        everything = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+        yield from ((begin, everything[begin : begin + count]) for begin, count in pieces)
+        return
+    # Any library's GPU memory can be brought here by writing it to a file: one in memory. Its stream has served, and
+    # may be gone.
+    device, _ = location
+    copy = os.memfd_create("tensorferry-validation")
+    try:
+        for begin, count in pieces:
+            part = (address + begin, count, owner, (device, LEGACY_STREAM))
+            transfer(default_scheduler(), copy, part, 0, write=True)
+            yield begin, memoryview(os.pread(copy, count, 0))
+    finally:
+        os.close(copy)

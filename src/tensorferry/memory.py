@@ -9,7 +9,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tensorferry import _core
+from tensorferry import _core, arrays
 from tensorferry.arrays import memory_of
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
 
     It is page-aligned, on huge pages from 2 MiB on, and page-locked as far as RLIMIT_MEMLOCK lets it (beyond, it is
     ordinary memory, with one warning). The memory goes with the last array that shares it.
+
+    Where this process uses CUDA already (torch has initialised it, or GPU memory was moved by tensorferry), it is
+    registered with CUDA, too: copies between it and GPUs are asynchronous, and RLIMIT_MEMLOCK is no limit. CUDA is
+    never initialised for that alone: that would take memory of the GPU, and forbid ``fork()``.
 
     Parameters
     ----------
@@ -94,8 +98,8 @@ def elements_like(num_elem: int, example: Any) -> tuple[int, Any]:
 
 def free_locked_tensor(tensor: Any) -> bool:
     """Unlock a tensor made by :func:`locked_tensor`; False if it is none, or was freed before."""
-    memory = memory_of(tensor, writable=False, name="tensor")
-    return memory[1] > 0 and _core.give_back(memory[0])
+    address, nbytes, _, location = memory_of(tensor, writable=False, name="tensor")
+    return location is None and nbytes > 0 and _core.give_back(address)
 
 
 def free_locked_memory(address: int) -> bool:
@@ -108,17 +112,17 @@ def free_locked_memory(address: int) -> bool:
 
 
 def is_pinned(buffer: Any) -> bool:
-    """Return whether a buffer is page-locked, by torch or by tensorferry."""
+    """Return whether a buffer is page-locked: by torch, by tensorferry, or by CUDA for it. GPU memory is not."""
     if hasattr(buffer, "is_pinned") and buffer.is_pinned():
         return True
-    memory = memory_of(buffer, writable=False, name="buffer")
-    return memory[1] > 0 and _core.is_locked(memory[0], memory[1])
+    address, nbytes, _, location = memory_of(buffer, writable=False, name="buffer")
+    return location is None and nbytes > 0 and _core.is_locked(address, nbytes)
 
 
 def is_lent(buffer: Any) -> bool:
     """Return whether a buffer lies in a tensor made by :func:`locked_tensor`, locked or not, and not freed."""
-    memory = memory_of(buffer, writable=False, name="buffer")
-    return memory[1] > 0 and _core.is_lent(memory[0], memory[1])
+    address, nbytes, _, location = memory_of(buffer, writable=False, name="buffer")
+    return location is None and nbytes > 0 and _core.is_lent(address, nbytes)
 
 
 def bounce_pool_nbytes() -> int:
@@ -130,7 +134,8 @@ def set_bounce_pool_nbytes(nbytes: int) -> None:
     """Set the size of the process's bounce pool: the only memory through which unaligned arrays are copied.
 
     The default is 32 MiB, or the environment variable TENSORFERRY_BOUNCE_POOL_NBYTES. Buffers in use are not cut
-    short; the new size holds for the blocks that follow.
+    short; the new size holds for the blocks that follow. GPU memory passes through page-locked memory of twice that
+    size, which is there from its first transfer on.
 
     Raises
     ------
@@ -143,11 +148,11 @@ def set_bounce_pool_nbytes(nbytes: int) -> None:
 
 
 def locked_memory(nbytes: int) -> tuple[Any, bool]:
-    """Return memory that offers the buffer protocol and DLPack, and whether it is page-locked."""
+    """Return memory that offers the buffer protocol and DLPack, and whether it is page-locked; see :func:`empty`."""
     global _warned
     if nbytes > sys.maxsize:
         raise MemoryError(f"cannot allocate {nbytes} bytes")
-    memory, locked = _core.allocate(nbytes, True)
+    memory, locked = _core.allocate(nbytes, True, gpu_in_use())
     if not locked and not _warned:
         _warned = True
         import resource
@@ -160,6 +165,14 @@ def locked_memory(nbytes: int) -> tuple[Any, bool]:
             stacklevel=4,
         )
     return memory, locked
+
+
+def gpu_in_use() -> int:
+    """Return a GPU whose context is there already; -1 where there is none."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.current_device())
+    return arrays.last_gpu
 
 
 def _set_from_environment() -> None:

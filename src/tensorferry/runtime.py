@@ -61,6 +61,17 @@ def make_scheduler(
         engine = os.environ.get("TENSORFERRY_ENGINE") or ""
     if engine and engine not in _core.engine_names():
         raise ValueError(f"engine: {engine!r} is none of {', '.join(_core.engine_names())}")
+    return start_scheduler(engine, block_nbytes, queue_depth, worker_count, single_submit)
+
+
+def start_scheduler(
+    engine: str,
+    block_nbytes: int,
+    queue_depth: int,
+    worker_count: int,
+    single_submit: bool,
+) -> _core.Scheduler:
+    """Start workers with an engine by the core's name for it, or with the first that works if that is empty."""
     large = _LARGE_BLOCK_NBYTES if block_nbytes == DEFAULT_BLOCK_NBYTES else block_nbytes
     scheduler = _core.Scheduler(
         engine, block_nbytes, large, queue_depth, worker_count, single_submit

@@ -8,7 +8,8 @@ from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from tensorferry import _core
-from tensorferry.arrays import Memory, memory_of
+from tensorferry.arrays import Location, Memory, memory_of, moved
+from tensorferry.errors import StorageError, memory_moved
 from tensorferry.futures import Future
 from tensorferry.runtime import AnyScheduler, scheduler_of, with_descriptors
 
@@ -80,20 +81,26 @@ def transfer(
     If the caller is interrupted, blocks not yet begun are cancelled; the array stays referenced until those that
     have begun are done.
     """
-    address, nbytes, _ = memory
+    address, nbytes, _, location = memory
     if isinstance(target, _core.File):
-        request = scheduler.run(target, address, nbytes, offset, write, truncate, sync, memory)
+        request = scheduler.run(
+            target, address, nbytes, offset, write, truncate, sync, memory, location
+        )
     else:
         scheduler.check_usable()
         path = target
 
         def run() -> _core.Request | None:
             file = open_for_transfer(path, write, direct, name)
-            return scheduler.run(file, address, nbytes, offset, write, truncate, sync, memory)
+            return scheduler.run(
+                file, address, nbytes, offset, write, truncate, sync, memory, location
+            )
 
         request = with_descriptors(scheduler, run)
     if request is not None:
         _finish(request)
+    if location is not None and (failure := _failure_of_memory(memory, target, offset)):
+        raise failure
 
 
 def start(
@@ -109,9 +116,10 @@ def start(
     name: str = "path",
 ) -> Future:
     """Begin to move one array."""
-    address, nbytes, _ = memory
+    address, nbytes, _, location = memory
     scheduler.check_usable()
     future = Future(array, memory)
+    locations = None if location is None else [location]
 
     def submit() -> _core.Request:
         file = (
@@ -119,10 +127,29 @@ def start(
             if isinstance(target, _core.File)
             else open_for_transfer(target, write, direct, name)
         )
-        return scheduler.submit([file], [address], [nbytes], [offset], write, False, sync, future)
+        return scheduler.submit(
+            [file], [address], [nbytes], [offset], write, False, sync, future, locations
+        )
 
-    future._start(with_descriptors(scheduler, submit))
+    request = with_descriptors(scheduler, submit)
+    if location is None:
+        future._start(request)
+    else:
+        future._start(request, lambda: _failure_of_memory(memory, target, offset))
     return future
+
+
+def _failure_of_memory(
+    memory: Memory, target: Path | int | _core.File, offset: int
+) -> StorageError | None:
+    """Return what is wrong where an array in GPU memory has not kept it until the end of its transfer."""
+    if not moved(memory):
+        return None
+    if isinstance(target, _core.File):
+        path = target.path
+    else:
+        path = f"/proc/self/fd/{target}" if isinstance(target, int) else os.fsdecode(target)
+    return memory_moved(path, offset, memory[1])
 
 
 def _finish(request: _core.Request) -> None:
@@ -151,15 +178,15 @@ def transfer_many(
     Everything is checked before the first byte moves.
     """
 
-    def check(index: int, item: Any) -> tuple[Path, int, int, int, object]:
+    def check(index: int, item: Any) -> tuple[Path, int, int, int, object, Location | None]:
         name = f"items[{index}]"
         if not isinstance(item, (tuple, list)) or not 2 <= len(item) <= 3:
             raise TypeError(
                 f"{name}: expected (path, array) or (path, array, offset), got {item!r}"
             )
-        address, nbytes, owner = memory_of(item[1], writable=not write, name=name)
+        address, nbytes, owner, location = memory_of(item[1], writable=not write, name=name)
         offset = checked_offset(item[2], nbytes, name) if len(item) == 3 else 0
-        return item[0], address, nbytes, offset, owner
+        return item[0], address, nbytes, offset, owner, location
 
     # Where an item is plainly usable, the core sees it; the rule is `check`.
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -193,16 +220,25 @@ def transfer_many(
         exception = request.exception()
         if exception is not None:
             raise exception
+    for index, location in enumerate(batch.locations or ()):
+        memory = batch.addresses[index], batch.nbytes[index], batch.owners[index], location
+        failure = _failure_of_memory(memory, batch.paths[index], batch.offsets[index])
+        if failure is not None:
+            raise failure
 
 
 class _Batch(NamedTuple):
-    """Lists side by side: thousands of tuples would keep the garbage collector busy."""
+    """Lists side by side: thousands of tuples would keep the garbage collector busy.
+
+    Where all is in host memory there is no list of locations.
+    """
 
     paths: list[Path]
     addresses: list[int]
     nbytes: list[int]
     offsets: list[int]
     owners: list[object]
+    locations: list[Location | None] | None
 
     def part(self, begin: int, end: int) -> _Batch:
         return _Batch(
@@ -211,6 +247,7 @@ class _Batch(NamedTuple):
             self.nbytes[begin:end],
             self.offsets[begin:end],
             self.owners[begin:end],
+            None if self.locations is None else self.locations[begin:end],
         )
 
 
@@ -260,6 +297,7 @@ def _submit_chunk(
             truncate,
             sync,
             part.owners,
+            part.locations,
         )
         return request, len(part.paths)
 

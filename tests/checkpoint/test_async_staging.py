@@ -209,6 +209,7 @@ def test_distributed_tensors_are_copied_rank_by_rank() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 def test_tensors_on_a_gpu_come_to_the_host() -> None:
     stager = Stager()
     for step in range(3):

@@ -54,7 +54,7 @@ def test_any_pieces_become_the_file_and_its_checksums(
                 stream.write(piece)
             elif kind == "c":
                 array = np.frombuffer(piece, np.uint8)
-                memory = (array.ctypes.data, nbytes, array)
+                memory = (array.ctypes.data, nbytes, array, None)
                 checksums.append((stream.write_memory(memory, checksummed=True), piece))
             else:
                 stream.write_deferred(nbytes, lambda piece=piece: piece)
@@ -79,7 +79,9 @@ def test_deferred_bytes_may_depend_on_checksums_before_them(
         stream = Stream(str(path), pipeline)
         for nbytes in (10, 9 * BUFFER_NBYTES + 5, BUFFER_NBYTES - 1, 1):
             payload = random_bytes(nbytes)
-            checksum = stream.write_memory((payload.ctypes.data, nbytes, payload), checksummed=True)
+            checksum = stream.write_memory(
+                (payload.ctypes.data, nbytes, payload, None), checksummed=True
+            )
             stream.write_deferred(8, lambda checksum=checksum: b"%08x" % checksum.value())
             expected += payload.tobytes() + b"%08x" % zlib.crc32(payload)
         stream.finish()

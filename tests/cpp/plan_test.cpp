@@ -35,6 +35,9 @@ uint64_t check(const PlanInput& input) {
       REQUIRE(block.io_nbytes == block.nbytes);
     }
     if (block.way == Way::direct) REQUIRE((input.memory + block.begin) % input.memory_alignment == 0);
+    const bool staged = input.staging == Staging::all || (input.staging == Staging::edges && block.way != Way::direct);
+    if (input.staging == Staging::all) REQUIRE(block.way != Way::direct);
+    if (staged) REQUIRE(block.io_nbytes <= std::max<uint64_t>(input.bounce_nbytes, 2 * alignment));
     if (block.way == Way::bounced) REQUIRE(block.io_nbytes <= std::max<uint64_t>(input.bounce_nbytes, 2 * alignment));
     buffered_seen |= block.way == Way::buffered;
     position += block.nbytes;
@@ -62,6 +65,11 @@ TEST_CASE("every byte is carried once, by a way that its alignment allows") {
               input.page_nbytes = 16;
               input.block_nbytes = block;
               input.bounce_nbytes = 32;
+              check(input);
+              input.staging = Staging::all;
+              check(input);
+              input.staging = Staging::edges;
+              input.memory_alignment = 1;
               check(input);
             }
 }

@@ -130,6 +130,37 @@ def compatibility() -> dict[str, Any]:
     }
 
 
+def gds(directory: str) -> dict[str, Any]:
+    """Ask for gds where there is cuFile, and move a tensor by its handle as DeepSpeed makes it."""
+    import deepspeed.ops.op_builder as builders
+    import torch
+
+    import tensorferry.deepspeed
+
+    tensorferry.deepspeed.install()
+    in_use = tensorferry._core.cuda_in_use()
+    compatible = builders.GDSBuilder().is_compatible()
+    op = builders.GDSBuilder().load(verbose=False)
+    handle = op.gds_handle(
+        block_size=1 << 20,
+        queue_depth=8,
+        single_submit=False,
+        overlap_events=True,
+        intra_op_parallelism=2,
+    )
+    source = torch.rand(1_000_003)
+    found = torch.zeros_like(source)
+    counts = [handle.sync_pwrite(source, f"{directory}/file")]
+    counts += [handle.async_pread(found, f"{directory}/file"), handle.wait()]
+    return {
+        "in_use": in_use,
+        "compatible": compatible,
+        "engine": handle.engine,
+        "counts": counts,
+        "same": torch.equal(source, found),
+    }
+
+
 def without_deepspeed() -> str:
     import tensorferry.deepspeed
 

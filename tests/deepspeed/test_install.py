@@ -10,9 +10,12 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.deepspeed.programs import NAMES
+from tests.support import standin
 from tests.support.child import call
 
 if TYPE_CHECKING:
+    import pathlib
+
     from tests.deepspeed.conftest import Environment
 
 PROGRAMS = "tests.deepspeed.programs"
@@ -45,15 +48,33 @@ def test_uninstall_restores_everything(version: Environment, look_at_the_table_f
     }
 
 
+# What the driver cannot be: real machines may have one.
+NO_DRIVER = {"TENSORFERRY_LIBCUDA": "/nowhere/libcuda.so.1"}
+
+
 def test_deepspeed_finds_async_io_compatible_and_gds_not(version: Environment) -> None:
-    found = call(f"{PROGRAMS}:compatibility", environment=version).result
+    found = call(f"{PROGRAMS}:compatibility", environment=version | NO_DRIVER).result
     assert found["table"]["async_io"] is True
     assert not found["table"].get("gds", False)
     assert found["builders"] == [True, False]
-    assert "GPUDirect Storage is not in this version" in found["printed"]
+    assert "gds: the CUDA driver cannot be opened: /nowhere" in found["printed"]
     assert found["printed"].count("serves async_io") == 1  # by verbose=True only
+    assert "/nowhere" in found["refusal"]
     assert "aio_handle moves host memory" in found["refusal"]
+    assert "leave use_gds out" in found["refusal"]
     assert "flatten" in found["utils"]
+
+
+def test_gds_is_served_where_cufile_is(version: Environment, directory: pathlib.Path) -> None:
+    environment = version | standin.environment()
+    found = call(f"{PROGRAMS}:gds", environment=environment, directory=directory).result
+    assert found == {
+        "in_use": False,  # before somebody asks: a process that used CUDA cannot fork for it
+        "compatible": True,
+        "engine": "cufile",
+        "counts": [1, 0, 1],
+        "same": True,
+    }
 
 
 def test_deepspeeds_report_shows_the_ops_as_available(version: Environment) -> None:

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import tensorferry
+from tensorferry import libraries
 from tensorferry.deepspeed import ops
 from tests.deepspeed.conftest import LOCK_NOTHING, can_forbid_locking
 from tests.support.child import call
+from tests.support.pretended import CudaArray, pretend_driver, pretend_no_driver
 
 if TYPE_CHECKING:
     import pathlib
@@ -128,6 +130,47 @@ def test_tensors_are_cast_to_bytes_without_a_copy(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), (1 << 20, 128, False, False, 1)])
-def test_gds_handles_are_refused_with_what_to_use(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(tensorferry.EngineUnavailableError, match="use_gds"):
+def test_gds_handles_are_refused_with_what_to_use(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...]
+) -> None:
+    monkeypatch.setattr(ops._core, "open_cufile", lambda *_: ("no libcufile", False, ""))
+    with pytest.raises(tensorferry.EngineUnavailableError, match="no libcufile") as caught:
         ops.gds_handle(*arguments)
+    assert "use_gds" in str(caught.value)
+
+
+def test_gds_handles_are_ours_where_cufile_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_driver(monkeypatch)
+    monkeypatch.setattr(ops._core, "open_cufile", lambda *_: (None, False, "no nvidia-fs"))
+    with ops.gds_handle(block_size=1 << 20, queue_depth=8, intra_op_parallelism=2) as handle:
+        assert isinstance(handle, tensorferry.gds_handle)
+        assert handle.engine.endswith("(compat)")
+        locked, on_gpu = handle.new_cpu_locked_tensor(100, EXAMPLE), CudaArray()
+        assert handle.is_pinned(locked)
+        assert not handle.is_pinned(on_gpu)
+        handle.pin_device_tensor(on_gpu)
+        assert handle.is_pinned(on_gpu)
+        assert handle.free_pinned_device_tensor(on_gpu)
+
+
+def test_gds_is_refused_for_what_is_missing_without_opening_cufile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def open_cufile(*_: object) -> None:
+        raise AssertionError("opened")
+
+    monkeypatch.setattr(ops._core, "open_cufile", open_cufile)
+    monkeypatch.setattr(libraries, "cufile_refusal", lambda: "no libcufile")
+    pretend_no_driver(monkeypatch)
+    assert "no driver" in str(ops.gds_refusal())
+    pretend_driver(monkeypatch)
+    assert "no libcufile" in str(ops.gds_refusal())
+    assert "use_gds" in str(ops.gds_refusal())
+    monkeypatch.setattr(libraries, "cufile_refusal", lambda: None)
+    assert ops.gds_refusal() is None
+
+
+def test_memcpy_takes_host_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_driver(monkeypatch)
+    with pytest.raises(ValueError, match=r"src: .* no host memory"):
+        ops.deepspeed_memcpy(torch.zeros(12), CudaArray())

@@ -168,7 +168,7 @@ def plain_memory(tensor: torch.Tensor) -> Memory | None:
         or not (tensor.is_contiguous() or memory_order(tensor.size(), tensor.stride()) is not None)
     ):
         return None
-    return tensor.data_ptr(), tensor.nbytes, tensor
+    return tensor.data_ptr(), tensor.nbytes, tensor, None
 
 
 class _Sink(io.RawIOBase):

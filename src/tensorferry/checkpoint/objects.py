@@ -75,7 +75,7 @@ def save(obj: object, path: Path, *, sync: bool = True) -> None:
             if index < len(storages):
                 storage: Any = storages[index]
                 storage = storage.cpu()
-                memory = storage.data_ptr(), storage.nbytes(), storage
+                memory = storage.data_ptr(), storage.nbytes(), storage, None
                 crcs.checksums.append(new.stream.write_memory(memory, checksummed=True))
 
 

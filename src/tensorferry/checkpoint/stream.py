@@ -103,7 +103,7 @@ class _Part:
     def _copy(self, piece: _Piece) -> None:
         source, made = piece.source, None
         if not isinstance(source, int):
-            made = memory_of(source(), writable=False)
+            made = memory_of(source(), writable=False, host=True)
             source = made[0]
         view, base = self.buffer.view, self.buffer.address
         begin, end = piece.begin, piece.begin + piece.nbytes
@@ -177,8 +177,8 @@ class Stream:
         self._file.preallocate(_aligned(nbytes))
 
     def write(self, array: Any) -> None:
-        """Write an array: anything that tensorferry.write() takes."""
-        self.write_memory(memory_of(array, writable=False))
+        """Write an array in host memory: any that tensorferry.write() takes."""
+        self.write_memory(memory_of(array, writable=False, host=True))
 
     def write_copied(self, data: Any) -> int:
         """Write a buffer that may change afterwards, and return how many bytes it has."""
@@ -191,14 +191,15 @@ class Stream:
         return view.nbytes
 
     def write_memory(self, memory: Memory, *, checksummed: bool = False) -> Checksum:
-        """Write (address, bytes, owner).
+        """Write host memory.
 
         Returns
         -------
         Checksum
             Of these bytes; only if ``checksummed``.
         """
-        address, nbytes, owner = memory
+        address, nbytes, owner, location = memory
+        assert location is None
         checksum = Checksum()
         done = 0
         while done < nbytes:

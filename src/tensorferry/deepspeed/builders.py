@@ -119,7 +119,7 @@ class _Utils(types.ModuleType):
 
 def _refusal(op: str) -> str | None:
     if op == "gds":
-        return ops.GDS_REFUSAL
+        return ops.gds_refusal()
     if op == "async_io":
         refusals = tensorferry.engines()
         if all(refusals.values()):
@@ -137,7 +137,9 @@ def _replace_tables(stack: ExitStack) -> None:
     table = vars(deepspeed.ops).get(name)
     if table is None:
         stack.callback(vars(deepspeed.ops).pop, name, None)
-    for op in ("async_io", "gds", "pin_memory"):
+    # Not gds: asking for it initialises CUDA, after which this process could not fork for work on GPUs. Its builder
+    # is asked when the time has come.
+    for op in ("async_io", "pin_memory"):
         if table is not None and op in table:
             _set_item(stack, table, op, _refusal(op) is None)
         installed = deepspeed.git_version_info.installed_ops

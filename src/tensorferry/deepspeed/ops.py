@@ -6,20 +6,28 @@ what they lose silently or die of is raised here, as everywhere in tensorferry.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import tensorferry
-from tensorferry import memory
+from tensorferry import _core, memory
 from tensorferry.arrays import memory_of
 from tensorferry.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
     from tensorferry.transfers import Path
 
-GDS_REFUSAL = (
-    "GPUDirect Storage is not in this version of tensorferry; aio_handle moves host memory (remedy: leave use_gds "
-    "out of the aio section, or use_gds=False)"
-)
+_WITHOUT_GDS = "without it leave use_gds out of the aio section, or set it to false"  # in DeepSpeed's configuration
+
+
+def gds_refusal() -> str | None:
+    """Return why there can be no gds_handle here; None where a CUDA driver and cuFile are found.
+
+    Nobody's context is made for that, and cuFile is not loaded: DeepSpeed asks in trainings that never use it.
+    """
+    from tensorferry.libraries import cufile_refusal
+
+    refusal = _core.cuda_refusal() or cufile_refusal()
+    return None if refusal is None else f"{refusal}; {_WITHOUT_GDS}"
 
 
 class aio_handle(tensorferry.aio_handle):  # noqa: N801  DeepNVMe's name
@@ -30,17 +38,18 @@ class aio_handle(tensorferry.aio_handle):  # noqa: N801  DeepNVMe's name
         return _is_usable(buffer)
 
 
-class gds_handle:  # noqa: N801  DeepNVMe's name
-    """DeepNVMe's handle for device memory, which this version does not have.
+class gds_handle(tensorferry.gds_handle):  # noqa: N801  DeepNVMe's name
+    """:class:`tensorferry.gds_handle`; what counts as pinned is as for :class:`aio_handle`, and pinned GPU memory."""
 
-    Raises
-    ------
-    EngineUnavailableError
-        Always; the message says what to use instead.
-    """
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        try:
+            super().__init__(*arguments, **keywords)
+        except EngineUnavailableError as error:
+            raise EngineUnavailableError(f"{error}; {_WITHOUT_GDS}") from None
 
-    def __init__(self, *_: Any, **__: Any) -> NoReturn:
-        raise EngineUnavailableError(GDS_REFUSAL)
+    def is_pinned(self, buffer: Any) -> bool:
+        """Return whether a buffer moves without a copy."""
+        return super().is_pinned(buffer) or memory.is_lent(buffer)
 
 
 class pin_handle:  # noqa: N801  DeepNVMe's name
@@ -99,8 +108,8 @@ def deepspeed_memcpy(dest: Any, src: Any) -> int:
     ValueError
         The sizes differ, or one of them is no contiguous host memory.
     """
-    _, nbytes, _ = memory_of(dest, writable=True, name="dest")
-    _, src_nbytes, source = memory_of(src, writable=False, name="src")
+    _, nbytes, _, _ = memory_of(dest, writable=True, name="dest", host=True)
+    _, src_nbytes, source, _ = memory_of(src, writable=False, name="src", host=True)
     if nbytes != src_nbytes:
         raise ValueError(f"src: {src_nbytes} bytes do not fill dest's {nbytes}")
     cast_to_byte_tensor(dest).copy_(cast_to_byte_tensor(source))

@@ -1,0 +1,115 @@
+// Copies take a fraction of a millisecond each and end about in the order in which they were queued, so the thread
+// sleeps until the oldest is over. Gates wait for what users queued, which may take any time and ends in any order:
+// they are asked again and again, at growing intervals while none passes.
+#include "device/watcher.h"
+
+#include <errno.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <system_error>
+
+namespace tensorferry::cuda {
+namespace {
+
+using std::chrono::microseconds;
+
+constexpr microseconds shortest_nap{20};
+constexpr microseconds longest_nap{500};
+
+}  // namespace
+
+Result<std::unique_ptr<Watcher>> Watcher::create() {
+  std::unique_ptr<Watcher> watcher(new Watcher);
+  try {
+    watcher->thread_ = std::thread([own = watcher.get()] {
+      (void)::pthread_setname_np(::pthread_self(), "tensorferry-gpu");
+      own->run();
+    });
+  } catch (const std::system_error& error) {
+    return Fault{.error_number = EAGAIN,
+                 .operation = "starting a thread",
+                 .hint = std::string(error.what()) + "; remedy: raise the limit of processes (ulimit -u)"};
+  }
+  return watcher;
+}
+
+Watcher::~Watcher() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  news_.notify_one();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Watcher::add_copy(Event event, Done done) {
+  {
+    std::lock_guard lock(mutex_);
+    copies_.push_back({std::move(event), std::move(done)});
+  }
+  news_.notify_one();
+}
+
+void Watcher::add_gate(std::shared_ptr<Gate> gate, Done done) {
+  {
+    std::lock_guard lock(mutex_);
+    gates_.push_back({std::move(gate), std::move(done)});
+  }
+  news_.notify_one();
+}
+
+void Watcher::run() {
+  leave_captures_alone();
+  std::vector<Waiting> gates;
+  microseconds nap = shortest_nap;
+  std::unique_lock lock(mutex_);
+  while (true) {
+    if (copies_.empty() && gates_.empty()) {
+      if (!gates.empty()) {
+        news_.wait_for(lock, nap);
+      } else if (stopping_) {
+        return;
+      } else {
+        news_.wait(lock);
+        nap = shortest_nap;
+      }
+    }
+    if (!gates_.empty()) nap = shortest_nap;
+    std::move(gates_.begin(), gates_.end(), std::back_inserter(gates));
+    gates_.clear();
+    std::optional<Copy> copy;
+    if (!copies_.empty()) {
+      copy = std::move(copies_.front());
+      copies_.pop_front();
+    }
+    lock.unlock();
+    if (copy) {
+      auto fault = copy->event.wait();
+      copy->event.reset();
+      copy->done(std::move(fault));
+    }
+    nap = end_passed(gates) ? shortest_nap : std::min(2 * nap, longest_nap);
+    copy.reset();
+    lock.lock();
+  }
+}
+
+// Returns whether there was one.
+bool Watcher::end_passed(std::vector<Waiting>& gates) {
+  const size_t before = gates.size();
+  for (size_t index = 0; index < gates.size();) {
+    auto state = gates[index].gate->passed();
+    if (state && !*state) {
+      ++index;
+      continue;
+    }
+    Waiting over = std::move(gates[index]);
+    gates.erase(gates.begin() + static_cast<ptrdiff_t>(index));
+    over.done(state ? std::nullopt : std::optional(state.fault()));
+  }
+  return gates.size() < before;
+}
+
+}  // namespace tensorferry::cuda

@@ -1,0 +1,74 @@
+// What tests of schedulers share: files, schedulers, requests, bytes.
+#pragma once
+
+#include <doctest/doctest.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "transfer/scheduler.h"
+
+namespace tensorferry {
+
+using std::chrono::milliseconds;
+
+class TemporaryDirectory {
+ public:
+  TemporaryDirectory() { REQUIRE(::mkdtemp(path_) != nullptr); }
+  ~TemporaryDirectory() {
+    for (const auto& name : names_) ::unlink(name.c_str());
+    ::rmdir(path_);
+  }
+  std::string file(const std::string& name) {
+    names_.push_back(std::string(path_) + "/" + name);
+    return names_.back();
+  }
+
+ private:
+  char path_[32] = "/tmp/tensorferry-cpp-XXXXXX";
+  std::vector<std::string> names_;
+};
+
+inline std::shared_ptr<Scheduler> make(const std::string& engine, uint32_t workers = 1, uint32_t depth = 8,
+                                       uint64_t block_nbytes = 64 << 10) {
+  std::vector<EngineRefusal> refusals;
+  SchedulerOptions options;
+  options.engine = engine;
+  options.worker_count = workers;
+  options.queue_depth = depth;
+  options.block_nbytes = block_nbytes;
+  auto scheduler = Scheduler::create(options, refusals);
+  if (!scheduler) MESSAGE("skipping ", engine, ": ", refusals.front().reason);
+  return scheduler;
+}
+
+inline std::shared_ptr<File> open_file(const std::string& path, bool write, DirectMode direct = DirectMode::automatic) {
+  auto file = File::open(
+      path, {.read = !write, .write = write, .create = write, .exclusive = false, .truncate = false, .direct = direct});
+  REQUIRE(file);
+  return *file;
+}
+
+inline std::shared_ptr<Request> start(Scheduler& scheduler, TransferSpec spec, bool blocking = false) {
+  auto request = std::make_shared<Request>(scheduler.next_request_id(), 1);
+  auto transfer = Transfer::create(std::move(spec), request, 0, scheduler.options().block_nbytes);
+  REQUIRE(transfer);
+  if (!blocking || !scheduler.try_inline(*transfer)) scheduler.submit(request, {*transfer});
+  return request;
+}
+
+inline std::vector<char> pattern(size_t nbytes, unsigned seed) {
+  std::vector<char> bytes(nbytes);
+  std::minstd_rand random(seed);
+  for (auto& byte : bytes) byte = static_cast<char>(random());
+  return bytes;
+}
+
+inline const std::vector<std::string> engines{"io_uring", "libaio", "threads"};
+
+}  // namespace tensorferry
