@@ -7,6 +7,8 @@ VENV ?= .venv
 # The DeepSpeed that tests run against, and one from a year before.
 DEEPSPEED ?= 0.19.8
 DEEPSPEED_OLD ?= 0.18.2
+# For `make test-gpu`: an interpreter that has tensorferry, torch for CUDA and what tests need; empty: that of VENV.
+GPU_PYTHON ?=
 # Interpreters `make wheel` builds for; empty: every one found on PATH.
 PYTHONS ?=
 PYTEST_ARGS ?=
@@ -20,7 +22,7 @@ CMAKE_GENERATOR_ARGS = $(if $(NINJA),-G Ninja -DCMAKE_MAKE_PROGRAM=$(NINJA))
 
 CORE_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt pyproject.toml \
 	$(wildcard src/*.pth src/*.py)
-CXX_FILES = $(shell find csrc tests/cpp cmake -name '*.cpp' -o -name '*.h')
+CXX_FILES = $(shell find csrc tests/cpp tests/support cmake -name '*.cpp' -o -name '*.h')
 PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)
 
 .DEFAULT_GOAL := help
@@ -46,8 +48,8 @@ test: test-cpp $(VENV)/.core.stamp deepspeed ## Run all tests that need no GPU
 test-cpp: $(VENV)/.deps.stamp ## Build and run the C++ tests
 	$(call cpp_tests,cpp-tests,)
 
-test-gpu: $(VENV)/.core.stamp ## Run the tests that need a GPU
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.core.stamp) ## Run the tests that need a GPU: TORCH=torch for one with CUDA
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu $(PYTEST_ARGS)
 
 test-deepspeed: $(VENV)/.core.stamp deepspeed ## Run DeepSpeed's own I/O tests against us: DEEPSPEED_SOURCE=checkout
 	@test -d "$(DEEPSPEED_SOURCE)" || { echo "make $@ DEEPSPEED_SOURCE=path of a DeepSpeed checkout"; exit 2; }

@@ -1,4 +1,8 @@
-"""The examples in the docs run as they stand, and links lead somewhere."""
+"""The examples in the docs run as they stand, and links lead somewhere.
+
+Those for GPUs need one. Elsewhere, as many as can be are run with their tensors on the CPU: that shows that they are
+right but for CUDA.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ import subprocess
 import sys
 
 import pytest
+
+from tensorferry.tuning import gpus
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -25,12 +31,52 @@ BLOCKS = [
     for text in [(ROOT / page).read_text()]
     for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 ]
+_GPU = re.compile(r'"cuda|torch\.cuda|cupy')
+ON_HOST = [(name, code) for name, code in BLOCKS if not _GPU.search(code)]
+ON_GPU = [(name, code) for name, code in BLOCKS if _GPU.search(code)]
+# The others would have nothing left to show.
+REHEARSED = [
+    (name, code.replace('"cuda"', '"cpu"'))
+    for name, code in ON_GPU
+    if not re.search(r"torch\.cuda|cupy|new_pinned_device_tensor", code)
+]
 
 
-@pytest.mark.parametrize("code", [code for _, code in BLOCKS], ids=[name for name, _ in BLOCKS])
+def named(blocks: list[tuple[str, str]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "code", [code for _, code in blocks], ids=[name for name, _ in blocks]
+    )
+
+
+@named(ON_HOST)
 def test_examples_run(code: str, directory: pathlib.Path) -> None:
-    if "deepspeed" in code and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
+    run_example(code, directory)
+
+
+@pytest.mark.gpu
+@named(ON_GPU)
+def test_gpu_examples_run(code: str, directory: pathlib.Path) -> None:
+    if reason := gpus.why_no_gpu():
+        pytest.skip(reason)
+    if "new_pinned_device_tensor" in code and (reason := gpus.why_no_gds()):
+        pytest.skip(reason)
+    run_example(code, directory)
+
+
+@named(REHEARSED)
+def test_gpu_examples_run_with_tensors_of_the_cpu(code: str, directory: pathlib.Path) -> None:
+    run_example(code, directory)
+
+
+@named(ON_GPU)
+def test_gpu_examples_are_python(code: str) -> None:
+    compile(code, "example", "exec")
+
+
+def run_example(code: str, directory: pathlib.Path) -> None:
+    for name in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
     run = subprocess.run(
         [sys.executable, "-c", code],
         cwd=directory,

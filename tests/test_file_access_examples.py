@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tensorferry
+from tensorferry.tuning.gpus import why_no_gds
 from tests.support import mounts
 
 if TYPE_CHECKING:
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
 torch = pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "file_access"
+EXTENSIONS = EXAMPLES.parents[1] / "build" / "torch_extensions"
 GPU_PROGRAMS = [
     f"{way}_{verb}_gpu_tensor.py" for way in ("py", "aio", "gds") for verb in ("load", "store")
 ]
 FAILED, BAD_ARGUMENTS, MISSING, INTERRUPTED = 1, 2, 3, 130  # examples/file_access/README.md
+
+MISSED = "(no GPU: |GPUDirect Storage cannot be had: )"
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -41,7 +45,8 @@ def command(program: str, *arguments: str | os.PathLike[str]) -> list[str]:
 def run(program: str, *arguments: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(program, *arguments),
-        env=os.environ | {"PYTHON": sys.executable},
+        # Where the tests of DeepSpeed have its own engine compiled.
+        env=os.environ | {"PYTHON": sys.executable, "TORCH_EXTENSIONS_DIR": str(EXTENSIONS)},
         capture_output=True,
         text=True,
         timeout=280,
@@ -81,9 +86,8 @@ def test_script_runs_all_programs_and_passes_over_what_is_missing(
     for device, ways in (("cpu", ("aio", "py")), ("gpu", ("aio", "gds", "py"))):
         for way in ways:
             assert f"{way}_{verb}_{device}_tensor.py --" in done.stdout
-            assert (f"{way} {verb}_{device}" in measured) != (
-                f"{way}_{verb}_{device}_tensor.py: no GPU" in done.stderr
-            )
+            missing = re.search(rf"{way}_{verb}_{device}_tensor.py: {MISSED}", done.stderr)
+            assert (f"{way} {verb}_{device}" in measured) != (missing is not None)
     assert list(directory.iterdir()) == [input_file]
 
 
@@ -92,8 +96,7 @@ def test_script_runs_all_programs_and_passes_over_what_is_missing(
 def test_gpu_program_says_what_is_missing(program: str, directory: Path, input_file: Path) -> None:
     done = run(program, *place(program, directory, input_file))
     assert done.returncode == MISSING
-    wanted = "no GPUDirect Storage: " if program.startswith("gds") else "no GPU: torch "
-    assert done.stderr.startswith(f"{program}: {wanted}")
+    assert done.stderr.startswith(f"{program}: no GPU: torch ")
     assert "remedy: " in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
@@ -102,12 +105,30 @@ def test_gpu_program_says_what_is_missing(program: str, directory: Path, input_f
 
 @pytest.mark.gpu
 @with_gpu
-@pytest.mark.parametrize("program", [name for name in GPU_PROGRAMS if not name.startswith("gds")])
+@pytest.mark.parametrize("program", GPU_PROGRAMS)
 def test_gpu_program_moves_the_right_bytes(program: str, directory: Path, input_file: Path) -> None:
     done = run(program, *place(program, directory, input_file), "--validate")
+    if program.startswith("gds") and (why := why_no_gds()):
+        assert done.returncode == MISSING
+        assert done.stderr == f"{program}: {why}\n"
+        pytest.skip(why)
     assert done.returncode == 0, done.stderr
     assert "Validation success = True" in done.stdout
     assert list(directory.iterdir()) == [input_file]
+
+
+def test_without_cufile_a_gds_program_says_what_is_missing(
+    module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = module("utils")
+    monkeypatch.setattr(utils, "require_gpu", lambda: None)
+    monkeypatch.setenv("TENSORFERRY_LIBCUFILE", "/nonexistent/libcufile.so.0")
+    why = why_no_gds()
+    if why is None:
+        pytest.skip("this process has opened cuFile already")
+    with pytest.raises(utils.MissingError) as missing:
+        utils.require_gds()
+    assert str(missing.value) == why
 
 
 @pytest.mark.slow

@@ -1,28 +1,25 @@
-"""Load a file into a GPU tensor with tensorferry's aio_handle, through page-locked host memory."""
+"""Load a file into a GPU tensor with tensorferry's aio_handle."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
 import utils
 
 import tensorferry
 
-if TYPE_CHECKING:
-    import torch
-
 
 def file_read(path: str, handle: tensorferry.aio_handle, buffer: torch.Tensor) -> torch.Tensor:
+    # The tensor is filled where it is, a block at a time: no host memory of its size is needed.
     handle.sync_pread(buffer, path)
-    return buffer.cuda()
+    return buffer
 
 
 def main() -> None:
     options = utils.load_options(__doc__)
     utils.require_gpu()
     handle = tensorferry.aio_handle()
-    with utils.staging_buffer(options.nbytes) as buffer:
-        utils.measure_load("aio load_gpu", options, lambda path: file_read(path, handle, buffer))
+    buffer = torch.empty(options.nbytes, dtype=torch.uint8, device="cuda")
+    utils.measure_load("aio load_gpu", options, lambda path: file_read(path, handle, buffer))
 
 
 if __name__ == "__main__":

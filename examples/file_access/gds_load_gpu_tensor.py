@@ -1,28 +1,29 @@
-"""Load a file into a GPU tensor with gds_handle: from the drive into GPU memory."""
+"""Load a file into a GPU tensor with gds_handle: by GPUDirect Storage, from the drive into GPU memory."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import utils
 
-import tensorferry
+if TYPE_CHECKING:
+    import tensorferry
 
 
-def file_read(path: str, handle: Any, buffer: torch.Tensor) -> torch.Tensor:
+def file_read(path: str, handle: tensorferry.gds_handle, buffer: torch.Tensor) -> torch.Tensor:
     handle.sync_pread(buffer, path)
     return buffer
 
 
 def main() -> None:
     options = utils.load_options(__doc__)
-    utils.require_gds()
-    handle = tensorferry.gds_handle()
-    buffer = torch.empty(options.nbytes, dtype=torch.uint8, device="cuda")
-    handle.pin_device_tensor(buffer)
+    handle = utils.require_gds()
+    # Any CUDA tensor would do; cuFile fills this one without a copy within the GPU.
+    example = torch.empty(0, dtype=torch.uint8, device="cuda")
+    buffer = handle.new_pinned_device_tensor(options.nbytes, example)
     utils.measure_load("gds load_gpu", options, lambda path: file_read(path, handle, buffer))
-    handle.unpin_device_tensor(buffer)
+    handle.free_pinned_device_tensor(buffer)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,24 @@
-"""Store a GPU tensor in a file with gds_handle: from GPU memory to the drive."""
+"""Store a GPU tensor in a file with gds_handle: by GPUDirect Storage, from GPU memory to the drive."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import utils
-
-import tensorferry
 
 if TYPE_CHECKING:
     import torch
 
+    import tensorferry
 
-def file_write(path: str, tensor: torch.Tensor, handle: Any) -> None:
+
+def file_write(path: str, tensor: torch.Tensor, handle: tensorferry.gds_handle) -> None:
     handle.sync_pwrite(tensor, path)
 
 
 def main() -> None:
     options = utils.store_options(__doc__)
-    utils.require_gds()
-    handle = tensorferry.gds_handle()
+    handle = utils.require_gds()
     tensor = utils.random_tensor(options.nbytes).cuda()
     handle.pin_device_tensor(tensor)
     utils.measure_store(

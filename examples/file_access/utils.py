@@ -247,28 +247,16 @@ def require_gpu() -> None:
         )
 
 
-def require_gds() -> None:
-    """Raise MissingError, with what is missing, where GPUDirect Storage cannot be used."""
-    if not hasattr(tensorferry, "gds_handle"):
-        raise MissingError(
-            f"no GPUDirect Storage: tensorferry {tensorferry.__version__} has no gds_handle, it moves host memory only "
-            "(remedy: the aio_ program of the same name, which stages in page-locked host memory)"
-        )
+def require_gds() -> tensorferry.gds_handle:
+    """Return a handle for GPUDirect Storage, or raise MissingError, with what is missing, where there is none."""
     require_gpu()
-
-
-@contextlib.contextmanager
-def staging_buffer(nbytes: int) -> Iterator[torch.Tensor]:
-    """Give host memory that the drive and the GPU both use as it is: aligned, in huge pages, known to CUDA."""
-    buffer = tensorferry.empty(nbytes, dtype=torch.uint8)
-    cuda = torch.cuda.cudart()
-    status = int(cuda.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
-    if status != 0:
-        raise OSError(f"CUDA cannot register {nbytes} bytes of host memory (CUDA error {status})")
     try:
-        yield buffer
-    finally:
-        cuda.cudaHostUnregister(buffer.data_ptr())
+        handle = tensorferry.gds_handle()
+    except tensorferry.EngineUnavailableError as refusal:
+        raise MissingError(str(refusal)) from refusal
+    if handle.stats()["compat"]:
+        print(f"note: through host memory: {handle.engine_refusals['cufile']}", file=sys.stderr)
+    return handle
 
 
 # --- how programs end ---

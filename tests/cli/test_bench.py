@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tensorferry.tuning import profiles
+from tensorferry.tuning import gpus, profiles
 from tensorferry.tuning.settings import Settings
 
 pytest.importorskip("typer")
@@ -239,3 +239,35 @@ def test_help_names_every_option_of_ds_io() -> None:
     assert len(options) > 20
     shown = run("--help", COLUMNS="200").stdout
     assert [o for o in options if f"--{o.replace('_', '-')}" not in shown] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--engine=aio_basic"],
+        ["--engine=files"],
+        ["--memory=locked"],
+        ["--use-accelerator-pin-memory"],
+        ["--slow-bounce-buffer"],
+        ["--use-gds"],
+        ["--compare"],
+    ],
+    ids=" ".join,
+)
+def test_cuda_tensors_are_measured_and_hold_the_right_bytes(
+    options: list[str], directory: Path
+) -> None:
+    if reason := gpus.why_no_gpu() or (gpus.why_no_gds() if "--use-gds" in options else None):
+        pytest.skip(reason)
+    content = measure(directory, "--gpu", "--validate", *options)
+    way = "gds_handle" if "--use-gds" in options else content["job"]["engine"]
+    staged = any("memory" in option or "slow" in option for option in options)
+    results = [result for result in content["results"] if result["way"] == way]
+    assert [result["operation"] for result in results] == ["write", "read"]
+    for result in results:
+        if staged:
+            assert result["gpu"] is None
+        else:
+            assert result["gpu"]["gpu_nbytes"] == 3 * SIZE

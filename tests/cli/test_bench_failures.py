@@ -36,6 +36,7 @@ def test_all_problems_are_listed_at_once(directory: Path) -> None:
         "--use-gds",
         f"--json={directory}",
         expect=2,
+        TENSORFERRY_LIBCUFILE="/nonexistent/libcufile.so.0",
     )
     for problem in (
         "/nonexistent/folder",
@@ -44,7 +45,7 @@ def test_all_problems_are_listed_at_once(directory: Path) -> None:
         "many",
         "'aio'",
         "'uring'",
-        "GPUDirect Storage",
+        "--use-gds: GPUDirect Storage cannot be had: ",
         "--use-gds needs --gpu",
         "is a folder",
     ):
@@ -84,8 +85,10 @@ def test_gpu_is_refused_with_the_reason_where_there_is_none(directory: Path) -> 
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = run(directory, "--gpu", expect=2)
+    done = run(directory, "--gpu", "--use-gds", expect=2)
     assert "--gpu: torch finds no CUDA device" in done.stderr
+    assert "--use-gds: GPUDirect Storage cannot be had: " in done.stderr
+    assert list(directory.iterdir()) == []
 
 
 def test_a_refused_engine_is_named_with_the_remedy(directory: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 import tensorferry
-from tests.support import libraries
+from tests.support import libraries, standin
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -69,6 +70,20 @@ def test_json_has_the_facts_and_the_advice(directory: pathlib.Path, quick: dict[
     for advice in facts["advice"]:
         for text in (advice["finding"], advice["meaning"], advice["remedy"]):
             assert text in printed, "the text says the same, in lines that can be copied"
+
+
+def test_it_says_whether_cuda_tensors_can_be_moved_and_how(
+    directory: pathlib.Path, quick: dict[str, str]
+) -> None:
+    printed = run(directory, **quick | standin.environment()).stdout
+    assert re.search(r"^  CUDA tensors +can be moved$", printed, re.MULTILINE)
+    assert re.search(r"^  gds_handle +native: .*, nvidia-fs ", printed, re.MULTILINE)
+    nowhere = {"TENSORFERRY_LIBCUDA": "/nonexistent/libcuda.so.1"}
+    printed = run(directory, **quick | nowhere).stdout
+    assert re.search(
+        r"^  CUDA tensors +cannot be moved by tensorferry: .*/nonexistent/", printed, re.MULTILINE
+    )
+    assert re.search(r"^  gds_handle +none: .*/nonexistent/", printed, re.MULTILINE)
 
 
 def test_without_a_path_it_looks_at_the_working_folder(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tensorferry.tuning import gpus
 from tests.support import mounts
 
 if TYPE_CHECKING:
@@ -284,15 +285,37 @@ def test_command_lines_of_ds_nvme_tune_work_unchanged(place: Place) -> None:
 
 
 def test_options_of_ds_nvme_tune_that_cannot_be_are_refused_with_the_reason(place: Place) -> None:
+    place.environment["TENSORFERRY_LIBCUFILE"] = "/nonexistent/libcufile.so.0"
     done = place.run_theirs(
         *("--nvme_dir", place.folder, "/nonexistent", "--gpu", "--gds", "--loops", 0),
         *("--io_size", "10", "--no_read", "--no_write"),
     )
     assert done.returncode == 2
     lines = done.stderr.strip().splitlines()
-    for word in ("/nonexistent", "--gpu: ", "--gds: ", "--loops: 0", "--io_size: 10", "--no_read"):
+    for word in ("/nonexistent", "--gds: ", "--loops: 0", "--io_size: 10", "--no_read"):
         assert any(word in line for line in lines), word
-    assert len(lines) == 6
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize("option", ["--gpu", "--gds"])
+def test_gpus_are_refused_with_the_reason_where_there_is_none(option: str, place: Place) -> None:
+    if gpus.why_no_gpu() is None:
+        pytest.skip("there is a GPU")
+    for done in (place.run_small(option), place.run_theirs("--nvme_dir", place.folder, option)):
+        assert done.returncode == 2
+        assert done.stderr == f"Error: {option}: {gpus.why_no_gpu()}\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("option", ["--gpu", "--gds"])
+def test_tuning_with_cuda_tensors_ends_with_settings(option: str, place: Place) -> None:
+    if reason := gpus.why_no_gpu() or (gpus.why_no_gds() if option == "--gds" else None):
+        pytest.skip(reason)
+    done = place.run_small(option)
+    assert done.returncode == 0, done.stderr
+    section = re.search(r"\{\n.*?\n\}", done.stdout, re.DOTALL)
+    assert section is not None
+    assert json.loads(section[0])["aio"].get("use_gds", False) is (option == "--gds")
 
 
 def test_a_log_folder_of_ds_nvme_tune_that_cannot_be_made_is_one_clear_line(place: Place) -> None:

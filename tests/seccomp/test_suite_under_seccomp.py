@@ -41,6 +41,7 @@ LEFT_OUT = [
     "packaging",
     "cpp",
     "gpu",
+    "standin",
     "cli",
     "deepspeed",
     "tuning",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,41 @@ def test_memory_elsewhere_is_copied_within_the_transfer(again: bool) -> None:
     assert not device.any()
     memory.fill(3)
     assert bytes(device.numpy()) == bytes(memory.host)
+
+
+def test_memory_of_a_gpu_is_given_as_it_is_and_to_plain_python_as_a_copy(directory: Path) -> None:
+    torch = pytest.importorskip("torch")
+    nbytes = (9 << 20) + 5  # more than is filled at once
+    device = torch.zeros(nbytes, dtype=torch.uint8)  # stands for a GPU's
+    memory = Memory(nbytes, "gpu", device)
+    memory.fill(1)
+    path = directory / "file"
+    for operation in ("write", "read"):
+        with memory.transferred(operation) as given:
+            assert given is device
+    tensorferry.write(path, memory.content())
+    memory.check(path)
+    with memory.on_host("write") as host:
+        assert bytes(host) == path.read_bytes()
+    memory.clear()
+    assert not device.any()
+    with pytest.raises(ValidationError, match="differ"):
+        memory.check(path)
+    with memory.on_host("read") as host:
+        host[:] = path.read_bytes()
+    memory.check(path)
+
+
+def test_ways_of_a_gpus_bytes_are_those_of_all_processes() -> None:
+    first = {"gpu_nbytes": 10, "gds_nbytes": 8, "compat": False}
+    second = {"gpu_nbytes": 5, "gds_nbytes": 0, "compat": True}
+    processes = [
+        dataclasses.replace(process(number, (0, 1)), gpu=gpu)
+        for number, gpu in enumerate((first, second))
+    ]
+    both = {"gpu_nbytes": 15, "gds_nbytes": 8, "compat": True}
+    assert Result("read", "x", processes).gpu == both
+    assert Result("read", "x", [process(0, (0, 1))]).gpu is None
 
 
 @pytest.mark.parametrize("zip_format", [True, False])

@@ -292,12 +292,61 @@ def test_graphics_without_a_driver_module_or_the_right_torch_are_told() -> None:
     card = {"name": "H200", "memory_nbytes": 1, "driver": "580", "address": "0"}
     missing = {"unknown": "the kernel module nvidia-fs is not loaded"}
     torch = {"version": "2.13.0+cpu", "gpus": {"unknown": "built for processors only"}}
-    facts = {"gpu": {"nvidia": [card]}, "gpudirect_storage": {"nvidia_fs": missing}}
+    cufile = {"usable": True, "reason": None, "mode": "compat", "detail": "libcufile.so.0"}
+    driver = {"usable": True, "reason": None}
+    facts = {
+        "gpu": {"nvidia": [card], "cuda": driver},
+        "gpudirect_storage": {"nvidia_fs": missing, "cufile": cufile},
+    }
     remedies = advice_on(**facts, libraries={"torch": torch})
     assert "CUDA" in remedies[0]
     assert "modprobe nvidia-fs" in remedies[1]
     torch["gpus"] = [card]
     assert len(advice_on(**facts, libraries={"torch": torch})) == 1
+    cufile["mode"] = "native"
+    assert advice_on(**facts, libraries={"torch": torch}) == []
+
+
+def test_a_gpu_whose_driver_cannot_be_used_stops_cuda_tensors() -> None:
+    driver = {"usable": False, "reason": "cuInit: CUDA_ERROR_NO_DEVICE (no device)"}
+    cufile = {"usable": False, "reason": "the same", "mode": None, "detail": None}
+    facts = {
+        "path": "/data",
+        "gpu": {"on_pci": [{"address": "0", "vendor": "NVIDIA"}], "cuda": driver},
+        "gpudirect_storage": {"cufile": cufile},
+    }
+    (advice,) = advise(facts)
+    assert advice.level == "stops"
+    assert "CUDA_ERROR_NO_DEVICE" in advice.finding
+    assert "--gpus all" in advice.remedy
+    facts["gpu"]["on_pci"] = [{"address": "0", "vendor": "AMD"}]
+    assert advise(facts) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"),
+    [
+        ("580.65", "pip install nvidia-cufile"),
+        ("535.104.05", "pip install nvidia-cufile-cu12"),
+        ("", "pip install nvidia-cufile (for drivers from 580 on, CUDA 13), or"),
+    ],
+)
+def test_cufile_is_to_be_had_from_the_wheel_that_suits_the_driver(
+    version: str, remedy: str
+) -> None:
+    reason = "cuFile cannot be opened: libcufile.so.0: not found; remedy: something general"
+    facts = {
+        "path": "/data",
+        "gpu": {
+            "nvidia": [{"name": "H200", "driver": version}],
+            "cuda": {"usable": True, "reason": None},
+        },
+        "gpudirect_storage": {"cufile": {"usable": False, "reason": reason}},
+    }
+    (advice,) = advise(facts)
+    assert advice.remedy.startswith(remedy)
+    assert advice.remedy.endswith("cu12") or version.startswith("580")
+    assert advice.finding.endswith("not found.")
 
 
 def test_what_deepspeed_lacks_for_its_own_engine_stops_it() -> None:

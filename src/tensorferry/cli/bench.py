@@ -29,6 +29,7 @@ from tensorferry.tuning.sizes import format_nbytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tensorferry.tuning.bench.arguments import Job
     from tensorferry.tuning.bench.results import Results, Summary
 
 
@@ -148,14 +149,16 @@ def bench(
         ),
     ] = False,
     memory: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="|".join(MEMORIES),
-            help="locked: as tensorferry.empty() makes it; ordinary: unaligned, on small pages; accelerator: pinned "
-            "by torch.",
+            help="Host memory. locked: as tensorferry.empty() makes it, the default; ordinary: unaligned, on small "
+            "pages; accelerator: pinned by torch. With --gpu: copy all bytes by way of such memory, rather than give "
+            "the CUDA tensor to the handle.",
+            show_default=False,
             rich_help_panel=_HOW,
         ),
-    ] = "locked",
+    ] = None,
     use_accelerator_pin_memory: Annotated[
         bool,
         typer.Option(
@@ -181,20 +184,22 @@ def bench(
     gpu: Annotated[
         bool,
         typer.Option(
-            "--gpu", help="Include the copy between GPU and host memory.", rich_help_panel=_GPU
+            "--gpu", help="Move CUDA tensors, as they are unless --memory.", rich_help_panel=_GPU
         ),
     ] = False,
     use_gds: Annotated[
         bool,
         typer.Option(
-            "--use-gds", help="GPUDirect Storage; not in this version.", rich_help_panel=_GPU
+            "--use-gds",
+            help="Use gds_handle (GPUDirect Storage, by cuFile) instead of aio_handle.",
+            rich_help_panel=_GPU,
         ),
     ] = False,
     slow_bounce_buffer: Annotated[
         bool,
         typer.Option(
             "--slow-bounce-buffer",
-            help="Include making the host memory for the copy.",
+            help="As --memory, and make that memory anew for each transfer.",
             rich_help_panel=_GPU,
         ),
     ] = False,
@@ -269,7 +274,7 @@ def show(results: Results, console: Console) -> None:
     console.print(
         f"{len(job.places)} x {format_nbytes(job.io_nbytes)} in "
         + ", ".join(dict.fromkeys(str(place.folder) for place in job.places))
-        + f", {job.loops} loops after {job.warmup_loops} to warm up, {job.memory} memory"
+        + f", {job.loops} loops after {job.warmup_loops} to warm up, {_memory_in_words(job)}"
     )
     table = Table(
         box=SIMPLE_HEAD,
@@ -295,6 +300,13 @@ def show(results: Results, console: Console) -> None:
             console.print(
                 f"{result.operation} {result.way}: {settings}", highlight=False, soft_wrap=True
             )
+    for result in results.results:
+        if result.gpu is not None:
+            console.print(
+                f"{result.operation} {result.way}: {_gpu_in_words(result.gpu)}",
+                highlight=False,
+                soft_wrap=True,
+            )
     for note in results.notes:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
 
@@ -310,6 +322,25 @@ def _cells(summary: Summary) -> list[str]:
         f"{summary.cpu_seconds_per_gb:.3f}",
         "-" if growth is None else f"{growth / (1 << 20):.0f}",
     ]
+
+
+def _memory_in_words(job: Job) -> str:
+    if not job.gpu:
+        return f"{job.memory} memory"
+    if job.memory == "gpu":
+        return "GPU memory"
+    return (
+        f"GPU memory by way of {job.memory} memory{' made anew' if job.slow_bounce_buffer else ''}"
+    )
+
+
+def _gpu_in_words(gpu: dict[str, Any]) -> str:
+    """Return how bytes of GPUs went, all loops together."""
+    words = f"{gpu['gpu_nbytes'] / 1e9:.3f} GB of GPU memory in all loops"
+    if "compat" not in gpu:
+        return f"{words}, through page-locked buffers"
+    how = "compat: no way around host memory" if gpu["compat"] else "native"
+    return f"{words}, {gpu['gds_nbytes'] / 1e9:.3f} GB of them by cuFile ({how})"
 
 
 def _in_words(settings: dict[str, Any]) -> str:

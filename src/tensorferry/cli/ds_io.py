@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 include_warmup_time=given.include_warmup_time,
                 different_file_each_iteration=given.different_file_each_iteration,
                 validate=given.validate,
-                memory="accelerator" if given.use_accelerator_pin_memory else "locked",
+                memory="accelerator" if given.use_accelerator_pin_memory else None,
                 gpu=given.gpu,
                 use_gds=given.use_gds,
                 slow_bounce_buffer=given.slow_bounce_buffer,
@@ -107,11 +107,19 @@ def _parser() -> argparse.ArgumentParser:
     option("--engine", default="aio_handle", metavar="NAME", help=", ".join(ENGINES))
     option("--loops", default="3", metavar="N", help="transfers that count")
     option("--io_parallel", metavar="N", help="threads that each have a queue")
-    option("--gpu", action="store_true", help="include the copy between GPU and host memory")
-    option("--use_gds", action="store_true", help="GPUDirect Storage; not in this version")
-    option("--slow_bounce_buffer", action="store_true", help="include making the host memory")
+    option("--gpu", action="store_true", help="move CUDA tensors, given to the handle as they are")
+    option("--use_gds", action="store_true", help="use gds_handle (GPUDirect Storage)")
+    option(
+        "--slow_bounce_buffer",
+        action="store_true",
+        help="copy CUDA tensors by way of host memory that is made anew for each transfer",
+    )
     option("--torch_legacy_save", action="store_true", help="torch.save's format before 1.6")
-    option("--use_accelerator_pin_memory", action="store_true", help="memory pinned by torch")
+    option(
+        "--use_accelerator_pin_memory",
+        action="store_true",
+        help="host memory pinned by torch; with --gpu, copy CUDA tensors by way of it",
+    )
     option("--warmup_loops", default="1", metavar="N", help="transfers before those that count")
     option("--include_warmup_time", action="store_true", help="count them too")
     option("--different_file_each_iteration", action="store_true", help="a file for each loop")

@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         folders = tuple(Path(folder).resolve() for folder in options.nvme_dir)
         problems = command.folder_problems(folders) + _problems(options)
         space = command.checked_space(options.sweep_config, deepspeed_space(), problems)
+        space = command.space_on_gpus(space, options.gpu, options.gds, problems)
         log_directory = Path(options.log_dir)
         if not problems:
             try:
@@ -54,6 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
             read=not options.no_read,
             write=not options.no_write,
             loops=options.loops,
+            gpu=options.gpu or options.gds,
+            gds=options.gds,
         )
         console = make_console()
         if options.verbose:
@@ -81,7 +84,7 @@ def _print_as_theirs(result: Result) -> None:
     rates = {name: rate["median"] / 1e9 for name, rate in result.rates().items()}
     words = [f"{name} = {rates[name]:5.2f}" for name in ("read", "write") if name in rates]
     print(f"Best performance (GB/sec): {', '.join(words)}")
-    print(json.dumps({"aio": result.found.chosen.as_deepspeed()}, indent=3))
+    print(json.dumps(result.deepspeed(), indent=3))
 
 
 def _problems(options: argparse.Namespace) -> list[str]:
@@ -98,12 +101,6 @@ def _problems(options: argparse.Namespace) -> list[str]:
         problems.append(f"--loops: {options.loops} is not between 1 and {_MAX_LOOPS}")
     if options.no_read and options.no_write:
         problems.append("--no_read, --no_write: nothing is left to measure")
-    if options.gpu:
-        problems.append(
-            "--gpu: this version moves host memory only; what it finds for the drive holds for GPUs as well"
-        )
-    if options.gds:
-        problems.append("--gds: GPUDirect Storage is not in this version")
     return problems
 
 
@@ -129,8 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--no_read", action="store_true", help="do not measure reading")
     add("--no_write", action="store_true", help="do not measure writing")
     add("--io_size", default="400M", help="bytes written and read in each folder (default 400M)")
-    add("--gpu", action="store_true", help="refused: this version moves host memory only")
-    add("--gds", action="store_true", help="refused: GPUDirect Storage is not in this version")
+    add(
+        "--gpu",
+        action="store_true",
+        help="move CUDA tensors: the first folder's is on GPU 0, and so on",
+    )
+    add("--gds", action="store_true", help="--gpu, as gds_handle does it (GPUDirect Storage)")
     add(
         "--flush_page_cache",
         action="store_true",

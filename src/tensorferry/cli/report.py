@@ -307,8 +307,27 @@ def _gpu(facts: Facts) -> Rows:
             _said(storage["cufile_libraries"], ", ".join(storage["cufile_libraries"]), _MISSING),
         ),
         ("nvidia-fs", _said(storage["nvidia_fs"], otherwise=_MISSING)),
-        ("tensorferry", "this version moves host memory only; GPUDirect Storage is not used"),
+        ("CUDA tensors", _cuda(gpu["cuda"])),
+        ("gds_handle", _gds(storage["cufile"])),
     ]
+
+
+def _cuda(driver: Facts) -> str:
+    if is_unknown(driver):
+        return _said(driver)
+    return (
+        "can be moved"
+        if driver["usable"]
+        else f"cannot be moved by tensorferry: {driver['reason']}"
+    )
+
+
+def _gds(cufile: Facts) -> str:
+    if is_unknown(cufile):
+        return _said(cufile)
+    if not cufile["usable"]:
+        return f"{_MISSING}: {cufile['reason']}"
+    return f"{cufile['mode']}: {cufile['detail']}"
 
 
 def _cards(cards: Any) -> str:

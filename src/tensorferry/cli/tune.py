@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib.util
 import json
@@ -16,7 +17,7 @@ import typer
 from tensorferry import runtime
 from tensorferry.cli.consoles import make_console
 from tensorferry.cli.tune_view import LiveView, print_profiles, print_result
-from tensorferry.tuning import heatmap, profiles
+from tensorferry.tuning import gpus, heatmap, profiles
 from tensorferry.tuning.sizes import format_nbytes, parse_nbytes
 from tensorferry.tuning.space import Space, default_space, space_from_json
 from tensorferry.tuning.tune import SMALLEST_NBYTES, Job, Result, default_journal_path
@@ -44,6 +45,13 @@ def tune(
     ] = None,
     no_read: Annotated[bool, typer.Option("--no-read", help="Do not look at reading.")] = False,
     no_write: Annotated[bool, typer.Option("--no-write", help="Do not look at writing.")] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option("--gpu", help="Move CUDA tensors: the first folder's is on GPU 0, and so on."),
+    ] = False,
+    gds: Annotated[
+        bool, typer.Option("--gds", help="--gpu, as gds_handle does it (GPUDirect Storage).")
+    ] = False,
     full: Annotated[
         bool,
         typer.Option("--full", help="Measure all settings in full, rather than drop slow ones."),
@@ -104,6 +112,7 @@ def tune(
     problems += folder_problems(folders)
     nbytes = _checked_nbytes(io_size, problems)
     space = checked_space(sweep_config, default_space(), problems)
+    space = space_on_gpus(space, gpu, gds, problems)
     if no_read and no_write:
         problems.append("--no-read, --no-write: nothing is left to measure")
     for name, file in (("--json", json_file), ("--plot", plot), ("--log", log)):
@@ -111,7 +120,16 @@ def tune(
     if plot is not None:
         problems += _plot_problems(plot)
     fail(problems)
-    job = Job(folders, space, nbytes, read=not no_read, write=not no_write, full=full)
+    job = Job(
+        folders,
+        space,
+        nbytes,
+        read=not no_read,
+        write=not no_write,
+        full=full,
+        gpu=gpu or gds,
+        gds=gds,
+    )
     result = run(console, job, log=log, fresh=fresh, save=not no_save)
     print_result(console, result)
     if json_file is not None:
@@ -180,6 +198,19 @@ def checked_space(path: Path | None, default: Space, problems: list[str]) -> Spa
     except ValueError as problem:
         problems += [f"--sweep-config: {line}" for line in str(problem).splitlines()]
         return default
+
+
+def space_on_gpus(space: Space, gpu: bool, gds: bool, problems: list[str]) -> Space:
+    """Return the space for memory of GPUs, or add to the problems why that cannot be measured."""
+    if not gpu and not gds:
+        return space
+    if reason := gpus.why_no_gpu():
+        problems.append(f"{'--gds' if gds else '--gpu'}: {reason}")
+    elif gds and (reason := gpus.why_no_gds()):
+        problems.append(f"--gds: {reason}")
+    elif gds and gpus.gds_uses_cufile():
+        return dataclasses.replace(space, engine=(gpus.CUFILE,))
+    return space
 
 
 def _checked_nbytes(text: str | None, problems: list[str]) -> int | None:

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.tuning.gpus import CUFILE
 from tensorferry.tuning.heatmap import Grid, grids, known
 from tensorferry.tuning.sizes import format_nbytes
 from tensorferry.tuning.space import available_engines
@@ -90,8 +91,8 @@ def print_result(console: Console, result: Result) -> None:
     for line in conclusion(result):
         console.print(line, highlight=False)
     console.print("\nFor DeepSpeed's configuration:", highlight=False)
-    console.print(json.dumps({"aio": found.chosen.as_deepspeed()}, indent=2), highlight=False)
-    if found.chosen.engine != available_engines()[0]:
+    console.print(json.dumps(result.deepspeed(), indent=2), highlight=False)
+    if found.chosen.engine not in (available_engines()[0], CUFILE):
         console.print(
             f"with TENSORFERRY_ENGINE={found.chosen.engine} in the environment", highlight=False
         )

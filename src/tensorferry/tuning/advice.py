@@ -19,6 +19,7 @@ LEVELS = ("stops", "speed", "hint")
 _GIB = 1 << 30
 _BLOCK_KB = 1024  # of a handle's default settings
 _LARGE_BLOCK_KB = 4096
+_FIRST_DRIVER_OF_CUDA_13 = 580
 
 
 @dataclass(frozen=True)
@@ -349,6 +350,8 @@ def _gpus(facts: Facts) -> Iterator[Advice]:
     cards = known(facts, "gpu", "nvidia") or known(facts, "gpu", "on_pci")
     if not cards:
         return
+    if any(card.get("vendor", "NVIDIA") == "NVIDIA" for card in cards):
+        yield from _cuda_driver(facts)
     torch_gpus = known(facts, "libraries", "torch", "gpus")
     if known(facts, "libraries", "torch", "version") and not torch_gpus:
         reason = (facts["libraries"]["torch"]["gpus"] or {}).get("unknown", "it finds none")
@@ -359,14 +362,52 @@ def _gpus(facts: Facts) -> Iterator[Advice]:
             "Tensors are in host memory only.",
             "a CUDA (or ROCm) build of torch, and the GPU's driver: see pytorch.org/get-started",
         )
-    if known(facts, "gpudirect_storage", "nvidia_fs") is None and known(facts, "gpu", "nvidia"):
+
+
+def _cuda_driver(facts: Facts) -> Iterator[Advice]:
+    driver = known(facts, "gpu", "cuda")
+    if driver is not None and not driver["usable"]:
+        yield Advice(
+            "stops",
+            "gpu",
+            f"There is a GPU, but its driver cannot be used: {driver['reason']}.",
+            "CUDA tensors cannot be moved.",
+            "the NVIDIA driver, in containers docker run --gpus all ...; nvidia-smi shows whether it works",
+        )
+
+
+def _cufile(facts: Facts) -> Iterator[Advice]:
+    """Say why transfers do not bypass host memory, where CUDA's driver works, so that they might."""
+    cufile = known(facts, "gpudirect_storage", "cufile")
+    if cufile is None or not known(facts, "gpu", "cuda", "usable"):
+        return
+    if not cufile["usable"]:
         yield Advice(
             "hint",
             "gpudirect_storage",
-            "The kernel module nvidia-fs is not loaded.",
-            "cuFile, which DeepSpeed's own gds_handle uses, then copies through host memory.",
-            "modprobe nvidia-fs (of the package nvidia-gds)",
+            f"cuFile cannot be used: {cufile['reason'].partition('; remedy: ')[0]}.",
+            "There is no gds_handle; aio_handle and all other functions move CUDA tensors without it.",
+            _cufile_wheel(known(facts, "gpu", "nvidia")),
         )
+    elif cufile["mode"] == "compat":
+        yield Advice(
+            "hint",
+            "gpudirect_storage",
+            "cuFile works in its compatible mode only: neither the kernel module nvidia-fs nor PCI P2P DMA is there.",
+            "What is lost is the way from the drive to the GPU without host memory; gds_handle moves CUDA tensors as "
+            "aio_handle does, so either is as good.",
+            "modprobe nvidia-fs on the host (of the package nvidia-gds), and a drive and file system that "
+            "NVIDIA's GPUDirect Storage lists as supported",
+        )
+
+
+def _cufile_wheel(cards: list[Facts] | None) -> str:
+    """Return how to get the cuFile that suits the driver: its branches from 580 on support CUDA 13."""
+    new, old = "pip install nvidia-cufile", "pip install nvidia-cufile-cu12"
+    version = (cards or [{}])[0].get("driver", "").partition(".")[0]
+    if not version.isdigit():
+        return f"{new} (for drivers from 580 on, CUDA 13), or {old}"
+    return new if int(version) >= _FIRST_DRIVER_OF_CUDA_13 else old
 
 
 def _deepspeed(facts: Facts) -> Iterator[Advice]:
@@ -405,8 +446,9 @@ def _deepspeed_gds(facts: Facts) -> Iterator[Advice]:
             "hint",
             "libraries",
             f"DeepSpeed cannot build its gds: {operation['reason'].rstrip('.')}.",
-            "Its gds_handle is not available; aio_handle is.",
-            "the CUDA toolkit with cuFile, and CUDA_HOME set to its folder",
+            "Its gds_handle is not available.",
+            "TENSORFERRY_DEEPSPEED=1 in the environment, whose gds_handle is not compiled; or, for its own, the CUDA "
+            "toolkit with cuFile, and CUDA_HOME set to its folder",
         )
 
 
@@ -417,6 +459,7 @@ def _devices(facts: Facts) -> list[Facts]:
 _RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (
     _access,
     _gpus,
+    _cufile,
     _deepspeed,
     _deepspeed_gds,
     _file_system,

@@ -2,7 +2,7 @@
 
 The files have no name, so that nothing stays behind however the process ends. They are written in full before anything
 is timed; writes go over them in place, reads find nothing of them in the page cache. Where O_DIRECT does not work,
-writes are made durable within the time measured.
+writes are made durable within the time measured. The memory is the host's, or that of GPUs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import tensorferry
 from tensorferry import _core
 from tensorferry.arrays import memory_of
 from tensorferry.errors import StorageError
-from tensorferry.runtime import close_scheduler, scheduler_with
+from tensorferry.runtime import close_scheduler, scheduler_with, start_scheduler
 from tensorferry.transfers import start
+from tensorferry.tuning.gpus import CUFILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +59,17 @@ class Measurement:
 class Drives:
     """Files in folders, one in each, measured at the same time. Close it, or use it as a context manager.
 
+    Parameters
+    ----------
+    folders : sequence of Path
+        On the drives.
+    nbytes : int
+        Of each file.
+    gpu : bool
+        Move memory of GPUs: the first folder's is on the first GPU, and so on, as in ds_nvme_tune.
+    gds : bool
+        Pin it for cuFile, as a user of gds_handle does.
+
     Raises
     ------
     OSError
@@ -65,7 +78,9 @@ class Drives:
         The system has no memory for the data.
     """
 
-    def __init__(self, folders: Sequence[Path], nbytes: int) -> None:
+    def __init__(
+        self, folders: Sequence[Path], nbytes: int, *, gpu: bool = False, gds: bool = False
+    ) -> None:
         self.nbytes = nbytes
         self._settings: Settings | None = None
         self._closers = ThreadPoolExecutor(_CLOSERS)
@@ -73,9 +88,12 @@ class Drives:
         self._resources = ExitStack()
         try:
             self._files = [self._make_file(folder, nbytes) for folder in folders]
-            memory, _ = _core.allocate(nbytes, True)
-            self._memory = memory_of(memory, writable=True)
-            _fill(memoryview(memory))
+            arrays = _gpu_tensors(len(folders), nbytes) if gpu else [_host_memory(nbytes)]
+            self._memories = [memory_of(array, writable=True) for array in arrays]
+            if gds:
+                handle = self._resources.enter_context(tensorferry.gds_handle())
+                for tensor in arrays:
+                    handle.pin_device_tensor(tensor)
         except BaseException:
             self._resources.close()
             raise
@@ -95,8 +113,6 @@ class Drives:
         StorageError
             A transfer failed.
         """
-        address, _, owner = self._memory
-        memory = (address, nbytes, owner)
         schedulers = self._schedulers_with(settings)
         futures: list[Future] = []
         if not write:
@@ -104,7 +120,11 @@ class Drives:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         cpu_begin, begin = time.process_time(), time.perf_counter()
         try:
-            for scheduler, (_, file) in zip(schedulers, self._files, strict=True):
+            for number, (scheduler, (_, file)) in enumerate(
+                zip(schedulers, self._files, strict=True)
+            ):
+                address, _, owner, location = self._memories[number % len(self._memories)]
+                memory = (address, nbytes, owner, location)
                 sync = write and not file.direct
                 futures.append(start(scheduler, file, owner, memory, 0, write=write, sync=sync))
             moved = [_finish(future, nbytes, begin, limit_seconds) for future in futures]
@@ -134,7 +154,7 @@ class Drives:
         if settings != self._settings:
             self._close_schedulers()
             for _ in self._files:  # each is kept at once, to be closed should the next be refused
-                self._schedulers.append(scheduler_with(settings))
+                self._schedulers.append(_scheduler_with(settings))
             self._settings = settings
         return self._schedulers
 
@@ -158,14 +178,26 @@ class Drives:
         return descriptor, file
 
 
-def largest_nbytes(folders: Sequence[Path]) -> int:
+def _scheduler_with(settings: Settings) -> _core.Scheduler:
+    if settings.engine != CUFILE:
+        return scheduler_with(settings)
+    return start_scheduler(
+        CUFILE,
+        settings.block_size,
+        settings.queue_depth,
+        settings.intra_op_parallelism,
+        settings.single_submit,
+    )
+
+
+def largest_nbytes(folders: Sequence[Path], *, gpu: bool = False) -> int:
     """Return how large a file may be without being a burden: a quarter of the free space and of the memory."""
-    free = []
+    free = _free_gpu_nbytes(len(folders)) if gpu else [_available_memory_nbytes()]
     for folder in folders:
         status = os.statvfs(folder)
         # Folders may share a file system; then so do their files.
         free.append(status.f_bavail * status.f_frsize // len(folders))
-    return min(*free, _available_memory_nbytes()) // _FREE_SHARE
+    return min(free) // _FREE_SHARE
 
 
 def _available_memory_nbytes() -> int:
@@ -191,6 +223,36 @@ def _finish(future: Future, nbytes: int, begin: float, limit_seconds: float | No
     if failure is not None:
         raise failure
     return nbytes
+
+
+def _host_memory(nbytes: int) -> Any:
+    """Return memory that all files share."""
+    memory, _ = _core.allocate(nbytes, True)
+    _fill(memoryview(memory))
+    return memory
+
+
+def _gpu_tensors(count: int, nbytes: int) -> list[Any]:
+    """Return a tensor on a GPU for each file: folders and GPUs belong together in their order, as in ds_nvme_tune."""
+    import torch
+
+    content = bytearray(nbytes)
+    _fill(memoryview(content))
+    on_host = torch.frombuffer(content, dtype=torch.uint8)
+    gpus = torch.cuda.device_count()
+    try:
+        return [on_host.to(f"cuda:{number % gpus}") for number in range(count)]
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"no GPU memory for {nbytes} bytes: {error}") from None
+
+
+def _free_gpu_nbytes(count: int) -> list[int]:
+    """Return the free memory of each GPU that files use, shared among these."""
+    import torch
+
+    gpus = min(torch.cuda.device_count(), count)
+    files_each = -(-count // gpus)
+    return [torch.cuda.mem_get_info(number)[0] // files_each for number in range(gpus)]
 
 
 def _fill(memory: memoryview) -> None:

@@ -20,18 +20,15 @@ from tensorferry.runtime import (
 from tensorferry.tuning import profiles
 from tensorferry.tuning.advice import advise, known
 from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
-from tensorferry.tuning.machine.libraries import asking, version
-from tensorferry.tuning.machine.probe import Facts, attempt
-
-# Importing takes a few seconds; a driver that hangs must not hang the report.
-_IMPORT_TIMEOUT_SECONDS = 60
+from tensorferry.tuning.machine.libraries import TIMEOUT_SECONDS, asking, version
+from tensorferry.tuning.machine.probe import Facts, attempt, is_unknown
 
 
 def report(path: Path) -> Facts:
     """Look at everything that decides how fast files at a path can be moved, and say what would help.
 
-    It takes as long as importing torch and DeepSpeed, at most about a minute and a half, and writes one page to the
-    path's file system, in a file without a name.
+    It takes as long as importing torch and DeepSpeed and starting CUDA, at most about two minutes, and writes one page
+    to the path's file system, in a file without a name.
 
     Parameters
     ----------
@@ -51,7 +48,9 @@ def report(path: Path) -> Facts:
     """
     path = Path(os.path.realpath(path, strict=True))
     with ExitStack() as inquiries:
-        asked = {name: inquiries.enter_context(asking(name)) for name in ("torch", "deepspeed")}
+        asked = {
+            name: inquiries.enter_context(asking(name)) for name in ("cuda", "torch", "deepspeed")
+        }
         system = attempt(storage.file_system, path)
         facts: Facts = {
             "tensorferry": {
@@ -70,11 +69,13 @@ def report(path: Path) -> Facts:
             "gpu": gpus.gpus(),
             "gpudirect_storage": gpus.gpudirect_storage(),
             "profile": attempt(_profile, path),
-            "libraries": {
-                **{name: answer(_IMPORT_TIMEOUT_SECONDS) for name, answer in asked.items()},
-                "numpy": attempt(lambda: {"version": version("numpy")}),
-            },
+            "libraries": {"numpy": attempt(lambda: {"version": version("numpy")})},
         }
+        answers = {name: answer(TIMEOUT_SECONDS) for name, answer in asked.items()}
+    cuda = answers.pop("cuda")
+    facts["gpu"]["cuda"] = cuda if is_unknown(cuda) else cuda["driver"]
+    facts["gpudirect_storage"]["cufile"] = cuda if is_unknown(cuda) else cuda["cufile"]
+    facts["libraries"] |= answers
     return facts | {"advice": [dataclasses.asdict(advice) for advice in advise(facts)]}
 
 

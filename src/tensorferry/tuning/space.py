@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.runtime import engines
+from tensorferry.tuning.gpus import CUFILE
 from tensorferry.tuning.settings import Settings
 from tensorferry.tuning.sizes import parse_nbytes
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _KIB, _MIB = 1 << 10, 1 << 20
 _MAX_POINTS = 10_000
 _MAX_PARALLELISM = 8
-_THREADS_IN_FLIGHT = 32  # for each worker of the threads engine; see csrc/engine/README.md
+_THREADS_IN_FLIGHT = 32  # for each worker of an engine of threads; see csrc/engine/README.md
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Space:
             sorted(self.queue_depth),
         ):
             usable = min(depth, max(1, nbytes // workers // block))
-            if engine == "threads":
+            if engine in ("threads", CUFILE):
                 usable = min(usable, _THREADS_IN_FLIGHT)
             settings = Settings(block, depth, single, True, workers, engine)
             points.setdefault((engine, block, workers, single, usable), settings)

@@ -18,6 +18,7 @@ import tensorferry
 from tensorferry import runtime
 from tensorferry.tuning import profiles
 from tensorferry.tuning.drive import Drives, Measurement, largest_nbytes
+from tensorferry.tuning.gpus import CUFILE
 from tensorferry.tuning.journal import Journal
 from tensorferry.tuning.race import Found, Step, Turn, race, sweep
 from tensorferry.tuning.sizes import format_nbytes
@@ -48,6 +49,8 @@ class Job:
     write: bool = True
     full: bool = False
     loops: int = 1  # times the data is moved in each measurement
+    gpu: bool = False  # move GPU memory
+    gds: bool = False  # as gds_handle does
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON knows it: two jobs with the same one may share measurements."""
@@ -94,7 +97,7 @@ class Result:
             "direct": self.direct,
             "seconds": self.seconds,
             "settings": dataclasses.asdict(found.chosen),
-            "deepspeed": {"aio": found.chosen.as_deepspeed()},
+            "deepspeed": self.deepspeed(),
             "rates": self.rates(),
             "gain_over_default": dataclasses.asdict(found.gain()),
             "fastest": dataclasses.asdict(found.fastest),
@@ -102,6 +105,11 @@ class Result:
             "turns": [dataclasses.asdict(turn) for turn in found.turns],
             "warnings": self.warnings,
         }
+
+    def deepspeed(self) -> dict[str, Any]:
+        """Return what DeepSpeed's configuration should have."""
+        more = {"use_gds": True} if self.job.gds else {}
+        return {"aio": self.found.chosen.as_deepspeed() | more}
 
     def rates(self) -> dict[str, Any]:
         """Return median, confidence interval and confidence of the chosen settings' rates, in bytes a second."""
@@ -149,7 +157,7 @@ def tune(
     with ExitStack() as resources:
         journal = resources.enter_context(_journal(resources, job, journal_path, resume))
         nbytes = job.nbytes or _suitable_nbytes(job, journal)
-        drives = resources.enter_context(Drives(job.folders, nbytes))
+        drives = resources.enter_context(Drives(job.folders, nbytes, gpu=job.gpu, gds=job.gds))
         drives.measure(default_settings(), True, nbytes)  # from now on all of it is real
         points = job.space.points(nbytes)
         resumed = journal.replayed
@@ -248,9 +256,9 @@ def _suitable_nbytes(job: Job, journal: Journal) -> int:
     known = journal.facts.get("nbytes")
     if isinstance(known, int) and SMALLEST_NBYTES <= known <= _LARGEST_NBYTES:
         return known
-    largest = min(largest_nbytes(job.folders), _LARGEST_NBYTES)
+    largest = min(largest_nbytes(job.folders, gpu=job.gpu), _LARGEST_NBYTES)
     probe = max(SMALLEST_NBYTES, min(_PROBE_NBYTES, largest))
-    with Drives(job.folders, probe) as drives:
+    with Drives(job.folders, probe, gpu=job.gpu, gds=job.gds) as drives:
         settings = _default_of(job.space)
         drives.measure(settings, True, probe)
         measured = [drives.measure(settings, write, probe) for write in (True, False)]
@@ -281,6 +289,11 @@ def _warnings(job: Job, drives: Drives, file_systems: list[profiles.FileSystem])
 
 
 def _save(result: Result) -> Result:
+    if result.found.chosen.engine == CUFILE:
+        return dataclasses.replace(
+            result,
+            warnings=[*result.warnings, "not stored: gds_handle takes its settings from you"],
+        )
     path = runtime.profiles_path()
     if path is None:
         return dataclasses.replace(
@@ -289,6 +302,7 @@ def _save(result: Result) -> Result:
         )
     found = {
         "rates": result.rates(),
+        "memory": "gpu" if result.job.gpu else "host",
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "tensorferry": tensorferry.__version__,
     }

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import tensorferry
+from tensorferry.tuning import gpus
 from tensorferry.tuning.sizes import parse_nbytes
 
 Operation: TypeAlias = Literal["write", "read"]
 
 ENGINES = ("aio_handle", "aio_basic", "torch_io", "torch_fastio", "files")
 MEMORIES = ("locked", "ordinary", "accelerator")
-_TORCH_ENGINES = ("torch_io", "torch_fastio")
+TORCH_ENGINES = ("torch_io", "torch_fastio")
 
 _MAX_FILE_NBYTES = (1 << 63) - 1
 _MAX_PROCESSES = 1024
@@ -54,7 +55,7 @@ class Arguments:
     include_warmup_time: bool = False
     different_file_each_iteration: bool = False
     validate: bool = False
-    memory: str = "locked"
+    memory: str | None = None
     gpu: bool = False
     use_gds: bool = False
     slow_bounce_buffer: bool = False
@@ -87,14 +88,22 @@ class Job:
     include_warmup_time: bool = False
     different_file_each_iteration: bool = False
     validate: bool = False
-    memory: str = "locked"
+    memory: str = (
+        "locked"  # one of MEMORIES; "gpu": CUDA tensors go to handles and files as they are
+    )
     gpu: bool = False
+    use_gds: bool = False
     slow_bounce_buffer: bool = False
     fast_io_nbytes: int = 64 << 20
     torch_legacy_save: bool = False
     compare: bool = False
     keep_files: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def way(self) -> str:
+        """What is measured: the engine, or the handle that takes its place."""
+        return "gds_handle" if self.use_gds else self.engine
 
     @property
     def total_loops(self) -> int:
@@ -109,7 +118,7 @@ class Job:
     @property
     def makes_new_files(self) -> bool:
         """Whether each write creates its file; else later loops overwrite what the first has made. As in ds_io."""
-        return self.engine in ("aio_basic", *_TORCH_ENGINES)
+        return self.engine in ("aio_basic", *TORCH_ENGINES)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
@@ -156,6 +165,7 @@ class _Checker:
             validate=given.validate,
             memory=self._memory(),
             gpu=given.gpu,
+            use_gds=given.use_gds,
             slow_bounce_buffer=given.slow_bounce_buffer,
             fast_io_nbytes=self._nbytes("--fast-io-size", given.fast_io_size),
             torch_legacy_save=given.torch_legacy_save,
@@ -242,8 +252,15 @@ class _Checker:
         return settings
 
     def _memory(self) -> str:
-        memory = self._one_of("--memory", self._arguments.memory, MEMORIES)
-        if memory == "accelerator" and _cuda_devices() == 0:
+        given = self._arguments
+        if given.use_gds and (given.memory is not None or given.slow_bounce_buffer):
+            self._notes.append(
+                "--use-gds: there is no host memory to choose, nor a bounce buffer that could be slow"
+            )
+        if given.use_gds or (given.gpu and given.memory is None and not given.slow_bounce_buffer):
+            return "gpu"
+        memory = self._one_of("--memory", given.memory or "locked", MEMORIES)
+        if memory == "accelerator" and gpus.device_count() == 0:
             # What ds_io does there, too: its CPU accelerator gives the tensor back as it is.
             self._notes.append(
                 "no CUDA device that could pin memory: transfers use ordinary memory"
@@ -254,31 +271,35 @@ class _Checker:
     def _check_gpu(self, places: tuple[Place, ...]) -> None:
         given = self._arguments
         if given.use_gds:
-            self._problem(
-                "--use-gds: this version has no GPUDirect Storage; --gpu alone goes through host memory"
-            )
             if not given.gpu:
                 self._problem("--use-gds needs --gpu")
+            if given.engine != "aio_handle":
+                self._problem(
+                    f"--use-gds: gds_handle takes the place of --engine aio_handle, not of {given.engine}"
+                )
+            if given.io_engine is not None:
+                self._problem("--io-engine: gds_handle has an engine of its own, cuFile")
+            if reason := gpus.why_no_gds():
+                self._problem(f"--use-gds: {reason}")
         if given.slow_bounce_buffer and not given.gpu:
             self._notes.append("--slow-bounce-buffer has no effect without --gpu")
         if not given.gpu:
             return
-        if importlib.util.find_spec("torch") is None:
-            self._problem("--gpu: torch is not installed (pip install torch)")
-        elif _cuda_devices() == 0:
-            self._problem("--gpu: torch finds no CUDA device on this machine")
-        else:
-            for device in sorted({place.device for place in places}):
-                if device >= _cuda_devices():
-                    self._problem(
-                        f"--gpu: there is no device {device}; torch finds {_cuda_devices()}, counted from 0"
-                    )
+        if reason := gpus.why_no_gpu():
+            self._problem(f"--gpu: {reason}")
+            return
+        count = gpus.device_count()
+        for device in sorted({place.device for place in places}):
+            if device >= count:
+                self._problem(
+                    f"--gpu: there is no device {device}; torch finds {count}, counted from 0"
+                )
 
     def _check_engine(self) -> None:
         given = self._arguments
-        if given.engine in _TORCH_ENGINES and importlib.util.find_spec("torch") is None:
+        if given.engine in TORCH_ENGINES and importlib.util.find_spec("torch") is None:
             self._problem(f"--engine {given.engine}: torch is not installed (pip install torch)")
-        if given.torch_legacy_save and given.engine not in _TORCH_ENGINES:
+        if given.torch_legacy_save and given.engine not in TORCH_ENGINES:
             self._notes.append(f"--torch-legacy-save has no effect with --engine {given.engine}")
         if given.engine == "files":
             for option, present in (
@@ -333,11 +354,3 @@ class _Checker:
 
     def _problem(self, text: str) -> None:
         self._problems.append(text)
-
-
-def _cuda_devices() -> int:
-    if importlib.util.find_spec("torch") is None:
-        return 0
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -23,16 +23,17 @@ class ValidationError(Exception):
 
 
 class Memory:
-    """Host memory for one transfer, and a tensor elsewhere that it stands between the file and, if any.
+    """What a transfer reads into or writes from: host memory, or a tensor on a GPU, perhaps by way of host memory.
 
     Parameters
     ----------
     nbytes : int
         Its size.
     kind : str
-        "locked" (as ``tensorferry.empty`` gives it), "ordinary", or "accelerator" (pinned by torch).
+        Host memory: "locked" (as ``tensorferry.empty`` gives it), "ordinary", or "accelerator" (pinned by torch).
+        "gpu": the device's memory goes to the handle as it is, without any on the host.
     device : torch.Tensor, optional
-        Bytes on a GPU. Then each transfer includes the copy between it and the host memory.
+        Bytes on a GPU. With a kind of host memory, each transfer includes the copy of all of them between both.
     pin_each_time : bool
         Make the host memory anew in each transfer: what that costs is what ds_io's slow bounce buffer shows.
     """
@@ -40,69 +41,74 @@ class Memory:
     def __init__(
         self, nbytes: int, kind: str, device: Any = None, pin_each_time: bool = False
     ) -> None:
-        self._kind = kind
-        self._pin_each_time = pin_each_time and device is not None
+        self.nbytes = nbytes
         self.device = device
         self.notes: list[str] = []
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            self.host = _allocate(nbytes, kind)
-        self.notes += [str(warning.message) for warning in caught]
+        self._kind = kind
+        self._pin_each_time = pin_each_time and device is not None
+        self._host: memoryview | None = None
+        if kind != "gpu":
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self._host = _allocate(nbytes, kind)
+            self.notes += [str(warning.message) for warning in caught]
 
     @property
-    def nbytes(self) -> int:
-        """The number of bytes."""
-        return self.host.nbytes
+    def host(self) -> memoryview:
+        """The host memory. Where the GPU's goes to the handle, it is for those who cannot use that: plain Python."""
+        if self._host is None:
+            self._host = _allocate(self.nbytes, "ordinary")
+        return self._host
 
     def tensor(self) -> Any:
         """Return what a program would hold: a torch tensor of the bytes, on the GPU if there is one."""
         return self.device if self.device is not None else _tensor_on(self.host)
 
+    def content(self) -> Any:
+        """Return the same as an array, without torch where there is no GPU."""
+        return self.device if self.device is not None else self.host
+
     @contextlib.contextmanager
-    def transferred(self, operation: str) -> Iterator[memoryview]:
-        """Give the host memory to a read or write of a file, and do the part between it and the GPU."""
+    def transferred(self, operation: str) -> Iterator[Any]:
+        """Give what a read or write of a file is to use, and do the part between that and the GPU, if any."""
+        if self._kind == "gpu":
+            yield self.device
+            return
+        with self.on_host(operation) as host:
+            yield host
+
+    @contextlib.contextmanager
+    def on_host(self, operation: str) -> Iterator[memoryview]:
+        """Give host memory to a read or write of a file, and do the part between it and the GPU."""
         if self.device is None:
             yield self.host
             return
         if self._pin_each_time:
-            self.host = _allocate(self.nbytes, self._kind)
+            self._host = _allocate(self.nbytes, self._kind)
         if operation == "write":
             _tensor_on(self.host).copy_(self.device)
         yield self.host
         if operation == "read":
             self.device.copy_(_tensor_on(self.host))
-            if self.device.is_cuda:
-                import torch
-
-                torch.cuda.synchronize(self.device.device)
+            self._synchronize()
 
     def fill(self, stamp: int) -> None:
-        """Fill it with bytes that differ between pages and between stamps, and do not compress."""
-        block = random.Random(0).randbytes(1 << 20)
-        for start in range(0, self.nbytes, len(block)):
-            part = self.host[start : start + len(block)]
-            part[:] = block[: len(part)]
-        self.stamp(stamp)
+        """Fill it with bytes that differ between pages and between stamps, and do not compress.
 
-    def stamp(self, stamp: int) -> None:
-        """Mark each page with its number and the stamp: stale, lost and misplaced pages show."""
-        words = self.host[: self.nbytes // 8 * 8].cast("Q")
-        if len(words):
-            step = _PAGE_NBYTES // 8
-            count = len(words[::step])
-            first = stamp << 32
-            words[::step] = memoryview(array.array("Q", range(first, first + count)))
-        if self.device is not None:
-            self.device.copy_(_tensor_on(self.host))
+        Each page is marked with its number and the stamp: stale, lost and misplaced pages show.
+        """
+        block = random.Random(0).randbytes(1 << 20) * (_CHUNK_NBYTES >> 20)
+        for begin in range(0, self.nbytes, _CHUNK_NBYTES):
+            part = bytearray(block[: self.nbytes - begin])
+            _stamp(memoryview(part), stamp, begin // _PAGE_NBYTES)
+            self._put(begin, part)
+        self._synchronize()
 
     def clear(self) -> None:
         """Fill it with bytes that no file of ours holds in whole pages."""
-        block = bytes(1 << 20)
-        for start in range(0, self.nbytes, len(block)):
-            part = self.host[start : start + len(block)]
-            part[:] = block[: len(part)]
-        if self.device is not None:
-            self.device.zero_()
+        for begin in range(0, self.nbytes, _CHUNK_NBYTES):
+            self._put(begin, bytearray(min(_CHUNK_NBYTES, self.nbytes - begin)))
+        self._synchronize()
 
     def check(self, path: Path) -> None:
         """Compare it with a file, which is read by plain Python.
@@ -112,17 +118,41 @@ class Memory:
         ValidationError
             They differ.
         """
-        held = self.host
-        if self.device is not None:
-            held = memoryview(self.device.cpu().numpy()).cast("B")
         with path.open("rb", buffering=0) as file:
-            for start in range(0, self.nbytes, _CHUNK_NBYTES):
-                expected = held[start : start + _CHUNK_NBYTES]
+            for begin in range(0, self.nbytes, _CHUNK_NBYTES):
+                expected = self._part(begin)
                 if file.read(len(expected)) != expected:
                     raise ValidationError(
                         f"validation failed: {str(path)!r} and the memory differ within {len(expected)} bytes "
-                        f"from offset {start} on"
+                        f"from offset {begin} on"
                     )
+
+    def _put(self, begin: int, part: bytearray) -> None:
+        if self._host is not None:
+            self._host[begin : begin + len(part)] = part
+        if self.device is not None:
+            self.device[begin : begin + len(part)].copy_(_tensor_on(memoryview(part)))
+
+    def _part(self, begin: int) -> memoryview:
+        if self.device is None:
+            return self.host[begin : begin + _CHUNK_NBYTES]
+        part = self.device[begin : begin + _CHUNK_NBYTES].cpu()
+        return memoryview(part.numpy()).cast("B")
+
+    def _synchronize(self) -> None:
+        if self.device is not None and self.device.is_cuda:
+            import torch
+
+            torch.cuda.synchronize(self.device.device)
+
+
+def _stamp(part: memoryview, stamp: int, first_page: int) -> None:
+    words = part[: len(part) // 8 * 8].cast("Q")
+    if len(words):
+        step = _PAGE_NBYTES // 8
+        first = (stamp << 32) + first_page
+        count = len(words[::step])
+        words[::step] = memoryview(array.array("Q", range(first, first + count)))
 
 
 def _tensor_on(view: memoryview) -> Any:

@@ -32,6 +32,7 @@ class ProcessResult:
     nbytes: int  # in each loop
     loops: list[Loop]
     latency_microseconds: dict[str, float] | None = None
+    gpu: dict[str, Any] | None = None  # how bytes of a GPU went, warm-up included
 
     @property
     def seconds(self) -> list[float]:
@@ -59,6 +60,20 @@ class Result:
     def nbytes(self) -> int:
         """Bytes that all processes together move in each loop."""
         return sum(process.nbytes for process in self.processes)
+
+    @property
+    def gpu(self) -> dict[str, Any] | None:
+        """How bytes of GPUs went in all processes: by way of host memory, or by cuFile, and how that did it."""
+        known = [p.gpu for p in self.processes if p.gpu]
+        if not known:
+            return None
+        names = dict.fromkeys(name for each in known for name in each)
+        return {
+            name: any(each.get(name) for each in known)
+            if name == "compat"
+            else sum(each[name] for each in known)
+            for name in names
+        }
 
     @property
     def latency_microseconds(self) -> dict[str, float] | None:
@@ -146,12 +161,14 @@ class Results:
                     "operation": result.operation,
                     "way": result.way,
                     "settings": result.processes[0].settings,
+                    "gpu": result.gpu,
                     "all": vars(result.summary()),
                     "processes": [
                         {
                             "process": p.process,
                             "folder": p.folder,
                             "settings": p.settings,
+                            "gpu": p.gpu,
                             **vars(result.summary(p)),
                         }
                         for p in result.processes

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tensorferry.tuning import fio
+from tensorferry.tuning.bench.arguments import TORCH_ENGINES
 from tensorferry.tuning.bench.results import ProcessResult, Result, Results
-from tensorferry.tuning.bench.task import Files, Loop, Task
+from tensorferry.tuning.bench.task import Files, Loop, Summed, Task
 from tensorferry.tuning.crew import Crew, CrewError, ending_signals_blocked
 from tensorferry.tuning.machine.probe import attempt
 from tensorferry.tuning.machine.storage import file_system
@@ -61,7 +62,7 @@ class _Taken:
 
     loops: list[list[Loop]] = field(default_factory=list)
     settings: list[dict[str, Any]] = field(default_factory=list)
-    latencies: list[dict[str, float] | None] = field(default_factory=list)
+    summed: list[Summed] = field(default_factory=list)
 
 
 class _Run:
@@ -70,7 +71,7 @@ class _Run:
         self._progress = progress
         self._notes = list(job.notes)
         # Ours comes first: fio gets its settings.
-        self._ways = [job.engine] + ([_PYTHON] if job.compare else [])
+        self._ways = [job.way] + ([_PYTHON] if job.compare else [])
         self._contenders = list(self._ways)
         if job.compare:
             reason = self._why_no_fio()
@@ -122,8 +123,8 @@ class _Run:
                     self._contenders.remove(_FIO)
                     del taken[_FIO]
                 done += 1
-        for name, latencies in _by_name(crew.call("end")).items():
-            taken[name].latencies = latencies
+        for name, summed in _by_name(crew.call("end")).items():
+            taken[name].summed = summed
         if not job.keep_files:
             for path in {path for each in files for path in each[operation]}:
                 remove(path)
@@ -135,7 +136,7 @@ class _Run:
         """Let fio take its turn; return why it cannot."""
         turns = taken[_FIO]
         if not turns.settings:
-            settings = self._fio_settings(taken[self._job.engine].settings[0])
+            settings = self._fio_settings(taken[self._job.way].settings[0])
             turns.settings = [dataclasses.asdict(settings)] * len(files)
         try:
             jobs = fio.run(
@@ -148,7 +149,7 @@ class _Run:
             return str(error)
         measured = [fio.measured(job, operation) for job in jobs]
         turns.loops.append([Loop(0.0, each.seconds, each.cpu_seconds) for each in measured])
-        turns.latencies = [each.latency_microseconds for each in measured]
+        turns.summed = [Summed(each.latency_microseconds) for each in measured]
         return None
 
     def _result(self, operation: Operation, name: str, turns: _Taken) -> Result:
@@ -161,7 +162,8 @@ class _Run:
                 settings=turns.settings[number],
                 nbytes=self._fio_nbytes() if name == _FIO else job.io_nbytes,
                 loops=[loops[number] for loops in turns.loops[counted:]],
-                latency_microseconds=turns.latencies[number],
+                latency_microseconds=turns.summed[number].latency_microseconds,
+                gpu=turns.summed[number].gpu,
             )
             for number, place in enumerate(job.places)
         ]
@@ -273,9 +275,12 @@ def _check_memory(job: Job) -> None:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    each = job.io_nbytes * (
-        2 if job.engine == "torch_io" else 1
-    )  # torch.load makes a tensor of its own
+    torch_engine = job.engine in TORCH_ENGINES
+    if job.gpu:  # torch and plain Python go by way of host memory
+        count = 1 if job.memory != "gpu" or torch_engine or job.compare else 0
+    else:  # torch.load makes a tensor of its own
+        count = 2 if job.engine == "torch_io" else 1
+    each = count * job.io_nbytes
     needed = each * len(job.places)
     if needed > available:
         raise BenchError(

@@ -36,6 +36,14 @@ class Loop:
         return self.ended - self.started
 
 
+@dataclass(frozen=True)
+class Summed:
+    """What a way says of all its transfers: percentiles of blocks' latencies, and how bytes of a GPU went."""
+
+    latency_microseconds: dict[str, float] | None = None
+    gpu: dict[str, Any] | None = None
+
+
 class Task:
     """A crew's member: its methods are called in the order in which they stand here."""
 
@@ -98,13 +106,15 @@ class Task:
         """Return the settings that a way's last transfer went by."""
         return self._ways[name].settings()
 
-    def end(self) -> dict[str, dict[str, float] | None]:
-        """Close the ways, and return the latency percentiles that each has."""
-        latencies = {name: way.latency_microseconds() for name, way in self._ways.items()}
+    def end(self) -> dict[str, Summed]:
+        """Close the ways, and return what each has to say of all its transfers."""
+        summed = {
+            name: Summed(way.latency_microseconds(), way.gpu()) for name, way in self._ways.items()
+        }
         for way in self._ways.values():
             way.close()
         self._ways = {}
-        return latencies
+        return summed
 
     def orphaned(self) -> None:
         """Remove the new files: the process that would do that is gone."""
@@ -133,4 +143,4 @@ class Task:
             way.prepare("write", path)
             way.transfer()
         else:
-            tensorferry.write(path, self._memory.host, truncate=True)
+            tensorferry.write(path, self._memory.content(), truncate=True)

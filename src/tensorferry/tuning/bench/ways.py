@@ -54,15 +54,21 @@ class Way:
         """Return percentiles of how long a block took, over the life of the handle; None where nobody knows."""
         return None
 
+    def gpu(self) -> dict[str, Any] | None:
+        """Return how bytes of a GPU's memory went, over the life of the handle; None where none went by ours."""
+        return None
+
     def close(self) -> None:
         """Let go of what it has."""
 
 
 def make_way(name: str, job: Job, memory: Memory) -> Way:
-    """Return one of ENGINES, or "python": what most programs do."""
+    """Return one of ENGINES, or "gds_handle", or "python": what most programs do."""
     settings = dict(job.settings)
     if name == "aio_handle":
-        return _HandleWay(settings, memory)
+        return _HandleWay(tensorferry.aio_handle(**settings), memory)
+    if name == "gds_handle":
+        return _GdsWay(tensorferry.gds_handle(**settings), memory)
     if name == "aio_basic":
         return _BasicWay(settings, memory)
     if name == "files":
@@ -78,16 +84,16 @@ def make_way(name: str, job: Job, memory: Memory) -> Way:
 class _HandleWay(Way):
     """``aio_handle``: asynchronous calls and ``wait()``."""
 
-    def __init__(self, settings: dict[str, Any], memory: Memory) -> None:
+    def __init__(self, handle: tensorferry.aio_handle, memory: Memory) -> None:
         super().__init__(memory)
-        self._handle = tensorferry.aio_handle(**settings)
+        self._handle = handle
 
     def transfer(self) -> None:
-        with self._memory.transferred(self._operation) as host:
+        with self._memory.transferred(self._operation) as array:
             if self._operation == "read":
-                self._handle.async_pread(host, self._path)
+                self._handle.async_pread(array, self._path)
             else:
-                self._handle.async_pwrite(host, self._path)
+                self._handle.async_pwrite(array, self._path)
             self._handle.wait()
 
     def settings(self) -> dict[str, Any]:
@@ -96,8 +102,24 @@ class _HandleWay(Way):
     def latency_microseconds(self) -> dict[str, float] | None:
         return _latency(self._handle.stats())
 
+    def gpu(self) -> dict[str, Any] | None:
+        return _gpu(self._handle.stats())
+
     def close(self) -> None:
         self._handle.close()
+
+
+class _GdsWay(_HandleWay):
+    """``gds_handle``, with the GPU's memory registered once, as ds_io does it."""
+
+    def __init__(self, handle: tensorferry.gds_handle, memory: Memory) -> None:
+        super().__init__(handle, memory)
+        handle.pin_device_tensor(memory.device)
+        self._gds_handle = handle
+
+    def close(self) -> None:
+        self._gds_handle.unpin_device_tensor(self._memory.device)
+        super().close()
 
 
 class _BasicWay(Way):
@@ -107,25 +129,30 @@ class _BasicWay(Way):
         super().__init__(memory)
         self._given = settings
         self._used: dict[str, Any] = {}
-        self._latency: dict[str, float] | None = None
+        self._stats: dict[str, Any] = {}
+        self._gpu_nbytes = 0
 
     def transfer(self) -> None:
         with (
-            self._memory.transferred(self._operation) as host,
+            self._memory.transferred(self._operation) as array,
             tensorferry.aio_handle(**self._given) as handle,
         ):
             if self._operation == "read":
-                handle.read(host, self._path)
+                handle.read(array, self._path)
             else:
-                handle.write(host, self._path)
+                handle.write(array, self._path)
             self._used = _settings_of(handle)
-            self._latency = _latency(handle.stats())
+            self._stats = handle.stats()
+            self._gpu_nbytes += self._stats["gpu_nbytes"]
 
     def settings(self) -> dict[str, Any]:
         return self._used
 
     def latency_microseconds(self) -> dict[str, float] | None:
-        return self._latency
+        return _latency(self._stats) if self._stats else None
+
+    def gpu(self) -> dict[str, Any] | None:
+        return _gpu(self._stats | {"gpu_nbytes": self._gpu_nbytes}) if self._stats else None
 
 
 class _FilesWay(Way):
@@ -135,20 +162,24 @@ class _FilesWay(Way):
         super().__init__(memory)
         self._given = settings
         self._file: tensorferry.File | None = None
+        self._gpu_nbytes = 0
+        self._counted_before = 0  # files may share a scheduler, and its counters
 
     def prepare(self, operation: Operation, path: Path) -> None:
         super().prepare(operation, path)
+        self._count()
         self.close()
         mode = "r" if self._operation == "read" else "r+" if path.exists() else "w"
         self._file = tensorferry.open(path, mode, **self._given)
+        self._counted_before = self._file.stats()["gpu_nbytes"]
 
     def transfer(self) -> None:
         assert self._file is not None
-        with self._memory.transferred(self._operation) as host:
+        with self._memory.transferred(self._operation) as array:
             if self._operation == "read":
-                self._file.read(host)
+                self._file.read(array)
             else:
-                self._file.write(host)
+                self._file.write(array)
 
     def settings(self) -> dict[str, Any]:
         assert self._file is not None
@@ -164,6 +195,16 @@ class _FilesWay(Way):
 
     def latency_microseconds(self) -> dict[str, float] | None:
         return _latency(self._file.stats()) if self._file is not None else None
+
+    def gpu(self) -> dict[str, Any] | None:
+        self._count()
+        return _gpu({"gpu_nbytes": self._gpu_nbytes, "gds_nbytes": 0})
+
+    def _count(self) -> None:
+        if self._file is not None:
+            counted = self._file.stats()["gpu_nbytes"]
+            self._gpu_nbytes += counted - self._counted_before
+            self._counted_before = counted
 
     def close(self) -> None:
         if self._file is not None:
@@ -239,8 +280,12 @@ class _FastTorchWay(Way):
 class _PythonWay(Way):
     """``open`` with ``readinto``, or with ``write`` and ``os.fsync``: plain Python."""
 
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory)
+        _ = memory.host  # made now, outside the clock
+
     def transfer(self) -> None:
-        with self._memory.transferred(self._operation) as rest:
+        with self._memory.on_host(self._operation) as rest:
             if self._operation == "read":
                 with open(self._path, "rb", buffering=0) as file:
                     while rest:
@@ -275,6 +320,13 @@ def _check_saved(path: Path, tensor: Any, loaded: Any = None) -> None:
         raise ValidationError(
             f"validation failed: {str(path)!r} does not hold the tensor that was saved"
         )
+
+
+def _gpu(stats: dict[str, Any]) -> dict[str, Any] | None:
+    """Return bytes to and from the GPU's memory, those of them that cuFile moved, and whether it copied them itself."""
+    if not stats["gpu_nbytes"]:
+        return None
+    return {name: stats[name] for name in ("gpu_nbytes", "gds_nbytes", "compat") if name in stats}
 
 
 def _latency(stats: dict[str, Any]) -> dict[str, float] | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import sysconfig
 from pathlib import Path
 
+from tensorferry.libraries import CUFILE, cufile_folders
 from tensorferry.tuning.machine.probe import (
     Facts,
     ProbeError,
@@ -19,7 +19,6 @@ from tensorferry.tuning.machine.probe import (
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _DISPLAY_CLASS = "0x03"
 _NVIDIA_SMI_TIMEOUT_SECONDS = 15
-_LIBRARY = "libcufile.so.0"
 
 
 def gpus() -> Facts:
@@ -69,19 +68,13 @@ def _nvidia_smi() -> list[Facts]:
 
 
 def _cufile_libraries() -> list[str]:
-    site = Path(sysconfig.get_path("purelib"))
-    homes = {os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")} | {"/usr/local/cuda"}
-    folders = [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
-    folders += site.glob("nvidia/*/lib")
-    toolkits = [Path(home) for home in homes if home]
-    folders += [
-        found for home in toolkits for found in (home / "lib64", *home.glob("targets/*/lib"))
-    ]
-    found = [str(folder / _LIBRARY) for folder in folders if (folder / _LIBRARY).exists()]
-    found += re.findall(rf"{re.escape(_LIBRARY)} .* => (\S+)", _linker_cache())
+    folders = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
+    folders += cufile_folders()
+    found = [str(Path(folder, CUFILE)) for folder in folders if Path(folder, CUFILE).exists()]
+    found += re.findall(rf"{re.escape(CUFILE)} .* => (\S+)", _linker_cache())
     if not found:
         raise ProbeError(
-            f"no {_LIBRARY} in nvidia-cufile wheels, the CUDA toolkit or the linker's cache"
+            f"no {CUFILE} in nvidia-cufile wheels, the CUDA toolkit or the linker's cache"
         )
     return list(dict.fromkeys(found))
 

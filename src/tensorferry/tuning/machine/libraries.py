@@ -1,6 +1,6 @@
-"""torch, DeepSpeed and other libraries: their versions, and what they say of themselves in a process of their own.
+"""torch, DeepSpeed, CUDA and others: their versions, and what they say of themselves in a process of their own.
 
-Importing them takes seconds, prints, and may end the process where a driver is broken; so a child does it.
+Loading them takes seconds, prints, and may end the process where a driver is broken; so a child does it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorferry import _core
+from tensorferry.libraries import cufile_folders
 from tensorferry.tuning.machine.probe import Facts, ProbeError, attempt, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _PR_SET_PDEATHSIG = 1
+
+# Loading takes a few seconds; a driver that hangs must not hang who asks.
+TIMEOUT_SECONDS = 60
 
 
 def version(name: str) -> str | None:
@@ -38,7 +43,7 @@ def version(name: str) -> str | None:
 
 @contextlib.contextmanager
 def asking(library: str) -> Iterator[Callable[[float], Facts]]:
-    """Ask "torch" or "deepspeed" in a child process, which ends with the block at the latest.
+    """Ask "torch", "deepspeed" or "cuda" in a child process, which ends with the block at the latest.
 
     Yields
     ------
@@ -76,10 +81,10 @@ def _answer_of(child: subprocess.Popen[str], timeout_seconds: float) -> Facts:
     try:
         facts, complaints = child.communicate(timeout=max(timeout_seconds, 0.0))
     except subprocess.TimeoutExpired:
-        return unknown("importing it takes too long")
+        return unknown("it takes too long to answer")
     code = child.returncode
     if code < 0:
-        return unknown(f"importing it ends the process by {signal.Signals(-code).name}")
+        return unknown(f"loading it ends the process by {signal.Signals(-code).name}")
     if code > 0:
         return unknown((complaints.strip().splitlines() or [f"its process ended with {code}"])[-1])
     found: Facts = json.loads(facts)
@@ -92,10 +97,31 @@ def answer(library: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # libraries print as they are imported
-        if importlib.util.find_spec(library) is None:
+        if library == "cuda":
+            json.dump(cuda_facts(), out)
+        elif importlib.util.find_spec(library) is None:
             json.dump({"version": None}, out)
         else:
             json.dump({"torch": torch_facts, "deepspeed": deepspeed_facts}[library](), out)
+
+
+def cuda_facts() -> Facts:
+    """Open CUDA's driver and cuFile, and return whether tensorferry can use them, else the reason.
+
+    cuFile's ``mode`` is "native" where transfers can bypass host memory, else "compat".
+    """
+    refusal = _core.cuda_refusal()
+    facts: Facts = {"driver": {"usable": refusal is None, "reason": refusal}}
+    folders = cufile_folders()
+    os.chdir("/proc/self")  # cuFile writes its log into the working folder, here not even root can
+    refusal, native, detail = _core.open_cufile(folders)
+    facts["cufile"] = {
+        "usable": refusal is None,
+        "reason": refusal,
+        "mode": None if refusal is not None else "native" if native else "compat",
+        "detail": detail or None,
+    }
+    return facts
 
 
 def torch_facts() -> Facts:
