@@ -12,6 +12,7 @@ GPU_PYTHON ?=
 # Interpreters `make wheel` builds for; empty: every one found on PATH.
 PYTHONS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 # The C++ targets need no Python: they take CMake from the environment where there is none in VENV.
@@ -28,7 +29,7 @@ PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo test test-cpp test-gpu test-deepspeed lint format stub sanitize bench wheel clean
+.PHONY: help setup build demo test test-cpp test-gpu bench-gpu test-deepspeed lint format stub sanitize bench wheel clean
 
 help: ## List these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' \
@@ -49,7 +50,10 @@ test-cpp: $(VENV)/.deps.stamp ## Build and run the C++ tests
 	$(call cpp_tests,cpp-tests,)
 
 test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.core.stamp) ## Run the tests that need a GPU: TORCH=torch for one with CUDA
-	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu $(PYTEST_ARGS)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu --ignore tests/standin $(PYTEST_ARGS)
+
+bench-gpu: $(if $(GPU_PYTHON),,$(VENV)/.core.stamp) ## Run the benchmarks that need a GPU
+	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks gpu gpu_tmpfs $(BENCH_ARGS)
 
 test-deepspeed: $(VENV)/.core.stamp deepspeed ## Run DeepSpeed's own I/O tests against us: DEEPSPEED_SOURCE=checkout
 	@test -d "$(DEEPSPEED_SOURCE)" || { echo "make $@ DEEPSPEED_SOURCE=path of a DeepSpeed checkout"; exit 2; }

@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(machine.summary(description))
 
     outcomes: dict[str, Outcome] = {}
+    status = 0
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -77,6 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
                 outcomes[name] = SCENARIOS[name](settings)
             except (UnavailableError, MeasurementError) as reason:
                 outcomes[name] = Outcome(notes=[str(reason)])
+                if name in options.names:  # asked for: that it did not run must be noticed
+                    status = 1
             for note in outcomes[name].notes:
                 console.print(f"{name}: {note}", style="dim")
 
@@ -89,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         report.write_json(options.json, report.as_json(description, kept, outcomes))
     if options.plot:
         report.write_plot(options.plot, outcomes, machine.summary(description))
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

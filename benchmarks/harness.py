@@ -29,7 +29,7 @@ GIB = 1 << 30
 _TRIES_MAX = 4
 _PAUSE_SECONDS = 0.5
 
-Kind = Literal["ours", "fio", "peer"]
+Kind = Literal["ours", "fio", "peer", "limit"]
 
 
 class UnavailableError(Exception):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-_COLOURS = {"ours": "#1f77b4", "fio": "#8c8c8c", "peer": "#e8a33d"}
+_COLOURS = {"ours": "#1f77b4", "fio": "#8c8c8c", "peer": "#e8a33d", "limit": "#bcbcbc"}
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:

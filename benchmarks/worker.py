@@ -159,7 +159,10 @@ def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     try:
         peer = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
-    except (ImportError, UnavailableError) as error:
+    except UnavailableError as reason:
+        answer({"unavailable": str(reason)})
+        return
+    except ImportError as error:
         answer({"unavailable": f"{type(error).__name__}: {error}"})
         return
     answer({})

@@ -136,3 +136,138 @@ print(rows[0].failure, len(rows[1].samples))
     )
     assert "SIGABRT" in done.stdout, done.stderr
     assert done.stdout.split()[-1] == "3"
+
+
+def test_gpu_scenario_says_that_there_is_no_gpu_and_fails_where_it_was_asked_for(
+    tmp_path: Path,
+) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for name in ("gpu", "gpu_tmpfs"):
+        command = [sys.executable, "-m", "benchmarks", name, *TINY, f"--directory={tmp_path}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{name}:")]
+        assert "no GPU" in line
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_scenario_that_cannot_run_does_not_fail_the_run_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import __main__ as program
+    from benchmarks.harness import Outcome, UnavailableError
+
+    def lacking(settings: object) -> Outcome:
+        raise UnavailableError("no such machine")
+
+    monkeypatch.setattr(program, "SCENARIOS", {"lacking": lacking, "rest": lambda _: Outcome()})
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    assert program.main([*TINY, f"--directory={tmp_path}"]) == 0
+    assert "lacking: no such machine" in capsys.readouterr().out
+    assert program.main(["lacking", *TINY, f"--directory={tmp_path}"]) == 1
+    assert program.main(["rest", *TINY, f"--directory={tmp_path}"]) == 0
+
+
+def test_gpu_pattern_is_that_of_the_files(tmp_path: Path) -> None:
+    import torch
+    from benchmarks import pattern
+    from benchmarks.peers import gpu
+
+    tensor = torch.empty(1 << 20, dtype=torch.uint8)
+    gpu.fill(tensor, 17)
+    assert pattern.matches(tensor.numpy().data, 17)
+    assert gpu.matches(tensor, 17)
+    assert not gpu.matches(tensor, 18)
+    tensor[-1] ^= 1
+    assert not gpu.matches(tensor, 17)
+
+
+@pytest.mark.parametrize("name", ["CopyThenThreads", "CopyThenHandle"])
+def test_whole_copies_of_the_gpu_scenario_move_what_they_are_given(
+    tmp_path: Path, name: str
+) -> None:
+    """On a tensor of the CPU, which is all that they can have here."""
+    from benchmarks import files
+    from benchmarks.peers import gpu
+
+    options = {"threads": 3} if name == "CopyThenThreads" else {}
+    nbytes = (20 << 20) + 4096
+    peer = getattr(gpu, name)(nbytes, device="cpu", **options)
+    path = tmp_path / "target"
+    result = peer.write(str(path), seed=17, check=True)
+    assert result["nbytes"] == nbytes
+    assert result["locked_nbytes"] == nbytes
+    files.remove(path)
+    files.write_pattern(path, nbytes, 17)
+    assert peer.read(str(path), seed=17)["seconds"] > 0
+    with pytest.raises(Exception, match="other bytes"):
+        peer.read(str(path), seed=18)
+
+
+def test_limits_of_the_gpu_scenario_are_measured_without_a_gpu(tmp_path: Path) -> None:
+    from benchmarks.peers import gpu
+
+    storage = gpu.StorageLimit((20 << 20) + 4096, threads=3)
+    path = tmp_path / "target"
+    assert storage.write(str(path), seed=0, check=True)["nbytes"] == (20 << 20) + 4096
+    assert path.stat().st_size == (20 << 20) + 4096
+    assert storage.read(str(path), seed=0)["nbytes"] == (20 << 20) + 4096
+    copy = gpu.CopyLimit(512 << 20, device="cpu")
+    assert copy.to_host()["nbytes"] == copy.to_device()["nbytes"] == 512 << 20
+
+
+def test_figures_of_the_gpu_scenario_are_over_the_lower_limit() -> None:
+    from benchmarks.harness import Comparison, Row, throughput
+    from benchmarks.scenarios import gpu
+
+    def row(label: str, kind: Any, speed: float, *tags: str, **details: Any) -> Row:
+        return Row(label, kind, tags, [throughput(1 / speed, 10**9, **details)])
+
+    comparison = Comparison("gpu", "")
+    comparison.rows = [
+        row(gpu.OURS, "ours", 4.5, locked_nbytes=64 << 20),
+        row("whole", "peer", 3.0, "whole"),
+        row("kvikio", "peer", 9.0),
+        row("fio", "fio", 4.0),
+        row("calls", "limit", 5.0, "storage"),
+        row("copy", "limit", 9.0, "copy"),
+    ]
+    values = [figure.measured for figure in gpu.figures(comparison, "gpu")]
+    assert values == pytest.approx([0.9, 1.5, 64])
+    assert [figure.target for figure in gpu.figures(comparison, "gpu")] == [0.9, 1.5, 128]
+    comparison.rows[-1].samples[0] = throughput(1 / 11, 10**9)
+    over_whole = gpu.figures(comparison, "gpu")[1]
+    assert over_whole.target == 1.0
+    del comparison.rows[-1]
+    assert gpu.figures(comparison, "gpu")[0].measured is None
+
+
+def test_gpu_scenario_measures_every_contender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensors of the CPU in place of the GPU's: all but what needs one."""
+    from benchmarks.harness import Settings
+    from benchmarks.scenarios import gpu
+
+    monkeypatch.setattr(gpu, "_PEERS", "tests.support.cpu_peers")
+    settings = Settings(tmp_path, rounds=2, nbytes=4 << 20, huge_pages=False, deepspeed=False)
+    outcome = gpu.run(settings)
+    rows = [row for comparison in outcome.comparisons for row in comparison.rows]
+    failed = {row.label for row in rows if not row.usable}
+    assert failed == {"tensorferry gds_handle", "kvikio, 8 threads"}
+    assert len(outcome.comparisons) == 2
+    assert len(outcome.figures) == 6
+    assert {figure.what for figure in outcome.figures if figure.measured is None} == set()
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_that_the_gpu_scenario_has_no_room_for_are_left_out(tmp_path: Path) -> None:
+    from benchmarks.scenarios import gpu
+
+    assert gpu.lacking(1 << 20, 4 << 30, tmp_path, False) == ""
+    assert "GPU memory" in gpu.lacking(1 << 30, 4 << 30, tmp_path, False)
+    everything = gpu.lacking(1 << 50, 4 << 30, tmp_path, True)
+    for what in ("GPU memory", "host memory", str(tmp_path)):
+        assert what in everything

@@ -17,14 +17,7 @@ class Handle(TransferPeer):
     """The same calls as on our handle."""
 
     def __init__(self, nbytes: int, locked: bool) -> None:
-        # the op is compiled at first use, with the ninja of this environment
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-untyped]
-
-        try:
-            self.module = AsyncIOBuilder().load(verbose=False)
-        except Exception as error:
-            raise UnavailableError(f"DeepSpeed's async_io does not build: {error}") from error
+        self.module = async_io()
         self.handles: dict[str, Any] = {}
         if locked:
             example = torch.empty(0, dtype=torch.uint8)
@@ -56,6 +49,17 @@ class Handle(TransferPeer):
         if key not in self.handles:
             self.handles[key] = self.module.aio_handle(**options)
         return self.handles[key]
+
+
+def async_io() -> Any:
+    """DeepSpeed's op, which is compiled at first use, with the ninja of this environment."""
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-untyped]
+
+    try:
+        return AsyncIOBuilder().load(verbose=False)
+    except Exception as error:
+        raise UnavailableError(f"DeepSpeed's async_io does not build: {error}") from error
 
 
 def _succeed(code: int) -> None:

@@ -11,6 +11,7 @@ from benchmarks.scenarios import (
     checkpoint_objects,
     deepnvme,
     ds_io,
+    gpu,
     import_time,
     large,
     latency,
@@ -45,4 +46,6 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "checkpoint_load": checkpoint_load.run,
     "checkpoint_objects": checkpoint_objects.run,
     "checkpoint_async": checkpoint_async.run,
+    "gpu": gpu.run,
+    "gpu_tmpfs": gpu.run_on_tmpfs,
 }

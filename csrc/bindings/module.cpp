@@ -482,8 +482,9 @@ std::optional<std::string> cuda_refusal() {
 
 int device_of(uintptr_t address) {
   auto ordinal = cuda::device_of(address);
-  if (!ordinal) throw nb::value_error("no memory of a GPU is at this address");
-  return *ordinal;
+  if (!ordinal) raise(ordinal.fault());
+  if (!*ordinal) throw nb::value_error("no memory of a GPU is at this address");
+  return **ordinal;
 }
 
 bool is_capturing(int device, uintptr_t stream) {

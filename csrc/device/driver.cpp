@@ -117,15 +117,18 @@ Fault fault_of(const Driver& driver, int code, const char* call) {
       .error_number = code == error_out_of_memory ? ENOMEM : EIO, .operation = call, .hint = text_of(driver, code)};
 }
 
-std::optional<int> device_of(Address address) {
-  const Driver* cuda = driver();
-  if (cuda == nullptr) return std::nullopt;
+Result<std::optional<int>> device_of(Address address) {
+  std::string reason;
+  const Driver* cuda = driver(&reason);
+  if (cuda == nullptr) return Fault{.error_number = ENODEV, .operation = "loading the CUDA driver", .hint = reason};
   unsigned type = 0;
   int ordinal = -1;
-  if (cuda->get_pointer_attribute(&type, pointer_attribute_memory_type, address) != success) return std::nullopt;
-  if (type == memory_type_host) return std::nullopt;
-  if (cuda->get_pointer_attribute(&ordinal, pointer_attribute_device_ordinal, address) != success) return std::nullopt;
-  return ordinal;
+  int code = cuda->get_pointer_attribute(&type, pointer_attribute_memory_type, address);
+  if (code == error_invalid_value) return std::optional<int>();  // unknown to CUDA
+  if (code == success && type == memory_type_host) return std::optional<int>();
+  if (code == success) code = cuda->get_pointer_attribute(&ordinal, pointer_attribute_device_ordinal, address);
+  if (code != success) return fault_of(*cuda, code, "cuPointerGetAttribute");
+  return std::optional<int>(ordinal);
 }
 
 }  // namespace tensorferry::cuda

@@ -18,6 +18,7 @@ using EventHandle = struct EventTag*;
 using Address = unsigned long long;  // in GPU memory
 
 constexpr int success = 0;
+constexpr int error_invalid_value = 1;
 constexpr int error_out_of_memory = 2;
 constexpr int error_not_ready = 600;
 
@@ -56,7 +57,7 @@ bool driver_in_use();
 // What the failure of a call says: errno for our callers, the call, the error's name and text.
 Fault fault_of(const Driver& driver, int code, const char* call);
 
-// The GPU that an address belongs to; nothing for memory that is not CUDA's.
-std::optional<int> device_of(Address address);
+// The GPU that an address belongs to; nothing for memory that is no GPU's.
+Result<std::optional<int>> device_of(Address address);
 
 }  // namespace tensorferry::cuda

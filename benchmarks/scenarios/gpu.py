@@ -1,0 +1,272 @@
+"""CUDA tensors to fresh files and back: ours, whole-tensor copies and other libraries, beside two limits.
+
+The limits are measured in the same rounds: the file system alone (the best of fio and of plain system calls from
+several threads), and copies between the GPU and pinned memory. No way through host memory is faster than the lower
+one. Rules: every write goes to a new file and is synced inside everybody's clock; files are dropped from the page
+cache before each read, but for tmpfs, which is nothing else; the kinds of memory that peers need are allocated before.
+Sizes: ``--nbytes``, and eight times as much where the machine has room for it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import files, fio
+from benchmarks.harness import (
+    GIB,
+    MIB,
+    Comparison,
+    Contender,
+    Figure,
+    Kind,
+    Outcome,
+    Row,
+    Sample,
+    Settings,
+    UnavailableError,
+    compare,
+    ratio,
+)
+from benchmarks.worker import Worker, workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SEED = 17
+OURS = "tensorferry aio_handle"
+_PEERS = "benchmarks.peers.gpu"
+_TMPFS = Path("/dev/shm")
+_LARGER = 8
+_LARGER_ROUNDS_MAX = 5
+_THREADS = (1, 4, 16)
+_LOCKED_NBYTES_MAX = 128 * MIB
+
+# How much of each memory a run of one size takes, in tensors of that size: what lives at once in the workers below.
+_GPU_TENSORS = 7
+_PINNED_TENSORS = 3  # two whole copies, and DeepSpeed's
+_FILES = 2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The best that the file system, and that copies, did in one comparison."""
+
+    storage: Row
+    copy: Row
+
+    @property
+    def lower(self) -> Row:
+        return min(self.storage, self.copy, key=lambda row: row.median)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether they are within a factor of 2, so that overlapping them pays."""
+        low, high = sorted((self.storage.median, self.copy.median))
+        return high <= 2 * low
+
+    @property
+    def note(self) -> str:
+        rows = (self.storage, self.copy)
+        return "; ".join(f"{row.label}: {row.median:.2f} GB/s" for row in rows)
+
+
+def run(settings: Settings) -> Outcome:
+    """On the file system of the directory chosen."""
+    return _run(settings, "gpu", memory_file_system=False)
+
+
+def run_on_tmpfs(settings: Settings) -> Outcome:
+    """The same in memory, where the copies are the limit, or the kernel's own."""
+    return _run(replace(settings, directory=_TMPFS), "gpu on tmpfs", memory_file_system=True)
+
+
+def _run(settings: Settings, name: str, *, memory_file_system: bool) -> Outcome:
+    with workers() as make:
+        device = make(f"{_PEERS}:Device").call("describe")
+    if not settings.directory.is_dir():
+        raise UnavailableError(f"{settings.directory} is no directory")
+    outcome = Outcome(notes=[f"{device['name']}, torch {device['torch']}"])
+    for factor in (1,) if settings.smoke else (1, _LARGER):
+        sized = replace(settings, nbytes=factor * settings.nbytes)
+        if factor > 1:
+            sized = replace(sized, rounds=min(settings.rounds, _LARGER_ROUNDS_MAX))
+        lack = lacking(sized.nbytes, device["free_nbytes"], settings.directory, memory_file_system)
+        if lack and factor == 1:
+            raise UnavailableError(lack)
+        if lack:
+            outcome.notes.append(lack)
+            continue
+        with files.scratch_directory(settings.directory) as directory, workers() as make:
+            for comparison, verb in _transfers(sized, name, directory, make, memory_file_system):
+                outcome.comparisons.append(comparison)
+                outcome.figures += figures(comparison, f"{name}: {size(sized.nbytes)} {verb}")
+    if not fio.installed():
+        outcome.notes.append("fio is not installed: the file system's limit is that of plain calls")
+    return outcome
+
+
+def lacking(nbytes: int, gpu_free_nbytes: int, directory: Path, in_memory: bool) -> str:
+    """Say what a tensor of nbytes is too large for, or nothing."""
+    host = _PINNED_TENSORS + (_FILES if in_memory else 0)
+    loops = len(_THREADS) * min(nbytes, GIB)
+    wanted = {
+        "GPU memory": (_GPU_TENSORS * nbytes + GIB, gpu_free_nbytes),
+        "host memory": (host * nbytes + loops, _available_nbytes()),
+        str(directory): (_FILES * nbytes + 64 * MIB, shutil.disk_usage(directory).free),
+    }
+    short = [
+        f"{needed / GIB:.1f} GiB of {what}, of which {there / GIB:.1f} are free"
+        for what, (needed, there) in wanted.items()
+        if there < needed
+    ]
+    return f"{size(nbytes)} is left out: it needs {', and '.join(short)}" if short else ""
+
+
+def limits(comparison: Comparison) -> Limits | None:
+    """The limits of a comparison, or None where one of them could not be measured."""
+    storage = [row for row in (comparison.best("fio"), comparison.best("limit", "storage")) if row]
+    copy = comparison.best("limit", "copy")
+    if not storage or not copy:
+        return None
+    return Limits(max(storage, key=lambda row: row.median), copy)
+
+
+def figures(comparison: Comparison, what: str) -> list[Figure]:
+    """The promises about one comparison."""
+    ours = comparison.row(OURS)
+    found = limits(comparison)
+    whole = comparison.best("peer", "whole")
+    locked = [sample.details["locked_nbytes"] / MIB for sample in ours.samples] if ours else []
+    return [
+        Figure(
+            f"{what}, over the lower limit",
+            ">=",
+            0.90,
+            ratio(ours, found.lower) if found else None,
+            "",
+            found.note if found else "a limit was not measured",
+        ),
+        Figure(
+            f"{what}, over whole copy, then I/O",
+            ">=",
+            1.5 if found and found.comparable else 1.0,
+            ratio(ours, whole),
+            "",
+            f"best: {whole.label}, {whole.median:.2f} GB/s" if whole else "",
+        ),
+        Figure(
+            f"{what}, locked host memory",
+            "<=",
+            _LOCKED_NBYTES_MAX // MIB,
+            max(locked, default=None),
+            "MiB",
+        ),
+    ]
+
+
+def size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.3g} GiB"
+
+
+def _transfers(
+    settings: Settings,
+    name: str,
+    directory: Path,
+    make: Callable[..., Worker],
+    memory_file_system: bool,
+) -> list[tuple[Comparison, str]]:
+    target, source = directory / "target", directory / "source"
+    configs = _fio_configs(settings, memory_file_system)
+    copies = make(f"{_PEERS}:CopyLimit", nbytes=settings.nbytes)
+    contenders = _contenders(settings, make)
+
+    def write(worker: Worker) -> Callable[[int], Sample]:
+        def measure(number: int) -> Sample:
+            files.remove(target)
+            return worker.sample("write", path=str(target), seed=SEED, check=number == 0)
+
+        return measure
+
+    def write_by_fio(config: fio.Config) -> Callable[[int], Sample]:
+        def measure(number: int) -> Sample:
+            files.remove(target)
+            job = fio.run(config, target, "write", settings.nbytes, "--end_fsync=1")
+            return fio.sample(job, "write")
+
+        return measure
+
+    def read(worker: Worker) -> Callable[[int], Sample]:
+        def measure(number: int) -> Sample:
+            files.make_cold(source)
+            return worker.sample("read", path=str(source), seed=SEED)
+
+        return measure
+
+    def copy(direction: str) -> Contender:
+        label = f"pinned copy {direction.replace('_', ' ')}"
+        return Contender(label, "limit", lambda number: copies.sample(direction), ("copy",))
+
+    title = f"{name}: {size(settings.nbytes)}"
+    written = Comparison(f"{title} write", "CUDA tensor to a fresh file, synced")
+    writers = [replace(contender, measure=write(worker)) for contender, worker in contenders]
+    writers += [Contender(c.label, "fio", write_by_fio(c), c.tags) for c in configs]
+    compare(settings, written, [*writers, copy("to_host")])
+    files.remove(target)
+
+    files.write_pattern(source, settings.nbytes, SEED)
+    kind = "file in memory" if memory_file_system else "cold file"
+    was_read = Comparison(f"{title} read", f"{kind} to CUDA tensor")
+    readers = [replace(contender, measure=read(worker)) for contender, worker in contenders]
+    readers += fio.contenders(configs, source, "read", settings.nbytes, files.make_cold)
+    compare(settings, was_read, [*readers, copy("to_device")])
+    return [(written, "write"), (was_read, "read")]
+
+
+def _contenders(settings: Settings, make: Callable[..., Worker]) -> list[tuple[Contender, Worker]]:
+    """All that is no fio and no copy, still without a measurement, and the worker that each runs in."""
+    made: list[tuple[Contender, Worker]] = []
+
+    def add(label: str, kind: Kind, tags: tuple[str, ...], peer: str, **options: Any) -> None:
+        worker = make(f"{_PEERS}:{peer}", **{"nbytes": settings.nbytes} | options)
+        made.append((Contender(label, kind, _unmeasured, tags), worker))
+
+    add(OURS, "ours", (), "Handle")
+    add(f"{OURS}, 4 workers", "ours", (), "Handle", options={"intra_op_parallelism": 4})
+    add("tensorferry gds_handle", "ours", (), "Handle", name="gds_handle")
+    whole = "whole copy, then"
+    add(f"{whole} plain system calls, 4 threads", "peer", ("whole",), "CopyThenThreads", threads=4)
+    add(f"{whole} tensorferry aio_handle", "peer", ("whole",), "CopyThenHandle")
+    if settings.deepspeed:
+        add("DeepSpeed aio_handle", "peer", ("whole",), "DeepSpeedHandle")
+    add("kvikio, 8 threads", "peer", (), "KvikIO", threads=8)
+    for threads in _THREADS[: 1 if settings.smoke else None]:
+        label = f"plain system calls, {threads} threads"
+        nbytes = min(settings.nbytes, GIB)
+        add(label, "limit", ("storage",), "StorageLimit", nbytes=nbytes, threads=threads)
+    return made
+
+
+def _unmeasured(number: int) -> Sample:
+    raise NotImplementedError
+
+
+def _fio_configs(settings: Settings, memory_file_system: bool) -> list[fio.Config]:
+    if memory_file_system:
+        return fio.usable([fio.Config("psync", "1M", 1, direct=False)], settings)
+    configs = [
+        fio.Config("io_uring", "1M", 32),
+        fio.Config("io_uring", "1M", 128),
+        fio.Config("libaio", "1M", 128),
+        fio.Config("io_uring", "4M", 32, registered=True, huge=True),
+    ]
+    return fio.usable(configs, settings)
+
+
+def _available_nbytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,52 @@
+"""Fixtures for tests that need a GPU: the GPUs themselves, and the engines asked for."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import pathlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support import gpus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    prepare(items, pathlib.Path(__file__).parent)
+
+
+def prepare(items: list[pytest.Item], folder: pathlib.Path) -> None:
+    """Mark the tests of folder; keep those of the engine that TENSORFERRY_ENGINE forces, if it does."""
+    forced = os.environ.get("TENSORFERRY_ENGINE")
+    for item in list(items):
+        if folder not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.gpu)
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if forced and parameters.get("engine", forced) != forced:
+            items.remove(item)
+
+
+@functools.cache
+def _settle_garbage() -> None:
+    """Leave what is there by now out of collections: with torch and pytest they take 0.1 seconds each."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def gpu() -> Iterator[gpus.Gpu]:
+    """The GPUs to test with; see tests/support/gpus.py."""
+    chosen = gpus.chosen()
+    if isinstance(chosen, str):
+        pytest.skip(chosen)
+    _settle_garbage()
+    yield chosen
+    gc.collect()
+    for device in range(chosen.count):
+        chosen.synchronize(device)

@@ -1,0 +1,23 @@
+"""The GPU benchmark's contenders on tensors of the CPU, so that the scenario itself is tested where there is no GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from benchmarks.peers import gpu
+
+
+class Device:
+    """No GPU, but room for any tensor."""
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "none", "free_nbytes": 1 << 50, "torch": "any"}
+
+
+Handle = partial(gpu.Handle, device="cpu")
+CopyThenThreads = partial(gpu.CopyThenThreads, device="cpu")
+CopyThenHandle = partial(gpu.CopyThenHandle, device="cpu")
+CopyLimit = partial(gpu.CopyLimit, device="cpu")
+StorageLimit = gpu.StorageLimit
+KvikIO = gpu.KvikIO
