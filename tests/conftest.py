@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,10 @@ from tests.support.data import SEED, SEED_VARIABLE, RandomBytes
 
 # Settings that this machine's user has stored must not decide what is tested; child processes inherit this.
 os.environ["TENSORFERRY_PROFILES"] = "0"
+
+# A shell starts what runs in the background with Ctrl-C ignored, which child processes would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ENGINES = ["io_uring", "libaio", "threads"]
 REQUIRE_ENGINES_VARIABLE = "TENSORFERRY_TEST_REQUIRE_ENGINES"

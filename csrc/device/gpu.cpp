@@ -76,9 +76,11 @@ Result<bool> Event::passed() const {
 
 std::optional<Fault> Event::wait() const {
   Current current(*gpu_);
-  if (auto fault = current.fault()) return fault;
-  if (int code = gpu_->driver().synchronize_event(handle_)) return fault_of(gpu_->driver(), code, "cuEventSynchronize");
-  return std::nullopt;
+  // Without a context too: memory may be let go only when the stream is through with it.
+  const int code = gpu_->driver().synchronize_event(handle_);
+  if (code == success) return std::nullopt;
+  auto fault = current.fault();
+  return fault ? fault : fault_of(gpu_->driver(), code, "cuEventSynchronize");
 }
 
 Copier::~Copier() {
