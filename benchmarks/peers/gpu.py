@@ -19,6 +19,7 @@ import torch
 from benchmarks import files
 from benchmarks.harness import MIB, MeasurementError, UnavailableError
 from benchmarks.measure import Stopwatch
+from tensorferry.tuning.machine.kernel import status_of_process
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -403,5 +404,5 @@ class LockedMemory:
 
 
 def _locked_nbytes() -> int:
-    values = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    values = status_of_process()
     return sum(int(values.get(name, "0 kB").split()[0]) for name in ("VmLck", "VmPin")) * 1024

@@ -202,10 +202,9 @@ class PyScheduler {
       core_ = Scheduler::create(options, refusals_);
     }
     if (core_) return;
-    nb::object kind = nb::module_::import_("tensorferry.errors").attr("EngineUnavailableError");
     std::string message;
     for (const auto& [name, reason] : refusals_) message += (message.empty() ? "" : "\n") + name + ": " + reason;
-    raise(kind(message));
+    raise_unavailable(message);
   }
 
   ~PyScheduler() {
@@ -456,11 +455,6 @@ bool is_locked(uintptr_t address, size_t nbytes) {
   return allocation && allocation->locked();
 }
 
-bool is_registered(uintptr_t address, size_t nbytes) {
-  auto allocation = Allocation::containing(reinterpret_cast<const void*>(address), nbytes);
-  return allocation && allocation->registered();
-}
-
 bool is_lent(uintptr_t address, size_t nbytes) {
   auto allocation = Allocation::containing(reinterpret_cast<const void*>(address), nbytes);
   return allocation && allocation->lent();
@@ -627,7 +621,6 @@ NB_MODULE(_core, module) {
   module.def("probe_engines", &probe_engines);
   module.def("allocate", &allocate, "nbytes"_a, "lock"_a, "gpu"_a = -1);
   module.def("is_locked", &is_locked, "address"_a, "nbytes"_a);
-  module.def("is_registered", &is_registered, "address"_a, "nbytes"_a);
   module.def("is_lent", &is_lent, "address"_a, "nbytes"_a);
   module.def("give_back", &give_back, "address"_a);
   module.def("buffer_memory", &buffer_memory, "exporter"_a, "writable"_a);

@@ -123,7 +123,7 @@ Result<Gpu*> Gpu::of(int ordinal) {
   if (int code = cuda->retain_primary_context(&context, device)) {
     return fault_of(*cuda, code, "cuDevicePrimaryCtxRetain");
   }
-  gpu = new Gpu(*cuda, ordinal, context);
+  gpu = new Gpu(*cuda, context);
   return gpu;
 }
 

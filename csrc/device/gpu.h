@@ -79,7 +79,6 @@ class Gpu {
   // Makes its primary context at first use.
   static Result<Gpu*> of(int ordinal);
 
-  int ordinal() const { return ordinal_; }
   const Driver& driver() const { return driver_; }
   ContextHandle context() const { return context_; }
 
@@ -93,11 +92,9 @@ class Gpu {
 
  private:
   friend class Event;
-  Gpu(const Driver& driver, int ordinal, ContextHandle context)
-      : driver_(driver), ordinal_(ordinal), context_(context) {}
+  Gpu(const Driver& driver, ContextHandle context) : driver_(driver), context_(context) {}
 
   const Driver& driver_;
-  const int ordinal_;
   const ContextHandle context_;
   std::mutex mutex_;
   std::vector<EventHandle> idle_events_;

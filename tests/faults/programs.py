@@ -20,10 +20,10 @@ import numpy as np
 import tensorferry
 from tests.support import seccomp
 from tests.support.expect import assert_equal, assert_works, contents
+from tests.support.forks import assert_exits_with_zero, in_child
 from tests.support.leaks import count_descriptors
 
 SIGNAL_DELAY_S = 0.3
-CHILD_TIMEOUT_S = 20
 
 
 def leave_with_pending_writes(engine: str, directory: str, count: int, nbytes: int) -> list[int]:
@@ -126,8 +126,8 @@ def fork(engine: str, directory: str) -> bool:
         handle.async_pwrite(data, path / f"pending{index}")
     pid = os.fork()
     if pid == 0:
-        _in_child(lambda: _touch_what_the_parent_owns(handle, file, engine, path, data))
-    _assert_exits_with_zero(pid)
+        in_child(lambda: _touch_what_the_parent_owns(handle, file, engine, path, data))
+    assert_exits_with_zero(pid)
     assert handle.wait() == 20
     for index in range(20):
         assert_equal(contents(path / f"pending{index}"), data)
@@ -180,7 +180,7 @@ def fork_and_leave_normally(engine: str, directory: str) -> bool:
     if pid == 0:
         handle = None  # dropped in the child: must neither hang nor finish the parent's writes
         sys.exit(0)
-    _assert_exits_with_zero(pid)
+    assert_exits_with_zero(pid)
     assert handle.wait() == 5
     for index in range(5):
         assert (contents(pathlib.Path(f"{directory}/file{index}")) == 3).all()
@@ -200,39 +200,14 @@ def fork_in_a_row(engine: str, directory: str) -> bool:
             assert_works(second, path)
             grandchild = os.fork()
             if grandchild == 0:
-                _in_child(lambda: assert_works(tensorferry.aio_handle(engine=engine), path))
-            _assert_exits_with_zero(grandchild)
+                in_child(lambda: assert_works(tensorferry.aio_handle(engine=engine), path))
+            assert_exits_with_zero(grandchild)
             assert_works(second, path)
 
-        _in_child(inner)
-    _assert_exits_with_zero(pid)
+        in_child(inner)
+    assert_exits_with_zero(pid)
     assert_works(first, path)
     return True
-
-
-def _in_child(work: Any) -> None:
-    import traceback
-
-    try:
-        work()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
-
-
-def _assert_exits_with_zero(pid: int) -> None:
-    deadline = time.monotonic() + CHILD_TIMEOUT_S
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            assert os.waitstatus_to_exitcode(status) == 0, f"the child ended with {status}"
-            return
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError("the child hung")
 
 
 def work_in_pool(directory: str, engine: str, index: int) -> int:
@@ -489,7 +464,7 @@ def fork_and_overlap(engine: str, directory: str) -> bool:
             assert own.wait() == 2
             assert own.sync_pwrite(np.full(5_003, 102, np.uint8), path) == 1
 
-        _in_child(write)
-    _assert_exits_with_zero(pid)
+        in_child(write)
+    assert_exits_with_zero(pid)
     assert handle.wait() == 30
     return True

@@ -16,12 +16,12 @@ import tensorferry
 from tensorferry import _core
 from tests.support import gpus
 from tests.support.expect import assert_equal, assert_works, contents
+from tests.support.forks import assert_exits_with_zero, in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SIGNAL_DELAY_S = 0.3
-CHILD_TIMEOUT_S = 20
 
 kept: Any = None
 
@@ -164,11 +164,11 @@ def fork(engine: str, directory: str) -> list[str]:
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _in_child(lambda: _write_answers(writer, gpu, engine, array, path))
+        in_child(lambda: _write_answers(writer, gpu, engine, array, path))
     os.close(writer)
     with os.fdopen(reader) as pipe:
         answers = pipe.read().splitlines()
-    _assert_exits_with_zero(child)
+    assert_exits_with_zero(child)
     assert handle.wait() == 10
     for index in range(10):
         assert_equal(contents(path / f"pending{index}"), bytes(range(256)) * 1000)
@@ -196,30 +196,6 @@ def _write_answers(writer: int, gpu: gpus.Gpu, engine: str, array: Any, path: pa
     assert not (path / "child").exists()
     assert_works(own, path)
     own.close()
-
-
-def _in_child(work: Callable[[], object]) -> None:
-    import traceback
-
-    try:
-        work()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-def _assert_exits_with_zero(child: int) -> None:
-    deadline = time.monotonic() + CHILD_TIMEOUT_S
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            assert os.waitstatus_to_exitcode(status) == 0, f"the child ended with {status}"
-            return
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise AssertionError("the child hung")
 
 
 def limited_file_size(engine: str, directory: str, nbytes: int, limit: int) -> dict[str, Any]:

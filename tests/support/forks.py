@@ -1,0 +1,40 @@
+"""What tests of forked children share: work that ends the child, and a parent that does not wait for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CHILD_TIMEOUT_S = 20
+
+
+def in_child(work: Callable[[], object]) -> None:
+    """Do the work of a forked child, and leave it: with 0, or 1 if it raised."""
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def assert_exits_with_zero(pid: int) -> None:
+    """Wait for a child; end one that hangs."""
+    deadline = time.monotonic() + CHILD_TIMEOUT_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            assert os.waitstatus_to_exitcode(status) == 0, f"the child ended with {status}"
+            return
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("the child hung")
