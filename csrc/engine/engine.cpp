@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <errno.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 namespace tensorferry {
@@ -30,6 +31,14 @@ int64_t execute_now(const Block& block) {
     case Operation::sync_all: result = ::fsync(block.descriptor); break;
   }
   return result < 0 ? -errno : result;
+}
+
+int64_t read_cached(const Block& block) {
+  struct iovec part{block.memory, block.nbytes};
+  const ssize_t result = ::preadv2(block.descriptor, &part, 1, static_cast<off_t>(block.offset), RWF_NOWAIT);
+  if (result >= 0) return result;
+  const bool unknown = errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL;
+  return unknown ? -EAGAIN : -errno;
 }
 
 }  // namespace tensorferry

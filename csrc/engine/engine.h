@@ -41,6 +41,9 @@ class Engine {
   // Whether blocks run in threads of its own, so that one that copies from the page cache holds up nobody.
   virtual bool has_threads() const { return false; }
 
+  // Whether I/O through the page cache is done within submit(), so that it may block.
+  virtual bool blocks_on_buffered() const { return false; }
+
   // Called once, first of all, by the thread that will own the engine.
   virtual void start() {}
 
@@ -85,5 +88,8 @@ const std::vector<EngineKind>& engine_kinds();
 
 // One block, on the calling thread, to its first result. The one implementation of "just do it now".
 int64_t execute_now(const Block& block);
+
+// A read of what the page cache holds; -EAGAIN where that would have to wait.
+int64_t read_cached(const Block& block);
 
 }  // namespace tensorferry

@@ -55,6 +55,7 @@ class LibaioEngine final : public Engine {
   }
 
   const char* name() const override { return "libaio"; }
+  bool blocks_on_buffered() const override { return true; }
 
   void add(Block& block) override {
     struct iocb* control = free_.back();

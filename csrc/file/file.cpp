@@ -210,6 +210,24 @@ size_t File::open_descriptors() { return descriptors_open.load(std::memory_order
 File::File(std::string path, int descriptor, bool readable, bool writable)
     : path_(std::move(path)), descriptor_(descriptor), readable_(readable), writable_(writable) {}
 
+File::Lease File::lease() {
+  std::lock_guard lock(lease_mutex_);
+  if (retired_) return {};
+  ++leases_;
+  return Lease(*this);
+}
+
+void File::give_back_lease() {
+  std::lock_guard lock(lease_mutex_);
+  if (--leases_ == 0 && retired_) lease_ended_.notify_all();
+}
+
+bool File::retire(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(lease_mutex_);
+  retired_ = true;
+  return lease_ended_.wait_for(lock, timeout, [&] { return leases_ == 0; });
+}
+
 std::optional<Fault> File::close() {
   if (cufile::Handle handle = cufile_.exchange(nullptr)) cufile::deregister_file(handle);
   const int through_cache = close_counted(buffered_.exchange(-1));

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -53,6 +55,33 @@ class File {
   // could not be kept: the first failure of a descriptor that is open for writing. Later calls do nothing; afterwards
   // descriptor() is -1 and all that needs one fails with EBADF.
   std::optional<Fault> close();
+
+  // As long as there is one, the descriptors stay open, unless close() is called all the same.
+  class Lease {
+   public:
+    Lease() = default;
+    Lease(Lease&& other) noexcept : file_(std::exchange(other.file_, nullptr)) {}
+    Lease& operator=(Lease&& other) noexcept {
+      std::swap(file_, other.file_);
+      return *this;
+    }
+    ~Lease() { reset(); }
+    explicit operator bool() const { return file_ != nullptr; }
+    void reset() {
+      if (File* file = std::exchange(file_, nullptr)) file->give_back_lease();
+    }
+
+   private:
+    friend class File;
+    explicit Lease(File& file) : file_(&file) {}
+    File* file_ = nullptr;
+  };
+
+  // Empty once the file is retired.
+  Lease lease();
+
+  // No more leases; waits for the end of those there are, and returns whether there are none.
+  bool retire(std::chrono::milliseconds timeout);
 
   const std::string& path() const { return path_; }
   bool direct() const { return direct_; }
@@ -113,9 +142,15 @@ class File {
   File(std::string path, int descriptor, bool readable, bool writable);
   std::optional<Fault> enable_direct(DirectMode mode);
   Fault fault(const char* operation, int error_number) const;
+  void give_back_lease();
 
   // Opens `path` into `slot` unless it is open already; no lock, since a child of fork() may meet it half-way.
   Result<int> open_once(std::atomic<int>& slot, const std::string& path, int flags, const char* operation);
+
+  std::mutex lease_mutex_;  // no forked child gets as far as this
+  std::condition_variable lease_ended_;
+  size_t leases_ = 0;
+  bool retired_ = false;
 
   std::string path_;
   std::atomic<int> descriptor_;
