@@ -34,11 +34,12 @@ int64_t execute_now(const Block& block) {
 }
 
 int64_t read_cached(const Block& block) {
-  struct iovec part{block.memory, block.nbytes};
-  const ssize_t result = ::preadv2(block.descriptor, &part, 1, static_cast<off_t>(block.offset), RWF_NOWAIT);
+  const struct iovec place{block.memory, block.nbytes};
+  const ssize_t result = ::preadv2(block.descriptor, &place, 1, static_cast<off_t>(block.offset), RWF_NOWAIT);
   if (result >= 0) return result;
-  const bool unknown = errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL;
-  return unknown ? -EAGAIN : -errno;
+  // Kernels and file systems that cannot promise not to wait refuse.
+  const bool refused = errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL;
+  return refused ? -EAGAIN : -errno;
 }
 
 }  // namespace tensorferry

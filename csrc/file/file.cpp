@@ -45,6 +45,9 @@ struct Cachestat {
 // What to assume where the kernel does not tell (before 6.1, FUSE, NFS): no device asks for more than a page.
 constexpr uint32_t assumed_alignment = 4096;
 
+// XFS has no larger ones. What network file systems tell as f_bsize may be a megabyte and means something else.
+constexpr int64_t max_file_system_block_nbytes = 64 << 10;
+
 std::atomic<size_t> descriptors_open{0};
 
 int counted(int descriptor) {
@@ -184,10 +187,23 @@ FileSystem file_system_of(int descriptor) {
   }
 }
 
-// Extending is check-then-act (a failed reservation is undone), so it is serialized within the process.
-std::mutex& extension_mutex(ino_t inode) {
-  static auto* mutexes = new std::array<std::mutex, 64>;
-  return (*mutexes)[inode % mutexes->size()];
+// The space that a file can still be given, where asking beforehand is worth it: ext4 keeps what it reserved before it
+// found the disk full (measured: all that was free), so that nobody could use it. XFS reserves all of up to 8 GiB or
+// nothing, and may find more than it tells.
+std::optional<uint64_t> obtainable_nbytes(int descriptor) {
+  struct statfs info;
+  if (::fstatfs(descriptor, &info) != 0 || info.f_type != EXT4_SUPER_MAGIC) return std::nullopt;
+  // Root may use blocks kept for it, but not the last 2 %, at most 4,096 blocks, that ext4 keeps for metadata.
+  const uint64_t kept = std::min<uint64_t>(info.f_blocks / 50, 4096);
+  const uint64_t for_root = info.f_bfree - std::min<uint64_t>(kept, info.f_bfree);
+  const uint64_t blocks = ::geteuid() == 0 ? std::max<uint64_t>(for_root, info.f_bavail) : info.f_bavail;
+  // Blocks beyond its end that the file has already; asked after, so that what another thread reserves for it between
+  // the two calls is counted twice rather than not at all.
+  struct stat status;
+  if (::fstat(descriptor, &status) != 0) return std::nullopt;
+  const uint64_t held = static_cast<uint64_t>(status.st_blocks) * 512;
+  const uint64_t size = static_cast<uint64_t>(status.st_size);
+  return blocks * static_cast<uint64_t>(info.f_bsize) + (held > size ? held - size : 0);
 }
 
 int fallocate_retrying(int descriptor, int mode, uint64_t offset, uint64_t nbytes) {
@@ -381,31 +397,38 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes) {
   struct stat status;
   if (::fstat(descriptor_, &status) != 0) return fault("fstat", errno);
   const uint64_t end = offset + nbytes;
-  if (end <= static_cast<uint64_t>(status.st_size)) return std::nullopt;
-
-  std::lock_guard lock(extension_mutex(status.st_ino));
-  if (::fstat(descriptor_, &status) != 0) return fault("fstat", errno);
   const uint64_t old_size = static_cast<uint64_t>(status.st_size);
   if (end <= old_size) return std::nullopt;
   const uint64_t begin = std::max(offset, old_size);
+  const auto refused = [&](int error_number) {
+    Fault found = fault("reserve space", error_number);
+    found.offset = begin;
+    return found;
+  };
+  const auto obtainable = obtainable_nbytes(descriptor());
+  if (obtainable && end - begin > *obtainable) return refused(ENOSPC);
   // First the blocks, then the size: a refusal must not leave a file that looks longer than its data.
-  if (fallocate_retrying(descriptor_, FALLOC_FL_KEEP_SIZE, begin, end - begin) != 0) {
-    const int error_number = errno;
+  if (fallocate_retrying(descriptor(), FALLOC_FL_KEEP_SIZE, begin, end - begin) != 0) {
     // Only a lack of space is a refusal. File systems that cannot reserve say so in many ways, and get their
     // writes without.
-    if (error_number != ENOSPC && error_number != EDQUOT && error_number != EFBIG) return std::nullopt;
-    Fault refused = fault("reserve space", error_number);
-    refused.offset = begin;
-    // Give back what was reserved before the disk was full. Truncating to the size that the file has releases
-    // blocks beyond it; another process extending the file in this instant would find the disk full as well.
-    if (::fstat(descriptor_, &status) == 0 && static_cast<uint64_t>(status.st_size) == old_size) {
-      (void)!::ftruncate(descriptor_, static_cast<off_t>(old_size));
-    }
-    return refused;
+    if (errno != ENOSPC && errno != EDQUOT && errno != EFBIG) return std::nullopt;
+    // What was reserved until then (a quota, a race for the last blocks) stays beyond the file's end, for its next
+    // writer: nothing can give it back without a risk for what another process writes there in this moment.
+    return refused(errno);
   }
   // The blocks are there; if the size cannot be set now, the writes will set it.
-  (void)fallocate_retrying(descriptor_, 0, begin, end - begin);
+  (void)fallocate_retrying(descriptor(), 0, begin, end - begin);
   return std::nullopt;
+}
+
+uint32_t File::write_granularity() const {
+  struct statfs info;
+  const uint32_t page = page_nbytes();
+  if (::fstatfs(descriptor(), &info) != 0 || info.f_bsize <= page || info.f_bsize > max_file_system_block_nbytes ||
+      (info.f_bsize & (info.f_bsize - 1)) != 0) {
+    return page;
+  }
+  return static_cast<uint32_t>(info.f_bsize);
 }
 
 std::optional<Fault> File::truncate(uint64_t size) {

@@ -95,12 +95,17 @@ class File {
   // The descriptor whose I/O goes through the page cache.
   Result<int> buffered_descriptor();
 
+  // What writes through the page cache and past it must not share: pages, and blocks of the file system where these
+  // are larger (XFS with 16 KiB blocks). There the cache reads and writes back whole blocks, over what was written past
+  // it meanwhile. A power of two.
+  uint32_t write_granularity() const;
+
   // Size in bytes; nothing where a size means nothing (a character device).
   Result<std::optional<uint64_t>> size() const;
 
   // Reserves blocks for [offset, offset + nbytes) beyond the present end and extends the size to cover it, so
   // that direct writes neither extend the file (ext4 and XFS serialize those) nor find the disk full half-way.
-  // File systems without fallocate are left alone. A refusal leaves the size as it was.
+  // File systems without fallocate are left alone. A refusal leaves the size as it was, and never shortens the file.
   std::optional<Fault> preallocate(uint64_t offset, uint64_t nbytes);
 
   std::optional<Fault> truncate(uint64_t size);

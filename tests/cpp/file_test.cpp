@@ -1,17 +1,9 @@
 // Files alone: closing and its failures, names that are new, directories and their syncs.
-//
-// Calls that fail are real ones: a seccomp filter of one thread lets the kernel refuse them for one descriptor.
 #include "file/file.h"
 
 #include <doctest/doctest.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/audit.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <stddef.h>
-#include <sys/fsuid.h>
-#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -20,29 +12,11 @@
 #include <functional>
 #include <thread>
 
+#include "refused_calls.h"
 #include "scheduling.h"
 
 namespace tensorferry {
 namespace {
-
-// Runs `body` in a thread where system call `number` fails with `error_number` if its first argument is `argument`.
-void where_call_fails(long number, uint32_t argument, int error_number, const std::function<void()>& body) {
-  std::thread([&] {
-    const auto load = [](size_t offset) { return sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, (uint32_t)offset); };
-    sock_filter program[] = {
-        load(offsetof(seccomp_data, nr)),
-        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<uint32_t>(number), 0, 3),
-        load(offsetof(seccomp_data, args)),
-        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, argument, 0, 1),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<uint32_t>(error_number)),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-    };
-    sock_fprog filter{sizeof program / sizeof *program, program};
-    REQUIRE(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
-    REQUIRE(::syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &filter) == 0);
-    body();
-  }).join();
-}
 
 // Runs `body` in a thread without root's rights over files.
 void as_ordinary_user(const std::function<void()>& body) {
