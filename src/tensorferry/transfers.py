@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from errno import EMFILE, ENFILE
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from tensorferry import _core
-from tensorferry.arrays import Location, Memory, memory_of, moved
+from tensorferry.arrays import Location, Memory, first_moved, memory_of, moved
 from tensorferry.errors import StorageError, memory_moved
 from tensorferry.futures import Future
 from tensorferry.runtime import AnyScheduler, scheduler_of, with_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_Array = TypeVar("_Array")
 
 Path: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 Direct: TypeAlias = "bool | Literal['auto']"
@@ -99,14 +101,14 @@ def transfer(
         request = with_descriptors(scheduler, run)
     if request is not None:
         _finish(request)
-    if location is not None and (failure := _failure_of_memory(memory, target, offset)):
+    if failure := _failure_of_memory(memory, target, offset):
         raise failure
 
 
 def start(
     scheduler: AnyScheduler,
     target: Path | int | _core.File,
-    array: object,
+    array: _Array,
     memory: Memory,
     offset: int,
     *,
@@ -114,7 +116,7 @@ def start(
     direct: str = "auto",
     sync: bool = False,
     name: str = "path",
-) -> Future:
+) -> Future[_Array]:
     """Begin to move one array."""
     address, nbytes, _, location = memory
     scheduler.check_usable()
@@ -132,24 +134,23 @@ def start(
         )
 
     request = with_descriptors(scheduler, submit)
-    if location is None:
-        future._start(request)
-    else:
-        future._start(request, lambda: _failure_of_memory(memory, target, offset))
+    future._start(request, lambda: _failure_of_memory(memory, target, offset))
     return future
 
 
 def _failure_of_memory(
     memory: Memory, target: Path | int | _core.File, offset: int
 ) -> StorageError | None:
-    """Return what is wrong where an array in GPU memory has not kept it until the end of its transfer."""
+    """Return what is wrong where an array has not kept its memory until the end of its transfer."""
     if not moved(memory):
         return None
+    return memory_moved(_text_of(target), offset, memory[1])
+
+
+def _text_of(target: Path | int | _core.File) -> str:
     if isinstance(target, _core.File):
-        path = target.path
-    else:
-        path = f"/proc/self/fd/{target}" if isinstance(target, int) else os.fsdecode(target)
-    return memory_moved(path, offset, memory[1])
+        return target.path
+    return f"/proc/self/fd/{target}" if isinstance(target, int) else os.fsdecode(target)
 
 
 def _finish(request: _core.Request) -> None:
@@ -220,11 +221,10 @@ def transfer_many(
         exception = request.exception()
         if exception is not None:
             raise exception
-    for index, location in enumerate(batch.locations or ()):
-        memory = batch.addresses[index], batch.nbytes[index], batch.owners[index], location
-        failure = _failure_of_memory(memory, batch.paths[index], batch.offsets[index])
-        if failure is not None:
-            raise failure
+    index = first_moved(batch.addresses, batch.nbytes, batch.owners)
+    if index is not None:
+        path = _text_of(batch.paths[index])
+        raise memory_moved(path, batch.offsets[index], batch.nbytes[index])
 
 
 class _Batch(NamedTuple):
