@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tensorferry import _core
+from tensorferry import _core, runtime
 from tensorferry.arrays import memory_of
 from tensorferry.runtime import (
     DEFAULT_BLOCK_NBYTES,
@@ -33,6 +36,15 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tensorferry.futures import Future
+
+_Array = TypeVar("_Array")
+
+# Beyond these a queue has more memory than I/O in it.
+MAX_QUEUE_DEPTH = 32768
+MAX_BLOCK_NBYTES = 1 << 30
+
+# Looks after its transfers' progress, when a file is closed.
+_SLICE_SECONDS = 1.0
 
 
 def write(
@@ -90,7 +102,7 @@ def write(
     )
 
 
-def read(path: Path, array: Any, offset: int = 0, *, direct: Direct = "auto") -> Any:
+def read(path: Path, array: _Array, offset: int = 0, *, direct: Direct = "auto") -> _Array:
     """Fill an array with bytes of a file, and return it.
 
     Parameters
@@ -266,17 +278,23 @@ class File:
             scheduler = make_scheduler(
                 engine,
                 positive(
-                    block_size if block_size is not None else DEFAULT_BLOCK_NBYTES, "block_size"
+                    DEFAULT_BLOCK_NBYTES if block_size is None else block_size,
+                    "block_size",
+                    MAX_BLOCK_NBYTES,
                 ),
                 positive(
-                    queue_depth if queue_depth is not None else DEFAULT_QUEUE_DEPTH, "queue_depth"
+                    DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth,
+                    "queue_depth",
+                    MAX_QUEUE_DEPTH,
                 ),
                 1,
                 False,
             )
         else:
             scheduler = default_scheduler()
-        self._pending: list[Future] = []
+        self._pending: list[Future[Any]] = []
+        self._look_at = 256
+        self._lock, self._closing = threading.Lock(), threading.RLock()
         self._file: _core.File | None = with_descriptors(
             scheduler, lambda: _core.open_file(text, *_MODES[mode], how)
         )
@@ -304,7 +322,7 @@ class File:
         """Whether it has been closed."""
         return self._file is None
 
-    def read(self, array: Any, offset: int = 0) -> Any:
+    def read(self, array: _Array, offset: int = 0) -> _Array:
         """Fill an array from ``offset`` (bytes) on, and return it. See :func:`tensorferry.read`."""
         file = self._open_file(reading=True)
         memory = memory_of(array, writable=True)
@@ -324,7 +342,7 @@ class File:
             sync=sync,
         )
 
-    def read_into(self, array: Any, offset: int = 0) -> Future:
+    def read_into(self, array: _Array, offset: int = 0) -> Future[_Array]:
         """Begin to fill an array from ``offset`` (bytes) on.
 
         Returns
@@ -332,20 +350,9 @@ class File:
         Future
             Its result is the array.
         """
-        file = self._open_file(reading=True)
-        memory = memory_of(array, writable=True)
-        return self._track(
-            start(
-                self._scheduler,
-                file,
-                array,
-                memory,
-                checked_offset(offset, memory[1]),
-                write=False,
-            )
-        )
+        return self._start(array, offset, write=False)
 
-    def write_from(self, array: Any, offset: int = 0, *, sync: bool = False) -> Future:
+    def write_from(self, array: _Array, offset: int = 0, *, sync: bool = False) -> Future[_Array]:
         """Begin to write an array at ``offset`` (bytes). Do not change the array before the future is done.
 
         Returns
@@ -353,19 +360,7 @@ class File:
         Future
             Its result is the array.
         """
-        file = self._open_file(writing=True)
-        memory = memory_of(array, writable=False)
-        return self._track(
-            start(
-                self._scheduler,
-                file,
-                array,
-                memory,
-                checked_offset(offset, memory[1]),
-                write=True,
-                sync=sync,
-            )
-        )
+        return self._start(array, offset, write=True, sync=sync)
 
     def sync(self) -> None:
         """Make what has been written, and the size, durable (fdatasync). Transfers on their way are not covered."""
@@ -392,19 +387,43 @@ class File:
         return self._scheduler.stats()
 
     def close(self) -> None:
-        """Wait for transfers on their way, and close. Their futures keep results and failures."""
-        if self._file is None:
+        """Wait for transfers on their way, and close. Their futures keep results and failures.
+
+        Where nothing moves for 60 seconds it gives up, with a ``RuntimeWarning``; arrays stay referenced all the same.
+        """
+        if not self._scheduler.belongs_to_this_process():
+            self._file = None
             return
-        if self._scheduler.belongs_to_this_process():
-            for future in self._pending:
-                future._request.wait(None)
-                future.done()  # sees the end while the arrays are as they were
-            if self._own_scheduler:
-                close_scheduler(self._scheduler)
-            else:
-                self._scheduler.reap()
-        self._pending.clear()
-        self._file = None
+        with self._closing:  # who comes second returns when all is done, too
+            file, self._file = self._file, None
+            if file is None:
+                return
+            try:
+                self._finish()
+            except BaseException:  # Ctrl-C: to be closed again
+                self._file = file
+                raise
+
+    def _finish(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, []
+        try:
+            left = _wait_for(pending, self._scheduler)
+        except BaseException:
+            with self._lock:
+                self._pending[:0] = pending
+            raise
+        if self._own_scheduler:
+            close_scheduler(self._scheduler)
+        else:
+            self._scheduler.reap()
+            if left:
+                warnings.warn(
+                    f"tensorferry: {len(left)} transfers of {self._path!r} made no progress for "
+                    f"{runtime.CLOSE_PATIENCE_SECONDS:g} seconds and were left behind; data may be missing",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
 
     def __enter__(self) -> File:
         self._open_file()
@@ -431,12 +450,41 @@ class File:
             raise ValueError(f"the file {self._path!r} was not opened for writing")
         return self._file
 
-    def _track(self, future: Future) -> Future:
-        # Those that are done need no waiting for; looking every so often keeps the list short.
-        if len(self._pending) >= 256:
-            self._pending = [pending for pending in self._pending if not pending.done()]
-        self._pending.append(future)
+    def _start(
+        self, array: _Array, offset: int, *, write: bool, sync: bool = False
+    ) -> Future[_Array]:
+        file = self._open_file(reading=not write, writing=write)
+        memory = memory_of(array, writable=not write)
+        offset = checked_offset(offset, memory[1])
+        future = start(self._scheduler, file, array, memory, offset, write=write, sync=sync)
+        future._about = ("writing" if write else "reading", self._path, offset, memory[1])
+        with self._lock:
+            # Those that are done need no waiting for; looking every so often keeps the list short.
+            if len(self._pending) >= self._look_at:
+                self._pending = [pending for pending in self._pending if not pending.done()]
+                self._look_at = 2 * len(self._pending) + 256
+            self._pending.append(future)
         return future
+
+
+def _wait_for(futures: list[Future[Any]], scheduler: AnyScheduler) -> list[Future[Any]]:
+    """Wait for transfers as long as the scheduler moves anything, and return those that have not ended."""
+    seen, deadline = None, 0.0
+    for future in futures:
+        while not future._request.wait(min(_SLICE_SECONDS, runtime.CLOSE_PATIENCE_SECONDS)):
+            now, moved = time.monotonic(), _moved(scheduler)
+            if moved != seen:
+                seen, deadline = moved, now + runtime.CLOSE_PATIENCE_SECONDS
+            elif now >= deadline:
+                return [future for future in futures if not future.done()]
+        future.done()  # sees the end while the array is as it was
+    return []
+
+
+def _moved(scheduler: AnyScheduler) -> object:
+    """Return what changes as long as blocks end."""
+    counted = scheduler.stats()
+    return [counted[name] for name in ("read_nbytes", "written_nbytes", "failed_requests")]
 
 
 def positive(value: int, name: str, maximum: int = (1 << 31) - 1) -> int:

@@ -29,6 +29,9 @@ DEFAULT_QUEUE_DEPTH = 128
 # Blocks of large requests, unless a block size was chosen: half the processor time, and some speed on fast drives.
 _LARGE_BLOCK_NBYTES = 4 << 20
 
+# After so long without any progress whoever closes something gives up.
+CLOSE_PATIENCE_SECONDS = 60.0
+
 _Result = TypeVar("_Result")
 
 _schedulers: weakref.WeakSet[_core.Scheduler] = weakref.WeakSet()
