@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import errno
 import mmap
 import types
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING
 import numpy
 import pytest
 import torch
+import torch.utils.dlpack
 
 import tensorferry
 from tensorferry import arrays, transfers
-from tensorferry.arrays import CudaTensor, memory_of
+from tensorferry.arrays import memory_of
 from tests.support.pretended import ADDRESS, GPU, CudaArray, pretend_driver, pretend_no_driver
 
 if TYPE_CHECKING:
@@ -245,7 +247,8 @@ def test_dlpack_on_a_gpu_is_believed_only_where_the_driver_agrees() -> None:
         memory_of(array, writable=True)
     managed = OnAnAccelerator(numpy.zeros(3, numpy.int16), kind=13, index=2)
     address, nbytes, owner, location = memory_of(managed, writable=True)
-    assert (nbytes, owner, location) == (6, managed, (2, 1))
+    assert (nbytes, location) == (6, (2, 1))
+    assert owner is not managed  # but what it exported
     assert address == managed._inner.ctypes.data
 
 
@@ -286,7 +289,7 @@ def test_cuda_tensors_are_bytes_on_their_device_after_its_current_stream(
     address, nbytes, owner, location = of_cuda_tensor(tensor, writable=True)
     assert (address, nbytes, location) == (tensor.data_ptr(), 32, (1, 0x1234))
     assert asked == [torch.device("cuda", 1)]
-    assert isinstance(owner, CudaTensor)
+    assert owner.device.type == "cuda"  # the storage, not the tensor
     assert not arrays.moved((address, nbytes, owner, location))
     copied = of_cuda_tensor(torch.zeros(4, 4).t(), writable=False)
     assert copied[1] == 64
@@ -299,19 +302,77 @@ def test_cuda_tensors_are_bytes_on_their_device_after_its_current_stream(
         of_cuda_tensor(tensor, writable=True)
 
 
-def test_a_tensor_that_gave_its_memory_back_is_found_out() -> None:
-    kept = torch.zeros(1000)
-    owner = CudaTensor(kept)
-    kept.set_(torch.ones(5).untyped_storage(), 0, (5,))  # the transfer's storage stays as it is
-    kept.data = torch.ones(3)
-    del kept
-    assert not owner.moved()
-    resized = torch.zeros(1000)
-    owner = CudaTensor(resized)
-    resized.untyped_storage().resize_(0)
-    assert owner.moved()
-    assert arrays.moved((ADDRESS, 4000, owner, (0, 1)))
-    assert not arrays.moved((ADDRESS, 4000, resized, (0, 1)))  # another library's
+def test_a_tensor_that_got_other_storage_has_kept_the_transfers() -> None:
+    tensor = torch.arange(1000)
+    memory = memory_of(tensor, writable=True)
+    tensor.set_(torch.ones(5).untyped_storage(), 0, (5,))
+    tensor.data = torch.ones(3)
+    del tensor
+    assert not arrays.moved(memory)
+    kept = (ctypes.c_int64 * 1000).from_address(memory[0])
+    assert list(kept) == list(range(1000))
+
+
+@pytest.mark.parametrize(
+    "give_back",
+    [
+        lambda tensor: tensor.resize_(100_000),
+        lambda tensor: tensor.untyped_storage().resize_(0),
+        lambda tensor: tensor.share_memory_(),
+    ],
+)
+def test_a_tensor_that_gave_its_memory_back_is_found_out(
+    give_back: Callable[[torch.Tensor], object],
+) -> None:
+    tensor = torch.zeros(1000)
+    part = tensor[10:20]
+    memories = [memory_of(tensor, writable=True), memory_of(part, writable=True)]
+    on_a_gpu = (*memories[0][:3], (0, 1))
+    assert not any(arrays.moved(memory) for memory in [*memories, on_a_gpu])
+    give_back(tensor)
+    assert all(arrays.moved(memory) for memory in [*memories, on_a_gpu])
+
+
+def test_a_numpy_array_that_was_resized_by_force_is_found_out() -> None:
+    for dtype in ("u1", "M8[s]"):  # the buffer protocol has no word for the second
+        array = numpy.zeros(1000, dtype)
+        memory = memory_of(array, writable=True)
+        with pytest.raises(ValueError, match="resize"):
+            array.resize(1_000_000)  # NumPy sees that it is held
+        assert not arrays.moved(memory)
+        array.resize(1_000_000, refcheck=False)
+        assert arrays.moved(memory)
+    assert not arrays.moved((ADDRESS, 4000, object(), None))  # another library's
+
+
+class MadeForTheExport:
+    """A DLPack exporter whose memory lasts as long as one export."""
+
+    def __dlpack__(self, **_: object) -> object:
+        made = torch.full((300_000,), 7, dtype=torch.uint8)
+        return torch.utils.dlpack.to_dlpack(made)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def test_what_a_dlpack_exporter_made_for_the_export_is_kept(directory: pathlib.Path) -> None:
+    exporter = MadeForTheExport()
+    address, nbytes, owner, _ = memory_of(exporter, writable=False)
+    usurpers = [torch.full((300_000,), 9, dtype=torch.uint8) for _ in range(8)]
+    assert bytes((ctypes.c_ubyte * nbytes).from_address(address)) == b"\7" * nbytes
+    with tensorferry.open(directory / "file", "w") as file:
+        future = file.write_from(exporter)
+        usurpers += [torch.full((300_000,), 9, dtype=torch.uint8) for _ in range(8)]
+        future.result()
+    assert (directory / "file").read_bytes() == b"\7" * nbytes
+    del owner, future
+
+
+def test_a_dlpack_exporter_that_copies_cannot_be_read_into(directory: pathlib.Path) -> None:
+    (directory / "file").write_bytes(bytes(300_000))
+    with pytest.raises(ValueError, match="read-only"):
+        tensorferry.read(directory / "file", MadeForTheExport())
 
 
 class EndedAtOnce:
@@ -335,7 +396,7 @@ class EndedAtOnce:
 
 def test_a_transfer_whose_tensor_was_resized_meanwhile_fails(directory: pathlib.Path) -> None:
     def begin(tensor: torch.Tensor) -> tensorferry.Future:
-        memory = (tensor.data_ptr(), tensor.nbytes, CudaTensor(tensor), (0, 1))
+        memory = memory_of(tensor, writable=False)
         return transfers.start(
             EndedAtOnce(),  # type: ignore[arg-type]
             directory / "file",
@@ -362,7 +423,7 @@ def test_a_transfer_whose_tensor_was_resized_meanwhile_fails(directory: pathlib.
     assert future.result() is seen
 
     moved = torch.zeros(1000)
-    memory = (moved.data_ptr(), moved.nbytes, CudaTensor(moved), (0, 1))
+    memory = memory_of(moved, writable=False)
     moved.untyped_storage().resize_(0)
     with pytest.raises(tensorferry.StorageError, match="went back to torch"):
         transfers.transfer(EndedAtOnce(), directory / "file", memory, 0, write=True)  # type: ignore[arg-type]

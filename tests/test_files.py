@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from typing import TYPE_CHECKING
@@ -272,6 +273,14 @@ def test_bad_arguments_are_refused_before_any_io(directory: pathlib.Path) -> Non
         tensorferry.open(path, "w", block_size=0)
     with pytest.raises(ValueError, match="engine"):
         tensorferry.open(path, "w", engine="windows")
+    for setting, maximum in (("queue_depth", 32768), ("block_size", 1 << 30)):
+        for value in (0, -1, maximum + 1, (1 << 31) - 1, 1 << 80):
+            with pytest.raises(ValueError, match=f"{setting}: {value} is not between 1 and"):
+                tensorferry.open(path, "w", **{setting: value})
+            with pytest.raises(ValueError, match=f"{setting}: {value} is not between 1 and"):
+                tensorferry.aio_handle(**{setting: value})
+        with pytest.raises(TypeError, match=setting):
+            tensorferry.open(path, "w", **{setting: 1.5})
     assert not path.exists()
 
 
@@ -333,6 +342,18 @@ def test_errors_say_what_and_survive_pickling(directory: pathlib.Path) -> None:
     assert "5 bytes" in str(error)
     with pytest.raises(FileNotFoundError):
         raise_as_oserror(directory / "missing")
+
+
+def test_an_error_keeps_the_others_of_its_call_when_it_is_pickled_or_copied() -> None:
+    others = tuple(tensorferry.ShortReadError(None, "End", f"b{i}", offset=i) for i in range(2))
+    error = tensorferry.StorageError(5, "Input/output error", "a", offset=3, others=others)
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert [(type(each), each.filename, each.offset) for each in again.others] == [
+            (tensorferry.ShortReadError, "b0", 0),
+            (tensorferry.ShortReadError, "b1", 1),
+        ]
+        assert str(again) == str(error)
+    assert tensorferry.StorageError(5, "Input/output error", "a").others == ()
 
 
 def raise_as_oserror(path: pathlib.Path) -> None:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import gc
 import os
+import queue
+import re
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import tensorferry
+from tests.conftest import ROOT
 
 if TYPE_CHECKING:
     import pathlib
+    from collections.abc import Awaitable, Callable
 
 
 def test_results(engine: str, directory: pathlib.Path) -> None:
@@ -127,25 +135,279 @@ def test_awaiting_a_failure_raises_it(directory: pathlib.Path) -> None:
     asyncio.run(main())
 
 
-def test_cancelling_the_task_that_awaits_leaves_the_transfer_alone(directory: pathlib.Path) -> None:
+SLOWLY: dict[str, Any] = {"block_size": 4096, "queue_depth": 1, "direct": True}
+
+
+def test_a_cancelled_transfer_ends_early_and_says_so(engine: str, directory: pathlib.Path) -> None:
     data = os.urandom(30_000_000)
+    with tensorferry.open(directory / "file", "w", engine=engine, **SLOWLY) as file:
+        future = file.write_from(data)
+        assert future.running()
+        assert not future.cancelled()
+        assert future.cancel()
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.result(60)
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.exception()
+        assert (future.done(), future.running(), future.cancelled()) == (True, False, True)
+        assert not future.cancel()
+        assert file.write_from(b"next").result() == b"next"
+
+
+def test_what_has_ended_cannot_be_cancelled(directory: pathlib.Path) -> None:
+    with tensorferry.open(directory / "file", "w+") as file:
+        future = file.write_from(b"12345")
+        future.result()
+        assert not future.cancel()
+        assert not future.cancelled()
+    with tensorferry.open(directory / "file", "r+", **SLOWLY) as file:
+        file.truncate(2_000_000)
+        file.read_into(bytearray(1_000_000)).add_done_callback(lambda each: each.exception())
+        failed = file.read_into(bytearray(2_000_000))
+        file.truncate(5)
+        assert isinstance(failed.exception(), tensorferry.ShortReadError)
+        assert not failed.cancel()
+        assert not failed.cancelled()
+
+
+def test_a_transfer_that_moved_all_before_it_could_be_cancelled_is_a_success(
+    engine: str, directory: pathlib.Path
+) -> None:
+    outcomes = set()
+    with tensorferry.open(directory / "file", "w", engine=engine) as file:
+        for index in range(200):
+            data = bytes([index]) * 4096
+            future = file.write_from(data, 4096 * index)
+            future.cancel()
+            try:
+                assert future.result() is data
+                outcomes.add("done")
+                assert not future.cancelled()
+                with open(directory / "file", "rb") as plain:
+                    assert os.pread(plain.fileno(), 4096, 4096 * index) == data
+            except concurrent.futures.CancelledError:
+                outcomes.add("cancelled")
+                assert future.cancelled()
+    assert outcomes <= {"done", "cancelled"}
+
+
+def test_nothing_touches_the_array_of_a_cancelled_read_once_it_is_done(
+    engine: str, directory: pathlib.Path
+) -> None:
+    path = directory / "file"
+    path.write_bytes(b"\1" * 20_000_000)
+    os.sync()
+    with tensorferry.open(path, engine=engine, block_size=65536, direct=True) as file:
+        for _ in range(20):
+            buffer = bytearray(20_000_000)
+            future = file.read_into(buffer)
+            future.cancel()
+            while not future.done():
+                time.sleep(0)
+            buffer[:] = bytes(len(buffer))
+            file.read_into(bytearray(1_000_000)).result()
+            assert not any(buffer)
+
+
+def test_a_cancelled_future_is_not_warned_of(directory: pathlib.Path) -> None:
+    with warnings.catch_warnings(), tensorferry.open(directory / "file", "w", **SLOWLY) as file:
+        warnings.simplefilter("error")
+        assert file.write_from(bytes(30_000_000)).cancel()
+        file.close()
+        gc.collect()
+
+
+def test_callbacks_of_a_cancelled_transfer_are_called_when_it_has_ended(
+    directory: pathlib.Path,
+) -> None:
+    called = queue.Queue[Any]()
+    with tensorferry.open(directory / "file", "w", **SLOWLY) as file:
+        future = file.write_from(bytes(30_000_000))
+        future.add_done_callback(lambda ended: called.put((ended.done(), ended.cancelled())))
+        future.cancel()
+        assert called.get(timeout=60) == (True, True)
+
+
+def test_repr_says_what_it_is(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    with tensorferry.open(path, "w+", **SLOWLY) as file:
+        future = file.write_from(bytes(10_000_000), 4096)
+        begun = repr(future)
+        assert "writing 10000000 bytes at offset 4096" in begun
+        assert str(path) in begun
+        assert begun.endswith("running>")
+        future.result()
+        assert repr(future).endswith("done>")
+        short = file.read_into(bytearray(10_000_000))
+        file.truncate(5)
+        short.exception()
+        assert "reading 10000000 bytes" in repr(short)
+        assert "failed: End of file" in repr(short)
+        stopped = file.write_from(bytes(10_000_000))
+        stopped.cancel()
+        assert repr(stopped).endswith(("being cancelled>", "cancelled>"))
+        with pytest.raises(concurrent.futures.CancelledError):
+            stopped.result()
+        assert repr(stopped).endswith(": cancelled>")
+
+
+def test_a_future_is_generic_in_its_result(directory: pathlib.Path) -> None:
+    assert tensorferry.Future[bytes] is not None
+    program = directory / "program.py"
+    program.write_text(
+        """
+import tensorferry
+
+with tensorferry.open("file", "w+") as file:
+    reveal_type(file.write_from(b"x"))
+    reveal_type(file.read_into(bytearray(5)).result())
+    old: tensorferry.Future = file.write_from(b"x")
 
     async def main() -> None:
-        with tensorferry.open(directory / "file", "w", block_size=4096, queue_depth=1) as file:
-            future = file.write_from(data)
+        reveal_type(await file.write_from(b"x"))
+"""
+    )
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(directory / "cache")]
+    checked = subprocess.run(
+        [*command, str(program)], capture_output=True, text=True, cwd=ROOT / "src", timeout=300
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    revealed = re.findall('Revealed type is "(.*)"', checked.stdout.replace("builtins.", ""))
+    assert revealed == ["tensorferry.futures.Future[bytes]", "bytearray", "bytes"]
 
-            async def wait() -> None:
-                await future
 
-            task = asyncio.create_task(wait())
-            await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert await future is data
+def in_a_loop(directory: pathlib.Path, use: Callable[[tensorferry.File], Awaitable[None]]) -> None:
+    """Run a coroutine function with a file of 30 MB, of which reads are slow."""
+    path = directory / "file"
+    path.write_bytes(b"\7" * 30_000_000)
+    os.sync()
+
+    async def main() -> None:
+        with tensorferry.open(path, "r+", **SLOWLY) as file:
+            await use(file)
 
     asyncio.run(main())
-    assert (directory / "file").read_bytes() == data
+
+
+def test_asyncio_takes_futures_wherever_it_takes_coroutines(directory: pathlib.Path) -> None:
+    async def use(file: tensorferry.File) -> None:
+        def begin(index: int = 0) -> tensorferry.Future[bytearray]:
+            return file.read_into(bytearray(100_000), index)
+
+        def whole(buffer: bytearray) -> bool:
+            return buffer == b"\7" * 100_000
+
+        assert whole(await asyncio.create_task(begin()))
+        assert all(map(whole, await asyncio.gather(*map(begin, range(8)))))
+        assert whole(await asyncio.wait_for(begin(), 60))
+        assert whole(await asyncio.shield(begin()))
+        assert all([whole(await each) for each in asyncio.as_completed(map(begin, range(8)))])
+        if sys.version_info >= (3, 11):
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(begin(index)) for index in range(8)]
+            assert all(whole(task.result()) for task in tasks)
+        done, _ = await asyncio.wait([asyncio.create_task(begin())])
+        assert whole(done.pop().result())
+
+    in_a_loop(directory, use)
+
+
+def test_several_tasks_may_await_one_transfer(directory: pathlib.Path) -> None:
+    async def use(file: tensorferry.File) -> None:
+        buffer = bytearray(10_000_000)
+        future = file.read_into(buffer)
+
+        async def wait() -> bytearray:
+            return await future
+
+        tasks = [asyncio.create_task(each) for each in (wait(), future, wait(), future)]
+        assert all(found is buffer for found in await asyncio.gather(*tasks, future))
+        assert await future is buffer
+
+    in_a_loop(directory, use)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_cancelling_a_task_that_awaits_cancels_the_transfer(
+    directory: pathlib.Path, direct: bool
+) -> None:
+    async def use(file: tensorferry.File) -> None:
+        future = file.read_into(bytearray(30_000_000))
+
+        async def wait() -> None:
+            await future
+
+        task = asyncio.create_task(future if direct else wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(asyncio.CancelledError):
+            await future
+        assert future.cancelled()
+
+    in_a_loop(directory, use)
+
+
+def test_a_shielded_transfer_outlives_the_task_and_a_timeout_ends_one_that_is_not(
+    directory: pathlib.Path,
+) -> None:
+    async def use(file: tensorferry.File) -> None:
+        future = file.read_into(bytearray(30_000_000))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(future), 0.001)
+        assert not future.cancelled()
+        assert bytes(await future) == b"\7" * 30_000_000
+        future = file.read_into(bytearray(30_000_000))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(future, 0.001)
+        while not future.done():
+            await asyncio.sleep(0.001)
+        assert future.cancelled()
+
+    in_a_loop(directory, use)
+
+
+def test_a_callback_may_submit_again_and_close_the_file(
+    engine: str, directory: pathlib.Path
+) -> None:
+    ended = queue.Queue[Any]()
+    file = tensorferry.open(directory / "file", "w+", engine=engine)
+    buffer = bytearray(1_000_000)
+
+    def read_back(written: tensorferry.Future[bytes]) -> None:
+        file.read_into(buffer).add_done_callback(close)
+
+    def close(_: object) -> None:
+        file.close()
+        ended.put(file.closed)
+
+    file.write_from(b"\5" * 1_000_000).add_done_callback(read_back)
+    assert ended.get(timeout=60)
+    assert buffer == b"\5" * 1_000_000
+
+
+def test_a_callback_that_ends_its_thread_takes_no_other_with_it(directory: pathlib.Path) -> None:
+    after = threading.Event()
+    with tensorferry.open(directory / "file", "w", **SLOWLY) as file:
+        future = file.write_from(bytes(10_000_000))
+        future.add_done_callback(lambda _: sys.exit(1))
+        future.add_done_callback(lambda _: after.set())
+        assert after.wait(60)
+
+
+def test_threads_that_ask_at_the_same_moment_get_the_same_failure(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    for _ in range(50):
+        path.write_bytes(bytes(2_000_000))
+        with tensorferry.open(path, **SLOWLY) as file:
+            file.read_into(bytearray(1_000_000)).add_done_callback(lambda each: each.exception())
+            future = file.read_into(bytearray(2_000_000))
+            os.truncate(path, 5)
+            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                found = [pool.submit(future.exception) for _ in range(4)]
+            assert len({id(each.result()) for each in found}) == 1
 
 
 def test_the_event_loop_stays_free_while_a_transfer_is_awaited(directory: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import threading
@@ -260,3 +261,23 @@ def test_failures_that_nobody_waited_for_are_warned_of(
         handle.close()
     failed = sum(operation.future.exception() is not None for operation in pending)
     assert len([warning for warning in caught if warning.category is RuntimeWarning]) == failed
+
+
+def test_wait_raises_the_first_failure_which_knows_the_others(
+    make_handle: MakeHandle, directory: pathlib.Path
+) -> None:
+    handle = make_handle(block_size=4096, queue_depth=1)
+    data = random_tensor(1_000_000)
+    for name in ("gone", "kept", "cut"):
+        handle.pwrite(data, directory / name, True, True)
+    for operation in handle._pending:
+        operation.future.result()
+    (directory / "gone").unlink()  # the validation of this one cannot even begin
+    os.truncate(directory / "cut", 5)
+    with pytest.raises(tensorferry.StorageError, match="1 more operations failed") as caught:
+        handle.wait()
+    assert caught.value.filename == str(directory / "gone")
+    assert caught.value.errno == errno.ENOENT
+    (other,) = caught.value.others
+    assert other.filename == str(directory / "cut")
+    assert handle.wait() == 0

@@ -5,7 +5,7 @@
 
 namespace tensorferry {
 
-// Adds `collect` to the module.
+// Adds `collect` and `first_moved` to the module.
 void bind_collect(nanobind::module_& module);
 
 }  // namespace tensorferry

@@ -601,19 +601,23 @@ std::optional<std::pair<uintptr_t, uint64_t>> buffer_memory(nb::handle exporter,
   return found;
 }
 
-// Address, bytes, whether it may be written to, whether it is C-contiguous.
-std::tuple<uintptr_t, uint64_t, bool, bool> dlpack_memory(nb::handle array) {
+// Address, bytes, whether it may be written to, whether it is C-contiguous; and what keeps it: an exporter may make the
+// memory for this one view.
+std::tuple<uintptr_t, uint64_t, bool, bool, nb::capsule> dlpack_memory(nb::handle array) {
   nb::ndarray<nb::ro> view;
   if (!nb::try_cast(array, view)) throw nb::type_error("cannot import the array through DLPack");
   nb::ndarray<> writable;
-  const bool may_write = nb::try_cast(array, writable);
+  // What is elsewhere every time is a copy, which nobody would see what is read into.
+  const bool may_write = nb::try_cast(array, writable) && writable.data() == view.data();
   bool contiguous = true;
   int64_t expected = 1;
   for (size_t axis = view.ndim(); axis-- > 0;) {
     if (view.shape(axis) != 1 && view.stride(axis) != expected) contiguous = false;
     expected *= static_cast<int64_t>(view.shape(axis));
   }
-  return {reinterpret_cast<uintptr_t>(view.data()), view.nbytes(), may_write, contiguous || view.size() == 0};
+  nb::capsule keeper(new nb::ndarray<nb::ro>(view),
+                     [](void* kept) noexcept { delete static_cast<nb::ndarray<nb::ro>*>(kept); });
+  return {reinterpret_cast<uintptr_t>(view.data()), view.nbytes(), may_write, contiguous || view.size() == 0, keeper};
 }
 
 }  // namespace

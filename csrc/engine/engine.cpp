@@ -27,8 +27,6 @@ int64_t execute_now(const Block& block) {
     case Operation::write:
       result = ::pwrite(block.descriptor, block.memory, block.nbytes, static_cast<off_t>(block.offset));
       break;
-    case Operation::sync_data: result = ::fdatasync(block.descriptor); break;
-    case Operation::sync_all: result = ::fsync(block.descriptor); break;
   }
   return result < 0 ? -errno : result;
 }

@@ -17,7 +17,7 @@
 
 namespace tensorferry {
 
-enum class Operation : uint8_t { read, write, sync_data, sync_all };
+enum class Operation : uint8_t { read, write };
 
 // What one submission carries. Lives until its completion has been reaped.
 struct Block {

@@ -102,8 +102,6 @@ class IoUringEngine final : public Engine {
     switch (block.operation) {
       case Operation::read: ::io_uring_prep_read(entry, block.descriptor, block.memory, nbytes, block.offset); break;
       case Operation::write: ::io_uring_prep_write(entry, block.descriptor, block.memory, nbytes, block.offset); break;
-      case Operation::sync_data: ::io_uring_prep_fsync(entry, block.descriptor, IORING_FSYNC_DATASYNC); break;
-      case Operation::sync_all: ::io_uring_prep_fsync(entry, block.descriptor, 0); break;
     }
     ::io_uring_sqe_set_data(entry, &block);
     ++outstanding_;

@@ -69,12 +69,6 @@ class LibaioEngine final : public Engine {
     switch (block.operation) {
       case Operation::read: control->aio_lio_opcode = IOCB_CMD_PREAD; break;
       case Operation::write: control->aio_lio_opcode = IOCB_CMD_PWRITE; break;
-      case Operation::sync_data: control->aio_lio_opcode = IOCB_CMD_FDSYNC; break;
-      case Operation::sync_all: control->aio_lio_opcode = IOCB_CMD_FSYNC; break;
-    }
-    if (block.operation == Operation::sync_data || block.operation == Operation::sync_all) {
-      control->aio_buf = control->aio_nbytes = 0;
-      control->aio_offset = 0;
     }
     added_.push_back(control);
     if (options_.single_submit) submit();

@@ -14,6 +14,7 @@
 #include <array>
 #include <cstring>
 #include <set>
+#include <thread>
 
 #include "memory/after_fork.h"
 
@@ -227,27 +228,26 @@ File::File(std::string path, int descriptor, bool readable, bool writable)
     : path_(std::move(path)), descriptor_(descriptor), readable_(readable), writable_(writable) {}
 
 File::Lease File::lease() {
-  std::lock_guard lock(lease_mutex_);
-  if (retired_) return {};
-  ++leases_;
+  uint64_t present = leases_.load(std::memory_order_relaxed);
+  do {
+    if (present & retired_bit) return {};
+  } while (!leases_.compare_exchange_weak(present, present + 1, std::memory_order_acq_rel));
   return Lease(*this);
 }
 
-void File::give_back_lease() {
-  std::lock_guard lock(lease_mutex_);
-  if (--leases_ == 0 && retired_) lease_ended_.notify_all();
-}
-
 bool File::retire(std::chrono::milliseconds timeout) {
-  std::unique_lock lock(lease_mutex_);
-  retired_ = true;
-  return lease_ended_.wait_for(lock, timeout, [&] { return leases_ == 0; });
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  leases_.fetch_or(retired_bit, std::memory_order_acq_rel);
+  while (leases_.load(std::memory_order_acquire) != retired_bit) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));  // hardly ever: who closes has waited for transfers
+  }
+  return true;
 }
 
 std::optional<Fault> File::close() {
   if (cufile::Handle handle = cufile_.exchange(nullptr)) cufile::deregister_file(handle);
   const int through_cache = close_counted(buffered_.exchange(-1));
-  (void)close_counted(directory_.exchange(-1));  // nothing is written through it
   const int own = close_counted(descriptor_.exchange(-1));
   const int error_number = through_cache != 0 ? through_cache : own;
   // What was read has been checked already; a failure to let go of the file takes nothing from it.
@@ -368,15 +368,12 @@ Result<int> File::buffered_descriptor() {
   if (own < 0) return fault("open without O_DIRECT", EBADF);
   if (!direct_) return own;
   const int access = writable_ ? (readable_ ? O_RDWR : O_WRONLY) : O_RDONLY;
-  return open_once(buffered_, link_of(own), access, "open without O_DIRECT");
-}
-
-Result<int> File::open_once(std::atomic<int>& slot, const std::string& path, int flags, const char* operation) {
-  int present = slot.load(std::memory_order_acquire);
+  int present = buffered_.load(std::memory_order_acquire);
   if (present >= 0) return present;
-  const int opened = open_retrying(path.c_str(), flags);
-  if (opened < 0) return fault(operation, errno);
-  if (slot.compare_exchange_strong(present, opened, std::memory_order_acq_rel)) return opened;
+  const int opened = open_retrying(link_of(own).c_str(), access);
+  if (opened < 0) return fault("open without O_DIRECT", errno);
+  // No lock, since a child of fork() may meet it half-way.
+  if (buffered_.compare_exchange_strong(present, opened, std::memory_order_acq_rel)) return opened;
   (void)close_counted(opened);  // another thread was faster; nothing was written through this one
   return present;
 }
@@ -469,12 +466,6 @@ Result<std::string> File::directory() const {
   if (!name) return fault("readlink of /proc/self/fd", errno);
   const size_t slash = name->rfind('/');
   return slash == std::string::npos ? "." : slash == 0 ? "/" : name->substr(0, slash);
-}
-
-Result<int> File::directory_descriptor() {
-  auto path = directory();
-  if (!path) return path.fault();
-  return open_once(directory_, *path, O_RDONLY | O_DIRECTORY, "open directory");
 }
 
 std::optional<Fault> sync_directory(const std::string& directory, int descriptor, const std::string& path) {

@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -119,9 +118,6 @@ class File {
   // The directory that holds the file's name, behind symbolic links.
   Result<std::string> directory() const;
 
-  // A descriptor of that directory; owned by the File.
-  Result<int> directory_descriptor();
-
   // What cuFile knows it by; null where cuFile does not take it. Registered at first use, until the file is closed.
   cufile::Handle cufile_handle();
 
@@ -147,15 +143,10 @@ class File {
   File(std::string path, int descriptor, bool readable, bool writable);
   std::optional<Fault> enable_direct(DirectMode mode);
   Fault fault(const char* operation, int error_number) const;
-  void give_back_lease();
+  void give_back_lease() { leases_.fetch_sub(1, std::memory_order_acq_rel); }
 
-  // Opens `path` into `slot` unless it is open already; no lock, since a child of fork() may meet it half-way.
-  Result<int> open_once(std::atomic<int>& slot, const std::string& path, int flags, const char* operation);
-
-  std::mutex lease_mutex_;  // no forked child gets as far as this
-  std::condition_variable lease_ended_;
-  size_t leases_ = 0;
-  bool retired_ = false;
+  static constexpr uint64_t retired_bit = uint64_t{1} << 63;
+  std::atomic<uint64_t> leases_{0};  // how many, and whether there will be no more
 
   std::string path_;
   std::atomic<int> descriptor_;
@@ -168,7 +159,6 @@ class File {
   DirectAlignment alignment_;
   std::atomic<bool> name_durable_{false};
   std::atomic<int> buffered_{-1};
-  std::atomic<int> directory_{-1};
   std::mutex cufile_mutex_;  // for registering only, which a forked child never does
   std::atomic<cufile::Handle> cufile_{nullptr};
   bool refused_by_cufile_ = false;

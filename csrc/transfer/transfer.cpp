@@ -83,7 +83,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   input.nbytes = own.nbytes;
   input.memory_alignment = file.alignment().memory;
   input.offset_alignment = file.alignment().offset;
-  input.page_nbytes = page_nbytes();
+  input.page_nbytes = own.write && direct ? file.write_granularity() : page_nbytes();
   input.block_nbytes = block_nbytes;
   input.bounce_nbytes = std::min<uint64_t>(BouncePool::process_pool_nbytes() / 8, max_bounced_block_nbytes);
   if (own.gate) {

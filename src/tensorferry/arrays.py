@@ -66,7 +66,7 @@ def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = F
             if strided and not array.is_neg() and not array.is_conj():
                 address = array.data_ptr()
                 if address:
-                    return address, array.nbytes, array, None
+                    return address, array.nbytes, array.untyped_storage(), None
         return _of_tensor(torch, array, writable, name, host)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(array, numpy.ndarray):
@@ -89,29 +89,22 @@ def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = F
     )
 
 
-class CudaTensor:
-    """A CUDA tensor that owns its memory for a transfer.
-
-    The tensor may get other storage meanwhile (``set_()``, ``.data = ``) or go away: this one is kept. What keeps
-    nothing is a storage that gives its memory back to torch (``resize_()``); :meth:`moved` tells, unless torch has
-    given it the same memory again.
-    """
-
-    __slots__ = ("_address", "_storage", "tensor")
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        self._storage = tensor.untyped_storage()
-        self._address = self._storage.data_ptr()
-
-    def moved(self) -> bool:
-        """Return whether the memory is another one than at the beginning."""
-        return bool(self._storage.data_ptr() != self._address)
-
-
 def moved(memory: Memory) -> bool:
-    """Return whether an array has given up the memory that a transfer was to use, before its end was seen."""
-    return isinstance(memory[2], CudaTensor) and memory[2].moved()
+    """Return whether an array has given up the memory that a transfer was to use, before its end was seen.
+
+    A torch tensor may get other storage meanwhile (``set_()``, ``.data = ``) or go away: the transfer's is kept. What
+    keeps nothing is a storage that gives its memory back (``resize_()``, ``share_memory_()``), and a NumPy array
+    resized with ``refcheck=False``. That is told here, unless the same memory has been given to it again.
+    """
+    return first_moved([memory[0]], [memory[1]], [memory[2]]) is not None
+
+
+def first_moved(addresses: list[int], sizes: list[int], owners: list[object]) -> int | None:
+    """Return the index of the first of many arrays that :func:`moved`, or None."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    storage_type = getattr(torch, "UntypedStorage", None)
+    ndarray_type = getattr(numpy, "ndarray", None)
+    return _core.first_moved(addresses, sizes, owners, storage_type, ndarray_type)
 
 
 def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -> Memory:
@@ -155,10 +148,12 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -
             f"{name}: {type(tensor).__name__} has no memory of its own (for a DTensor pass .to_local(); an FSDP "
             "parameter may be resharded)"
         )
+    # The storage owns the memory: the tensor may get another one meanwhile.
+    storage = tensor.untyped_storage()
     if device.type == "cpu":
-        return address, nbytes, tensor, None
+        return address, nbytes, storage, None
     stream = torch.cuda.current_stream(device).cuda_stream
-    return _gpu_memory(address, nbytes, CudaTensor(tensor), device.index, stream, name)
+    return _gpu_memory(address, nbytes, storage, device.index, stream, name)
 
 
 def _gpu_memory(
@@ -285,16 +280,17 @@ def _of_dlpack(array: Any, writable: bool, name: str, host: bool) -> Memory:
             f"{'host memory' if host else 'memory'} to move"
         )
     # It names no stream: the array's library lets the legacy one wait for its own.
-    address, nbytes, is_writable, contiguous = _core.dlpack_memory(array)
+    address, nbytes, is_writable, contiguous, view = _core.dlpack_memory(array)
     if writable and (not is_writable or _is_immutable(array)):
         raise ValueError(f"{name}: cannot read into a read-only {type(array).__name__}")
     if not contiguous:
         raise ValueError(f"{name}: an array that is not C-contiguous cannot be moved as it is")
+    # What was exported is valid as long as the view is, whatever becomes of the array.
     if not on_gpu or nbytes == 0:
-        return address, nbytes, array, None
+        return address, nbytes, view, None
     if device == _DLPACK_CUDA:  # managed memory may be anywhere
         index = _device_of(address, f"{name}: a {type(array).__name__}")
-    return _gpu_memory(address, nbytes, array, index, LEGACY_STREAM, name)
+    return _gpu_memory(address, nbytes, view, index, LEGACY_STREAM, name)
 
 
 def _is_immutable(array: object) -> bool:

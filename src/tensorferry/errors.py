@@ -25,12 +25,15 @@ class StorageError(OSError):
         Bytes that the call was to move.
     transferred : int
         Bytes that had been moved when it failed. Blocks move in parallel, so they need not be the first ones.
+    others : tuple of StorageError
+        Where one call moves several arrays: the further ones that failed, in the order in which they were given.
     """
 
     filename: str
     offset: int
     expected: int
     transferred: int
+    others: tuple[StorageError, ...]
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class StorageError(OSError):
             "offset": self.offset,
             "expected": self.expected,
             "transferred": self.transferred,
+            "others": self.others,
         }
         return _rebuild, (type(self), self.errno, self.strerror, self.filename, keywords)
 
@@ -75,7 +79,7 @@ def _rebuild(
     errno: int | None,
     message: str,
     filename: str,
-    keywords: dict[str, int],
+    keywords: dict[str, Any],
 ) -> StorageError:
     return kind(errno, message, filename, **keywords)
 
@@ -121,11 +125,11 @@ def first_of(failures: Sequence[StorageError], what: str) -> StorageError:
 
 
 def memory_moved(path: str, offset: int, nbytes: int) -> StorageError:
-    """Build the exception for a transfer whose CUDA tensor gave its memory back to torch meanwhile."""
+    """Build the exception for a transfer whose array gave its memory back to its library meanwhile."""
     return StorageError(
         EFAULT,
-        f"{os.strerror(EFAULT)} (the tensor's memory went back to torch, as by resize_(), before its transfer of "
-        f"{nbytes} bytes at offset {offset} was seen to end: what was moved cannot be trusted)",
+        f"{os.strerror(EFAULT)} (the array's memory went back to torch or NumPy, as by resize_(), before its transfer "
+        f"of {nbytes} bytes at offset {offset} was seen to end: what was moved cannot be trusted)",
         path,
         offset=offset,
         expected=nbytes,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tensorferry import _core
+from tensorferry import _core, runtime
 from tensorferry.arrays import memory_of
 from tensorferry.runtime import (
     DEFAULT_BLOCK_NBYTES,
@@ -15,6 +17,7 @@ from tensorferry.runtime import (
     default_scheduler,
     make_scheduler,
     scheduler_of,
+    warn_of_left_behind,
     with_descriptors,
 )
 from tensorferry.transfers import (
@@ -29,10 +32,19 @@ from tensorferry.transfers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from tensorferry.futures import Future
+
+_Array = TypeVar("_Array")
+
+# Beyond these a queue has more memory than I/O in it.
+MAX_QUEUE_DEPTH = 32768
+MAX_BLOCK_NBYTES = 1 << 30
+
+# Looks after its transfers' progress, when a file is closed.
+_SLICE_SECONDS = 1.0
 
 
 def write(
@@ -90,7 +102,7 @@ def write(
     )
 
 
-def read(path: Path, array: Any, offset: int = 0, *, direct: Direct = "auto") -> Any:
+def read(path: Path, array: _Array, offset: int = 0, *, direct: Direct = "auto") -> _Array:
     """Fill an array with bytes of a file, and return it.
 
     Parameters
@@ -266,17 +278,23 @@ class File:
             scheduler = make_scheduler(
                 engine,
                 positive(
-                    block_size if block_size is not None else DEFAULT_BLOCK_NBYTES, "block_size"
+                    DEFAULT_BLOCK_NBYTES if block_size is None else block_size,
+                    "block_size",
+                    MAX_BLOCK_NBYTES,
                 ),
                 positive(
-                    queue_depth if queue_depth is not None else DEFAULT_QUEUE_DEPTH, "queue_depth"
+                    DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth,
+                    "queue_depth",
+                    MAX_QUEUE_DEPTH,
                 ),
                 1,
                 False,
             )
         else:
             scheduler = default_scheduler()
-        self._pending: list[Future] = []
+        self._pending: list[Future[Any]] = []
+        self._look_at = 256
+        self._lock, self._closing = threading.Lock(), threading.RLock()
         self._file: _core.File | None = with_descriptors(
             scheduler, lambda: _core.open_file(text, *_MODES[mode], how)
         )
@@ -304,7 +322,7 @@ class File:
         """Whether it has been closed."""
         return self._file is None
 
-    def read(self, array: Any, offset: int = 0) -> Any:
+    def read(self, array: _Array, offset: int = 0) -> _Array:
         """Fill an array from ``offset`` (bytes) on, and return it. See :func:`tensorferry.read`."""
         file = self._open_file(reading=True)
         memory = memory_of(array, writable=True)
@@ -324,7 +342,7 @@ class File:
             sync=sync,
         )
 
-    def read_into(self, array: Any, offset: int = 0) -> Future:
+    def read_into(self, array: _Array, offset: int = 0) -> Future[_Array]:
         """Begin to fill an array from ``offset`` (bytes) on.
 
         Returns
@@ -332,20 +350,9 @@ class File:
         Future
             Its result is the array.
         """
-        file = self._open_file(reading=True)
-        memory = memory_of(array, writable=True)
-        return self._track(
-            start(
-                self._scheduler,
-                file,
-                array,
-                memory,
-                checked_offset(offset, memory[1]),
-                write=False,
-            )
-        )
+        return self._start(array, offset, write=False)
 
-    def write_from(self, array: Any, offset: int = 0, *, sync: bool = False) -> Future:
+    def write_from(self, array: _Array, offset: int = 0, *, sync: bool = False) -> Future[_Array]:
         """Begin to write an array at ``offset`` (bytes). Do not change the array before the future is done.
 
         Returns
@@ -353,19 +360,7 @@ class File:
         Future
             Its result is the array.
         """
-        file = self._open_file(writing=True)
-        memory = memory_of(array, writable=False)
-        return self._track(
-            start(
-                self._scheduler,
-                file,
-                array,
-                memory,
-                checked_offset(offset, memory[1]),
-                write=True,
-                sync=sync,
-            )
-        )
+        return self._start(array, offset, write=True, sync=sync)
 
     def sync(self) -> None:
         """Make what has been written, and the size, durable (fdatasync). Transfers on their way are not covered."""
@@ -392,21 +387,45 @@ class File:
         return self._scheduler.stats()
 
     def close(self) -> None:
-        """Wait for transfers on their way, and close. Their futures keep results and failures."""
-        if self._file is None:
+        """Wait for transfers on their way, and close. Their futures keep results and failures.
+
+        Where nothing moves for 60 seconds it gives up, with a ``RuntimeWarning``; arrays stay referenced all the same.
+        """
+        if not self._scheduler.belongs_to_this_process():
+            self._file = None
             return
-        if self._scheduler.belongs_to_this_process():
-            for future in self._pending:
-                future._request.wait(None)
-                future.done()  # sees the end while the arrays are as they were
+        with self._closing:  # who comes second returns when all is done, too
+            file, self._file = self._file, None
+            if file is None:
+                return
+            try:
+                left = self._finish(file)
+            except BaseException:  # Ctrl-C: to be closed again
+                self._file = file
+                raise
             if self._own_scheduler:
                 close_scheduler(self._scheduler)
             else:
                 self._scheduler.reap()
-        self._pending.clear()
-        file, self._file = self._file, None
-        if file.retire(60):
-            file.close()
+                if left:
+                    warn_of_left_behind(f"outstanding transfers of {self._path!r}")
+            if not left:
+                file.close()
+
+    def _finish(self, file: _core.File) -> bool:
+        """Wait for transfers, others' blocking calls among them; return whether some were given up."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+        try:
+            for future in pending:
+                if not _patiently(future._request.wait, self._scheduler):
+                    return True
+                future.done()  # sees the end while the array is as it was
+            return not _patiently(file.retire, self._scheduler)
+        except BaseException:
+            with self._lock:
+                self._pending[:0] = pending
+            raise
 
     def __enter__(self) -> File:
         self._open_file()
@@ -433,12 +452,39 @@ class File:
             raise ValueError(f"the file {self._path!r} was not opened for writing")
         return self._file
 
-    def _track(self, future: Future) -> Future:
-        # Those that are done need no waiting for; looking every so often keeps the list short.
-        if len(self._pending) >= 256:
-            self._pending = [pending for pending in self._pending if not pending.done()]
-        self._pending.append(future)
+    def _start(
+        self, array: _Array, offset: int, *, write: bool, sync: bool = False
+    ) -> Future[_Array]:
+        file = self._open_file(reading=not write, writing=write)
+        memory = memory_of(array, writable=not write)
+        offset = checked_offset(offset, memory[1])
+        future = start(self._scheduler, file, array, memory, offset, write=write, sync=sync)
+        future._about = ("writing" if write else "reading", self._path, offset, memory[1])
+        with self._lock:
+            # Those that are done need no waiting for; looking every so often keeps the list short.
+            if len(self._pending) >= self._look_at:
+                self._pending = [pending for pending in self._pending if not pending.done()]
+                self._look_at = 2 * len(self._pending) + 256
+            self._pending.append(future)
         return future
+
+
+def _patiently(step: Callable[[float], bool], scheduler: AnyScheduler) -> bool:
+    """Take steps, of so many seconds each, until one returns True; False where the scheduler moves nothing for long."""
+    seen, deadline = None, 0.0
+    while not step(min(_SLICE_SECONDS, runtime.CLOSE_PATIENCE_SECONDS)):
+        now, moved = time.monotonic(), _moved(scheduler)
+        if moved != seen:
+            seen, deadline = moved, now + runtime.CLOSE_PATIENCE_SECONDS
+        elif now >= deadline:
+            return False
+    return True
+
+
+def _moved(scheduler: AnyScheduler) -> object:
+    """Return what changes as long as blocks end."""
+    counted = scheduler.stats()
+    return [counted[name] for name in ("read_nbytes", "written_nbytes", "failed_requests")]
 
 
 def positive(value: int, name: str, maximum: int = (1 << 31) - 1) -> int:

@@ -11,33 +11,65 @@ import sys
 import threading
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from errno import ECANCELED
+from typing import TYPE_CHECKING, Any, Generic
 
 from tensorferry import _core
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Generator
+    from typing import NoReturn
+
+    from typing_extensions import TypeVar
 
     from tensorferry.errors import StorageError
 
+    # `Future` alone is `Future[Any]`.
+    _T_co = TypeVar("_T_co", default=Any, covariant=True)
+else:
+    from typing import TypeVar
 
-class Future:
-    """The outcome of a transfer on its way. Await it, or ask :meth:`result`.
+    _T_co = TypeVar("_T_co", covariant=True)
+
+
+class Future(Generic[_T_co]):
+    """The outcome of a transfer on its way: ``Future[T]`` gives a ``T``. Await it, or ask :meth:`result`.
 
     It keeps the array alive until the transfer is done. Read the array, or change what is being written, only then.
     A failure that nobody asked about is warned of (``RuntimeWarning``) when the future goes away.
+
+    For asyncio it is a coroutine as well, so that ``create_task``, ``TaskGroup.create_task``, ``gather``, ``wait_for``,
+    ``shield`` and ``as_completed`` take it; several tasks may await one. As with ``asyncio.Future``, cancelling a task
+    that awaits it cancels the transfer. The task need not wait for what is in flight then, but whoever wants to use
+    the array again must: until :meth:`done`.
     """
 
-    __slots__ = ("__weakref__", "_array", "_asked", "_check", "_exception", "_keep", "_request")
+    __slots__ = (
+        "__weakref__",
+        "_about",
+        "_array",
+        "_asked",
+        "_cancelling",
+        "_check",
+        "_exception",
+        "_generation",
+        "_keep",
+        "_request",
+        "_settled",
+    )
     _request: _core.Request
 
-    def __init__(self, array: object, keep: object) -> None:
+    def __init__(self, array: _T_co, keep: object) -> None:
         self._array = array
         self._keep = keep
+        self._about: tuple[str, str, int, int] | None = None  # verb, path, offset, bytes
         self._asked = False
+        self._cancelling = False
+        self._settled = False
         self._exception: StorageError | None = None
         self._check: Callable[[], StorageError | None] | None = None
+        self._generation = _core.fork_generation()
 
     def _start(
         self, request: _core.Request, check: Callable[[], StorageError | None] | None = None
@@ -54,21 +86,52 @@ class Future:
         _unseen.discard(self)
 
     def done(self) -> bool:
-        """Return whether the transfer has ended, well or not."""
+        """Return whether the transfer has ended: well, with a failure, or cancelled."""
         if not self._request.done():
             return False
         if self._check is not None:
             self._settle()
         return True
 
+    def running(self) -> bool:
+        """Return whether the transfer has not ended; also a cancelled one takes until what is in flight is done."""
+        return not self.done()
+
+    def cancel(self) -> bool:
+        """End the transfer before its time.
+
+        What has not been handed to the kernel never will be; what is in flight is waited for, by :meth:`done`,
+        :meth:`result` and the array. A write leaves its range with old and new bytes.
+
+        Returns
+        -------
+        bool
+            False if it has ended already, else True. Whether it came in time shows in the end: see :meth:`cancelled`.
+        """
+        if self.done():
+            return False
+        self._cancelling = True
+        self._request.cancel()
+        return True
+
+    def cancelled(self) -> bool:
+        """Return whether it has ended by :meth:`cancel`; one that moved all its bytes nevertheless is a success."""
+        return self.done() and self._was_cancelled(self._settle())
+
+    def _was_cancelled(self, exception: StorageError | None) -> bool:
+        return self._cancelling and exception is not None and exception.errno == ECANCELED
+
     def _settle(self) -> StorageError | None:
         """Return how the transfer, which has ended, went."""
-        if self._exception is None:
-            self._exception = self._request.exception()
-            if self._exception is None and self._check is not None:
-                self._exception = self._check()
-            self._check = None
-            self._keep = None  # perhaps a copy that the caller knows nothing of
+        if not self._settled:
+            with _settling:  # one outcome for all threads
+                if not self._settled:
+                    self._exception = self._request.exception()
+                    if self._exception is None and self._check is not None:
+                        self._exception = self._check()
+                    self._check = None
+                    self._keep = None  # perhaps a copy that the caller knows nothing of
+                    self._settled = True
         return self._exception
 
     def exception(self, timeout: float | None = None) -> StorageError | None:
@@ -83,15 +146,26 @@ class Future:
         ------
         TimeoutError
             The transfer has not ended in time; it goes on.
+        concurrent.futures.CancelledError
+            It was cancelled.
+        RuntimeError
+            This is a forked child, and the transfer is its parent's.
         """
         request = self._request
-        if not request.wait(timeout):
-            raise TimeoutError(f"the transfer has not ended within {timeout} seconds")
+        if not request.done():
+            self._check_process()
+            if not request.wait(timeout):
+                raise TimeoutError(f"the transfer has not ended within {timeout} seconds")
         self._asked = True
         _unseen.discard(self)
-        return self._settle()
+        exception = self._settle()
+        if self._was_cancelled(exception):
+            from concurrent.futures import CancelledError
 
-    def result(self, timeout: float | None = None) -> Any:
+            raise CancelledError(str(exception))
+        return exception
+
+    def result(self, timeout: float | None = None) -> _T_co:
         """Wait, and return the array.
 
         Raises
@@ -100,31 +174,99 @@ class Future:
             The transfer failed.
         TimeoutError
             It has not ended within ``timeout`` seconds; it goes on.
+        concurrent.futures.CancelledError
+            It was cancelled.
+        RuntimeError
+            This is a forked child, and the transfer is its parent's.
         """
         exception = self.exception(timeout)
         if exception is not None:
             raise exception
         return self._array
 
-    def add_done_callback(self, callback: Callable[[Future], object]) -> None:
+    def add_done_callback(self, callback: Callable[[Future[_T_co]], object]) -> None:
         """Call ``callback(future)`` when the transfer has ended: now if it has, else from a thread of tensorferry's.
 
-        An exception of the callback is logged and otherwise ignored, as with ``concurrent.futures``.
+        A callback may do whatever it likes: begin other transfers, close the file. An exception of it is logged and
+        otherwise ignored, as with ``concurrent.futures``.
         """
         if self.done():
             _call(callback, self)
             return
+        self._check_process()
         _callback_thread().add(self._request, lambda: _call(callback, self))
 
-    def __await__(self) -> Generator[Any, None, Any]:
-        if not self.done():
-            import asyncio
+    # What asyncio asks of an awaitable, and of a coroutine that a task may run. There is no state here but the
+    # transfer's: so any number of tasks may be at it.
 
-            loop = asyncio.get_running_loop()
-            waiter = loop.create_future()
-            _listener_of(loop).add(self._request, waiter)
-            yield from waiter
-        return self.result(0)
+    def __await__(self) -> Generator[Any, None, _T_co]:
+        import asyncio
+
+        try:
+            while not self.done():
+                yield from self._waiter()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self._awaited()
+
+    def send(self, _: None) -> Any:
+        """Go on as a coroutine; for asyncio."""
+        if not self.done():
+            waiter = self._waiter()
+            waiter._asyncio_future_blocking = True  # as `await` marks what it hands to the task
+            return waiter
+        raise StopIteration(self._awaited())
+
+    def throw(self, error: BaseException | type[BaseException], *_: object) -> NoReturn:
+        """Go on with an exception, as a coroutine; for asyncio."""
+        import asyncio
+
+        error = error() if isinstance(error, type) else error
+        if isinstance(error, asyncio.CancelledError):
+            self.cancel()
+        raise error
+
+    def close(self) -> None:
+        """Do nothing: coroutines have this method. The transfer goes on."""
+
+    def _waiter(self) -> asyncio.Future[None]:
+        import asyncio
+
+        self._check_process()
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        _listener_of(loop).add(self._request, waiter)
+        return waiter
+
+    def _awaited(self) -> _T_co:
+        """Return or raise, as asyncio does, how it ended."""
+        if not self.cancelled():
+            return self.result(0)
+        import asyncio
+
+        self._asked = True
+        _unseen.discard(self)
+        raise asyncio.CancelledError(str(self._exception))
+
+    def __repr__(self) -> str:
+        what = "of a transfer"
+        if self._about is not None:
+            verb, path, offset, nbytes = self._about
+            what = f"{verb} {nbytes} bytes at offset {offset} of {path!r}"
+        return f"<tensorferry.Future {what}: {self._state()}>"
+
+    def _state(self) -> str:
+        request = getattr(self, "_request", None)
+        if request is None:
+            return "never begun"
+        if not request.done():
+            return "being cancelled" if self._cancelling else "running"
+        # Not _check: looking at a future is not asking for the outcome.
+        exception = self._exception or request.exception()
+        if exception is None:
+            return "done"
+        return "cancelled" if self._was_cancelled(exception) else f"failed: {exception}"
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # leave() has warned by then
@@ -136,22 +278,32 @@ class Future:
             return
         # Not _check: the array has been the caller's again for who knows how long.
         exception = self._exception or request.exception()
-        if exception is not None:
+        if exception is not None and not self._was_cancelled(exception):
             message = f"nobody asked for this transfer's outcome: {exception}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+    def _check_process(self) -> None:
+        if self._generation != _core.fork_generation():
+            raise RuntimeError(
+                "this transfer was begun before fork(): it ends in the parent process, and nobody tells this one"
+            )
 
 
 # Futures whose outcome nobody has asked for; the interpreter may leave before they are collected.
 _unseen: weakref.WeakSet[Future] = weakref.WeakSet()
 
 
-def _call(callback: Callable[[Future], object], future: Future) -> None:
+def _call(callback: Callable[[Future[_T_co]], object], future: Future[_T_co]) -> None:
     try:
         callback(future)
     except Exception:
-        import logging
+        _log(future)
 
-        logging.getLogger("tensorferry").exception("exception in a callback of %r", future)
+
+def _log(what: object) -> None:
+    import logging
+
+    logging.getLogger("tensorferry").exception("exception in a callback of %r", what)
 
 
 class _LoopListener:
@@ -218,7 +370,12 @@ class _CallbackThread:
             for token in tokens:
                 with self._lock:
                     callback = self._callbacks.pop(token)
-                callback()
+                try:
+                    callback()
+                except (
+                    BaseException
+                ):  # SystemExit, say: it is not for others' callbacks to go without
+                    _log(callback)
             if not tokens:
                 if self._stopping:
                     return
@@ -227,6 +384,7 @@ class _CallbackThread:
 
 _callbacks: _CallbackThread | None = None
 _lock = threading.Lock()
+_settling = threading.RLock()
 
 
 def _callback_thread() -> _CallbackThread:
@@ -246,9 +404,12 @@ def leave() -> None:
         _unseen.discard(future)
 
 
-def _forget_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # another thread may have held it at fork
+def _forget_parent() -> None:
+    global _lock, _settling, _unseen, _listeners
+    # Another thread may have held them at fork.
+    _lock, _settling = threading.Lock(), threading.RLock()
+    _unseen = weakref.WeakSet()  # the parent warns
+    _listeners = weakref.WeakKeyDictionary()
 
 
-os.register_at_fork(after_in_child=_forget_lock)
+os.register_at_fork(after_in_child=_forget_parent)

@@ -6,6 +6,7 @@ not, cuFile would copy through host memory; our own way between files and GPUs t
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import threading
@@ -205,7 +206,9 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
         address, _, _, location = memory_of(tensor, writable=False, name="tensor")
         if location is None:
             return False
-        for operation in list(self._pending):
+        with self._lock:
+            unfinished = [*self._awaited.values(), list(self._pending)]
+        for operation in itertools.chain(*unfinished):
             operation.future._request.wait(None)
         return _unpin(address)
 
@@ -253,6 +256,14 @@ class _Pin(NamedTuple):
 # By address. A child made by fork() gets none of it to do with: its handles are refused before.
 _pins: dict[int, _Pin] = {}
 _lock = threading.Lock()
+
+
+def _forget_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have held it at fork
+
+
+os.register_at_fork(after_in_child=_forget_lock)
 
 
 def _pin(memory: Memory, pinner: object, by_cufile: bool) -> None:

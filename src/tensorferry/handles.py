@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
 from tensorferry.arrays import LEGACY_STREAM, Memory, memory_of
-from tensorferry.errors import StorageError
-from tensorferry.files import positive
+from tensorferry.errors import StorageError, first_of
+from tensorferry.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH, positive
 from tensorferry.memory import elements_like, free_locked_tensor, is_pinned, locked_tensor
 from tensorferry.runtime import (
     DEFAULT_BLOCK_NBYTES,
@@ -41,7 +41,6 @@ _ALIGNMENT = 4096
 # What a validation compares at once.
 _CHUNK_NBYTES = 8 << 20
 
-_MAX_QUEUE_DEPTH = 32768
 _MAX_PARALLELISM = 256
 
 
@@ -161,16 +160,17 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
                 )
             intra_op_parallelism = num_threads
         self._given = _Given(
-            block_size=positive(block_size, "block_size"),
-            queue_depth=positive(queue_depth, "queue_depth", _MAX_QUEUE_DEPTH),
+            block_size=positive(block_size, "block_size", MAX_BLOCK_NBYTES),
+            queue_depth=positive(queue_depth, "queue_depth", MAX_QUEUE_DEPTH),
             single_submit=bool(single_submit),
             overlap_events=bool(overlap_events),
             intra_op_parallelism=positive(
                 intra_op_parallelism, "intra_op_parallelism", _MAX_PARALLELISM
             ),
         )
-        self._lock = threading.Lock()
+        self._lock, self._closing = threading.Lock(), threading.RLock()
         self._pending: list[_Operation] = []
+        self._awaited: dict[int, list[_Operation]] = {}  # by calls of wait() that have not returned
         self._scheduler: AnyScheduler = self._make_scheduler(engine, no_setting_given)
 
     def _make_scheduler(self, engine: str | None, automatic: bool) -> AnyScheduler:
@@ -321,30 +321,30 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         Raises
         ------
         StorageError
-            The first failure, in the order of submission, after all have ended. The handle stays usable.
+            The first failure, in the order of submission, after all have ended; ``error.others`` has the others. The
+            handle stays usable.
         """
         self._scheduler.check_usable()
         with self._lock:
             operations, self._pending = self._pending, []
+            self._awaited[id(operations)] = operations
+        failures = []
         try:
             for operation in operations:
                 operation.future.exception()
+            for operation in operations:
+                if (failure := operation.failure()) is not None:
+                    failures.append(failure)
         except BaseException:
             with self._lock:
                 self._pending[:0] = operations
             raise
-        failures = [
-            failure for operation in operations if (failure := operation.failure()) is not None
-        ]
+        finally:
+            with self._lock:
+                del self._awaited[id(operations)]
         self._scheduler.reap()
         if failures:
-            if len(failures) > 1:
-                failures[
-                    0
-                ].strerror = (
-                    f"{failures[0].strerror}; {len(failures) - 1} more operations failed too"
-                )
-            raise failures[0]
+            raise first_of(failures, "operations")
         return len(operations)
 
     # Memory
@@ -458,21 +458,26 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     # Lifetime
 
     def close(self) -> None:
-        """Finish outstanding operations and end the workers. Failures that no wait() reported are warned of."""
+        """Finish outstanding operations and end the workers. Failures that no wait() reported are warned of.
+
+        Where nothing moves for 60 seconds it gives up and warns; buffers stay referenced all the same.
+        """
         if not hasattr(self, "_scheduler") or not self._scheduler.belongs_to_this_process():
             return
-        close_scheduler(self._scheduler)
-        self._let_go()
-        with self._lock:
-            operations, self._pending = self._pending, []
-        for operation in operations:
-            failure = operation.failure()
-            if failure is not None:
-                warnings.warn(
-                    f"a handle was closed before wait() could report: {failure}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        with self._closing:  # who comes second returns when all is done, too
+            close_scheduler(self._scheduler)
+            self._let_go()
+            with self._lock:
+                operations, self._pending = self._pending, []
+            for operation in operations:
+                # Not to be waited for: close_scheduler() has, and gave up.
+                failure = operation.failure() if operation.future.done() else "it has not ended"
+                if failure is not None:
+                    warnings.warn(
+                        f"a handle was closed before wait() could report {operation}: {failure}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
 
     def _let_go(self) -> None:
         """Drop what belongs to the handle beside its scheduler, when no transfer is on its way any more."""
@@ -538,6 +543,9 @@ class _Operation:
         self._filename = filename
         self._offset = offset
 
+    def __str__(self) -> str:
+        return f"the transfer at offset {self._offset} of {self._filename!r}"
+
     def failure(self) -> StorageError | None:
         """Return why it failed, or None; it must have ended."""
         failure = self.future.exception()
@@ -546,6 +554,15 @@ class _Operation:
                 _compare(self._memory, self._filename, self._offset)
             except StorageError as difference:
                 return difference
+            except OSError as error:  # removed meanwhile, say: others' failures must not go with it
+                return StorageError(
+                    error.errno,
+                    f"validation failed: {error.strerror}",
+                    _text_of(self._filename),
+                    offset=self._offset,
+                    expected=self._memory[1],
+                    transferred=self._memory[1],
+                )
         return failure
 
 
@@ -560,8 +577,7 @@ def _async_of(async_: bool | None, keywords: dict[str, bool]) -> bool:
 
 def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
     """Raise a StorageError with EIO where the file does not hold what memory does, read by other means than ours."""
-    # Reopened by number as well: a descriptor for writing cannot be read from.
-    path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fsdecode(filename)
+    path = _text_of(filename)
     with open(path, "rb", buffering=0) as file:
         for begin, part in _chunks(memory):
             found = os.pread(file.fileno(), len(part), offset + begin)
@@ -578,6 +594,11 @@ def _compare(memory: Memory, filename: Path | int, offset: int) -> None:
                     expected=memory[1],
                     transferred=memory[1],
                 )
+
+
+def _text_of(filename: Path | int) -> str:
+    # By number as well: a descriptor for writing cannot be read from.
+    return f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fsdecode(filename)
 
 
 def _chunks(memory: Memory) -> Iterator[tuple[int, memoryview]]:

@@ -26,11 +26,11 @@ AnyScheduler: TypeAlias = "_core.Scheduler | ProfiledScheduler"
 DEFAULT_BLOCK_NBYTES = 1 << 20
 DEFAULT_QUEUE_DEPTH = 128
 
-# Closing gives up on I/O that has moved nothing for so long.
-CLOSE_PATIENCE_SECONDS = 60.0
-
 # Blocks of large requests, unless a block size was chosen: half the processor time, and some speed on fast drives.
 _LARGE_BLOCK_NBYTES = 4 << 20
+
+# After so long without any progress whoever closes something gives up.
+CLOSE_PATIENCE_SECONDS = 60.0
 
 _Result = TypeVar("_Result")
 
@@ -162,14 +162,14 @@ def close_scheduler(scheduler: AnyScheduler) -> bool:
     """Finish what is outstanding, end the workers, and say so, and return False, where the kernel would not finish."""
     ended = scheduler.close(CLOSE_PATIENCE_SECONDS)
     if not ended:
-        warn_of_left_behind()
+        warn_of_left_behind("outstanding I/O")
     return ended
 
 
-def warn_of_left_behind() -> None:
+def warn_of_left_behind(what: str) -> None:
     """Warn of I/O that closing gave up on. Its memory is kept for ever."""
     warnings.warn(
-        f"tensorferry: outstanding I/O made no progress for {CLOSE_PATIENCE_SECONDS:g} seconds and was left behind; "
+        f"tensorferry: {what} made no progress for {CLOSE_PATIENCE_SECONDS:g} seconds and was left behind; "
         "data may be missing",
         RuntimeWarning,
         stacklevel=3,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from errno import EMFILE, ENFILE
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from tensorferry import _core
-from tensorferry.arrays import Location, Memory, memory_of, moved
+from tensorferry.arrays import Location, Memory, first_moved, memory_of, moved
 from tensorferry.errors import StorageError, first_of, memory_moved
 from tensorferry.futures import Future
 from tensorferry.runtime import AnyScheduler, scheduler_of, with_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Sequence
+
+_Array = TypeVar("_Array")
 
 Path: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 Direct: TypeAlias = "bool | Literal['auto']"
@@ -100,14 +102,14 @@ def transfer(
         )
     if request is not None:
         _finish(request)
-    if location is not None and (failure := _failure_of_memory(memory, target, offset)):
+    if failure := _failure_of_memory(memory, target, offset):
         raise failure
 
 
 def start(
     scheduler: AnyScheduler,
     target: Path | int | _core.File,
-    array: object,
+    array: _Array,
     memory: Memory,
     offset: int,
     *,
@@ -116,7 +118,7 @@ def start(
     sync: bool = False,
     background: bool = False,
     name: str = "path",
-) -> Future:
+) -> Future[_Array]:
     """Begin to move one array."""
     address, nbytes, _, location = memory
     scheduler.check_usable()
@@ -136,24 +138,23 @@ def start(
         return request
 
     request = with_descriptors(scheduler, submit)
-    if location is None:
-        future._start(request)
-    else:
-        future._start(request, lambda: _failure_of_memory(memory, target, offset))
+    future._start(request, lambda: _failure_of_memory(memory, target, offset))
     return future
 
 
 def _failure_of_memory(
     memory: Memory, target: Path | int | _core.File, offset: int
 ) -> StorageError | None:
-    """Return what is wrong where an array in GPU memory has not kept it until the end of its transfer."""
+    """Return what is wrong where an array has not kept its memory until the end of its transfer."""
     if not moved(memory):
         return None
+    return memory_moved(_text_of(target), offset, memory[1])
+
+
+def _text_of(target: Path | int | _core.File) -> str:
     if isinstance(target, _core.File):
-        path = target.path
-    else:
-        path = f"/proc/self/fd/{target}" if isinstance(target, int) else os.fsdecode(target)
-    return memory_moved(path, offset, memory[1])
+        return target.path
+    return f"/proc/self/fd/{target}" if isinstance(target, int) else os.fsdecode(target)
 
 
 def _finish(request: _core.Request) -> None:
@@ -209,11 +210,10 @@ def transfer_many(
     failures = call.run()
     if failures:
         raise first_of([failure for _, failure in failures], "of this call")
-    for index, location in enumerate(batch.locations or ()):
-        memory = batch.addresses[index], batch.nbytes[index], batch.owners[index], location
-        failure = _failure_of_memory(memory, batch.paths[index], batch.offsets[index])
-        if failure is not None:
-            raise failure
+    index = first_moved(batch.addresses, batch.nbytes, batch.owners)
+    if index is not None:
+        path = _text_of(batch.paths[index])
+        raise memory_moved(path, batch.offsets[index], batch.nbytes[index])
 
 
 class _Batch(NamedTuple):
@@ -230,11 +230,19 @@ class _Batch(NamedTuple):
     locations: list[Location | None] | None
 
     def part(self, begin: int, end: int) -> _Batch:
-        return self._make(None if column is None else column[begin:end] for column in self)
+        return self._with(lambda column: column[begin:end])
 
-    def ordered(self, order: Iterable[int]) -> _Batch:
-        return self._make(
-            None if column is None else [column[at] for at in order] for column in self
+    def ordered(self, order: Sequence[int]) -> _Batch:
+        return self._with(lambda column: [column[at] for at in order])
+
+    def _with(self, chosen: Callable[[list[Any]], list[Any]]) -> _Batch:
+        return _Batch(
+            chosen(self.paths),
+            chosen(self.addresses),
+            chosen(self.nbytes),
+            chosen(self.offsets),
+            chosen(self.owners),
+            None if self.locations is None else chosen(self.locations),
         )
 
 

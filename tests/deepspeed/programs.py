@@ -44,6 +44,43 @@ def installed_after_its_importers() -> dict[str, Any]:
     }
 
 
+def installed_in_threads(threads: int) -> list[bool]:
+    """Install in threads while DeepSpeed is imported; return whether it served after each, at last, and undone."""
+    import threading
+
+    import tensorferry.deepspeed
+
+    found: list[bool] = []
+    begin = threading.Barrier(threads + 1)
+
+    def install() -> None:
+        begin.wait()
+        tensorferry.deepspeed.install()
+        found.append(tensorferry.deepspeed.installed())
+
+    installing = [threading.Thread(target=install, daemon=True) for _ in range(threads)]
+    for thread in installing:
+        thread.start()
+    begin.wait()
+    import deepspeed.ops.op_builder  # noqa: F401
+
+    for thread in installing:
+        thread.join()
+    found.append(whose_engine() == "tensorferry")
+    tensorferry.deepspeed.uninstall()
+    return [*found, tensorferry.deepspeed.installed()]
+
+
+def installed_twice_at_once() -> list[bool]:
+    """Install where the import of DeepSpeed installs too; return whether it served, and whether it could be undone."""
+    import tensorferry.deepspeed
+
+    tensorferry.deepspeed.install()
+    found = [tensorferry.deepspeed.installed(), whose_engine() == "tensorferry"]
+    tensorferry.deepspeed.uninstall()
+    return [*found, tensorferry.deepspeed.installed()]
+
+
 NAMES = [
     "aio_handle",
     "gds_handle",

@@ -99,6 +99,22 @@ def test_without_deepspeed_install_names_the_remedy() -> None:
     assert "pip install deepspeed" in ended.result
 
 
+def test_install_returns_where_the_variable_is_set(version: Environment) -> None:
+    environment = version | {"TENSORFERRY_DEEPSPEED": "1"}
+    found = call(f"{PROGRAMS}:installed_twice_at_once", environment=environment, timeout_s=60)
+    assert found.result == [True, True, False]
+
+
+@pytest.mark.parametrize("variable", ["0", "1"])
+def test_install_in_threads_beside_an_import_of_deepspeed_returns(
+    newest: Environment, variable: str
+) -> None:
+    environment = newest | {"TENSORFERRY_DEEPSPEED": variable}
+    program = f"{PROGRAMS}:installed_in_threads"
+    found = call(program, environment=environment, timeout_s=60, threads=3).result
+    assert found == [True, True, True, True, False]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_install_after_deepspeeds_own_engine_was_loaded_warns(own_engine: Environment) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
@@ -136,6 +137,45 @@ def fork(engine: str, directory: str) -> bool:
     assert_equal(target, data)
     assert_works(handle, path)
     return True
+
+
+def fork_and_wait_for_the_parents_future(engine: str, path: str) -> str:
+    """Fork with a transfer that takes a while; the child asks for its end in every way there is."""
+    file = tensorferry.open(path, "w", engine=engine)
+    future = file.write_from(np.ones(100_003, np.uint8))
+
+    async def wait() -> None:
+        await future
+
+    async def run_as_a_task() -> None:
+        await asyncio.create_task(future)
+
+    def ask() -> None:
+        calls = [
+            future.result,
+            lambda: future.exception(1),
+            lambda: future.add_done_callback(print),
+            lambda: asyncio.run(wait()),
+            lambda: asyncio.run(run_as_a_task()),
+        ]
+        for number, call in enumerate(calls):
+            try:
+                call()
+            except RuntimeError as error:
+                told = "fork" in str(error)
+            else:
+                told = False
+            if not told:
+                raise AssertionError(f"call {number} did not tell of the fork")
+        if future.done():
+            raise AssertionError("the parent's transfer has ended here")
+
+    pid = os.fork()
+    if pid == 0:
+        in_child(ask)
+    assert_exits_with_zero(pid)
+    future.result(60)
+    return "done"
 
 
 def _touch_what_the_parent_owns(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import threading
 import time
@@ -168,6 +169,88 @@ def test_a_target_that_nobody_else_holds_is_read_into_safely(
     faultfs.release()
     assert handle.wait() == 4
     assert all((usurper == 9).all() for usurper in usurpers)
+
+
+@pytest.mark.parametrize("how", ["data", "set_", "del"])
+@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize("many", [True, False])
+def test_a_tensor_whose_storage_is_swapped_meanwhile_keeps_its_memory_for_the_transfer(
+    engine: str, faultfs: FaultFS, how: str, write: bool, many: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    path = faultfs.path / "file"
+    np.full(100_003, 1, np.uint8).tofile(path)
+    tensor = torch.full((100_003,), 7, dtype=torch.uint8)
+    faultfs.order(Fault("write" if write else "read", hold=True, times=1))
+    with tensorferry.aio_handle(4096, 1, engine=engine) as handle:
+        if many:
+            move = tensorferry.write_many if write else tensorferry.read_many
+            moving = threading.Thread(target=move, args=([(path, tensor)] * 2,), daemon=True)
+            moving.start()
+        else:
+            (handle.async_pwrite if write else handle.async_pread)(tensor, path)
+        faultfs.await_held()
+        if how == "data":
+            tensor.data = torch.zeros(3, dtype=torch.uint8)
+        elif how == "set_":
+            tensor.set_(torch.zeros(3, dtype=torch.uint8))
+        else:
+            del tensor
+        gc.collect()
+        usurpers = [torch.full((100_003,), 9, dtype=torch.uint8) for _ in range(8)]
+        faultfs.release()
+        if many:
+            moving.join(30)
+            assert not moving.is_alive()
+        else:
+            assert handle.wait() == 1
+    assert all((usurper == 9).all() for usurper in usurpers)
+    assert (contents(path) == (7 if write else 1)).all()
+
+
+@pytest.mark.parametrize("how", ["resize_", "storage", "numpy"])
+@pytest.mark.parametrize("call", ["async_pwrite", "write_from", "write", "write_many"])
+def test_an_array_that_gives_its_memory_back_meanwhile_is_told(
+    engine: str, faultfs: FaultFS, how: str, call: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    path = faultfs.path / "file"
+    # One block, which is with the file system when the memory goes.
+    array = np.full(4096, 7, np.uint8) if how == "numpy" else torch.full((1024,), 7.0)
+    faultfs.order(Fault("write", hold=True, times=1))
+    failures: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            if call == "write":
+                tensorferry.write(path, array)
+            elif call == "write_many":
+                tensorferry.write_many([(path, array)])
+            elif call == "write_from":
+                with tensorferry.open(path, "w", engine=engine) as file:
+                    file.write_from(array).result()
+            else:
+                with tensorferry.aio_handle(engine=engine) as handle:
+                    handle.async_pwrite(array, path)
+                    handle.wait()
+        except tensorferry.StorageError as error:
+            failures.append(error)
+
+    writing = threading.Thread(target=write, daemon=True)
+    writing.start()
+    faultfs.await_held()
+    if how == "numpy":
+        array.resize(1_000_000, refcheck=False)
+    elif how == "resize_":
+        array.resize_(1_000_000)
+    else:
+        array.untyped_storage().resize_(0)
+    faultfs.release()
+    writing.join(30)
+    assert not writing.is_alive()
+    (failure,) = failures
+    assert isinstance(failure, tensorferry.StorageError)
+    assert (failure.errno, failure.filename, failure.expected) == (errno.EFAULT, str(path), 4096)
 
 
 @covers("exit_with_pending", "exit_with_pending_locked", "exit_with_pending_locked_check")
@@ -355,6 +438,102 @@ def test_closing_a_handle_while_another_thread_waits_lets_both_end(
     assert outcome
     assert outcome[0] in (0, 1) or isinstance(outcome[0], ValueError)
     assert_equal(target, data)
+
+
+def test_closing_a_file_gives_up_where_nothing_moves_and_loses_nothing(
+    faultfs: FaultFS, random_bytes: RandomBytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorferry.runtime, "CLOSE_PATIENCE_SECONDS", 0.2)
+    path = faultfs.path / "file"
+    data = random_bytes(100_003)
+    file = tensorferry.open(path, "w")
+    faultfs.order(Fault("write", hold=True))
+    future = file.write_from(data.copy())
+    faultfs.await_held()
+    with pytest.warns(RuntimeWarning, match=f"1 transfers of {str(path)!r} .* left behind"):
+        file.close()
+    assert file.closed
+    assert not future.done()
+    gc.collect()
+    faultfs.release()
+    future.result(30)
+    assert_equal(contents(path), data)
+
+
+def test_whoever_closes_a_file_second_returns_when_its_transfers_have_ended(
+    faultfs: FaultFS, random_bytes: RandomBytes
+) -> None:
+    file = tensorferry.open(faultfs.path / "file", "w")
+    faultfs.order(Fault("write", hold=True))
+    future = file.write_from(random_bytes(100_003))
+    faultfs.await_held()
+    ended: list[bool] = []
+
+    def close() -> None:
+        file.close()
+        ended.append(future.done())
+
+    closing = [threading.Thread(target=close, daemon=True) for _ in range(3)]
+    for thread in closing:
+        thread.start()
+    closing[1].join(0.2)
+    assert not ended
+    faultfs.release()
+    for thread in closing:
+        thread.join(30)
+    assert ended == [True] * 3
+
+
+def test_a_file_loses_none_of_the_futures_that_threads_begin(
+    faultfs: FaultFS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.zeros(8192, np.uint8).tofile(faultfs.path / "file")
+    done = tensorferry.Future.done
+
+    def slow_done(future: tensorferry.Future) -> bool:
+        time.sleep(0)  # others run where they may
+        return done(future)
+
+    monkeypatch.setattr(tensorferry.Future, "done", slow_done)
+    with tensorferry.open(faultfs.path / "file") as file:
+        faultfs.order(Fault("read", hold=True))
+
+        def begin(_: int) -> None:
+            for _ in range(100):
+                file.read_into(np.zeros(8192, np.uint8))
+
+        in_threads(8, begin)
+        assert len(file._pending) == 800
+        monkeypatch.undo()
+        faultfs.release()
+
+
+def test_a_handle_closed_beside_io_that_does_not_end_says_what_it_left(
+    faultfs: FaultFS, random_bytes: RandomBytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = faultfs.path / "file"
+    data = random_bytes(100_003)
+    handle = tensorferry.aio_handle()
+    faultfs.order(Fault("write", hold=True))
+    handle.async_pwrite(data.copy(), path)
+    faultfs.await_held()
+    # As after 60 seconds without progress.
+    monkeypatch.setattr(tensorferry.handles, "close_scheduler", lambda _: False)
+    with pytest.warns(RuntimeWarning, match="offset 0 of .*file.*: it has not ended"):
+        handle.close()
+    monkeypatch.undo()
+    faultfs.release()
+    handle.close()
+    assert_equal(contents(path), data)
+
+
+def test_a_forked_child_that_waits_for_its_parents_transfer_is_told(
+    engine: str, faultfs: FaultFS
+) -> None:
+    faultfs.order(Fault("write", delay_s=2.0, times=1))
+    program = f"{PROGRAMS}:fork_and_wait_for_the_parents_future"
+    ended = child.call(program, engine=engine, path=faultfs.path / "file")
+    assert ended.result == "done"
 
 
 def test_a_closed_file_raises_value_error(engine: str, directory: pathlib.Path) -> None:

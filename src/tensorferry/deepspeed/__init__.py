@@ -38,12 +38,14 @@ def install() -> None:
         DeepSpeed's own engine is in use already; handles made so far stay what they are.
     """
     global _replaced
+    # DeepSpeed is large; only who asks for it waits for it. Imported before the lock is taken: where the variable is
+    # set, the end of that import is a call of this function, perhaps in another thread.
+    from tensorferry.deepspeed import builders
+
+    builders.import_deepspeed()
     with _lock:
         if _replaced is not None:
             return
-        # DeepSpeed is large; only who asks for it waits for it.
-        from tensorferry.deepspeed import builders
-
         with contextlib.ExitStack() as stack:
             builders.replace(stack)
             _set_variable(stack)

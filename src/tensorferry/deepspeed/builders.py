@@ -32,8 +32,8 @@ _OPS = {
 _MISSING = object()
 
 
-def replace(stack: ExitStack) -> None:
-    """Replace the builders' methods and DeepSpeed's tables of ops; the stack puts back what was there."""
+def import_deepspeed() -> None:
+    """Import all of DeepSpeed that :func:`replace` looks at."""
     try:
         import deepspeed
     except ModuleNotFoundError as error:
@@ -42,6 +42,12 @@ def replace(stack: ExitStack) -> None:
         raise ModuleNotFoundError(
             "DeepSpeed is not installed (remedy: pip install deepspeed)", name="deepspeed"
         ) from None
+    import deepspeed.git_version_info
+    import deepspeed.ops.op_builder  # noqa: F401
+
+
+def replace(stack: ExitStack) -> None:
+    """Replace the builders' methods and DeepSpeed's tables of ops; the stack puts back what was there."""
     import deepspeed.ops.op_builder
 
     _warn_of_loaded_ops(deepspeed.ops.op_builder.builder.OpBuilder)

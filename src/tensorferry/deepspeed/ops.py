@@ -109,10 +109,12 @@ def deepspeed_memcpy(dest: Any, src: Any) -> int:
         The sizes differ, or one of them is no contiguous host memory.
     """
     _, nbytes, _, _ = memory_of(dest, writable=True, name="dest", host=True)
-    _, src_nbytes, source, _ = memory_of(src, writable=False, name="src", host=True)
+    _, src_nbytes, _, _ = memory_of(src, writable=False, name="src", host=True)
     if nbytes != src_nbytes:
         raise ValueError(f"src: {src_nbytes} bytes do not fill dest's {nbytes}")
-    cast_to_byte_tensor(dest).copy_(cast_to_byte_tensor(source))
+    cast_to_byte_tensor(dest).copy_(
+        cast_to_byte_tensor(src.resolve_conj().resolve_neg().contiguous())
+    )
     return 0
 
 
