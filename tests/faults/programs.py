@@ -508,3 +508,20 @@ def fork_and_overlap(engine: str, directory: str) -> bool:
     assert_exits_with_zero(pid)
     assert handle.wait() == 30
     return True
+
+
+def forbidden_while_running(engine: str, directory: str) -> list[int]:
+    """Forbid the engine's system calls to a handle that works, and return how three writes fail."""
+    handle = tensorferry.aio_handle(engine=engine)
+    array = np.full(8 << 20, 7, np.uint8)
+    handle.sync_pwrite(array, f"{directory}/before")
+    seccomp.block([{"io_uring": "io_uring", "libaio": "aio"}[engine]])
+    errors = []
+    for index in range(3):
+        handle.async_pwrite(array, f"{directory}/file{index}")
+        try:
+            handle.wait()
+        except OSError as error:
+            errors.append(error.errno or 0)
+    handle.close()
+    return errors

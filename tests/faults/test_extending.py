@@ -1,0 +1,149 @@
+"""Files that several extend, disks that fill up meanwhile, blocks larger than a page."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import subprocess
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import tensorferry
+from tests.support import child, mounts
+from tests.support.expect import contents
+from tests.support.faultfs import Fault, FaultFS
+from tests.support.forks import assert_exits_with_zero, in_child
+
+if TYPE_CHECKING:
+    import pathlib
+
+MIB = 1 << 20
+
+
+def test_a_refused_reservation_never_cuts_off_what_another_writer_appends_meanwhile(
+    faultfs: FaultFS,
+) -> None:
+    path, below = faultfs.path / "file", faultfs.backing / "file"
+    below.write_bytes(b"old" * 1000)
+    faultfs.order(Fault("fallocate", error=errno.ENOSPC), Fault("truncate", hold=True, name="file"))
+    errors: list[OSError] = []
+
+    def extend() -> None:
+        with tensorferry.open(str(path), "r+") as file:
+            try:
+                file.preallocate(MIB)
+            except OSError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=extend)
+    thread.start()
+    while thread.is_alive() and not faultfs.held():  # held: on its way to shorten the file
+        thread.join(0.05)
+    with below.open("ab") as other:
+        other.write(b"appended by another")
+    faultfs.release()
+    thread.join()
+    assert [error.errno for error in errors] == [errno.ENOSPC]
+    assert below.read_bytes() == b"old" * 1000 + b"appended by another"
+
+
+def test_a_write_that_ext4_has_no_room_for_reserves_nothing(small_ext4: pathlib.Path) -> None:
+    before = mounts.free_nbytes(small_ext4)
+    path = small_ext4 / "file"
+    with pytest.raises(OSError) as raised:
+        tensorferry.write(str(path), np.zeros(before + 4 * MIB, np.uint8), direct=True)
+    assert raised.value.errno == errno.ENOSPC
+    assert path.stat().st_size == 0
+    assert path.stat().st_blocks == 0
+    assert mounts.free_nbytes(small_ext4) == before
+
+
+def test_a_reservation_that_fits_because_the_file_holds_blocks_already_is_made(
+    small_ext4: pathlib.Path,
+) -> None:
+    nbytes = mounts.free_nbytes(small_ext4) // 2
+    path = small_ext4 / "file"
+    path.write_bytes(b"x")
+    subprocess.run(["fallocate", "-n", "-l", str(nbytes), str(path)], check=True)
+    with tensorferry.open(str(path), "r+") as file:
+        file.preallocate(nbytes + nbytes // 2)
+    assert path.stat().st_size == nbytes + nbytes // 2
+
+
+def test_a_child_forked_while_its_parent_reserves_space_extends_the_same_file(
+    faultfs: FaultFS, directory: pathlib.Path
+) -> None:
+    path = faultfs.path / "file"
+    path.write_bytes(b"")
+    faultfs.order(Fault("fallocate", hold=True, times=1))
+
+    def reserve(nbytes: int) -> None:
+        with tensorferry.open(str(path), "r+") as file:
+            file.preallocate(nbytes)
+
+    thread = threading.Thread(target=reserve, args=(MIB,))
+    thread.start()
+    faultfs.await_held()
+
+    # Elsewhere, since the kernel itself locks the held file; in the parent the two shared one of 64 locks.
+    def work() -> None:
+        for index in range(128):
+            with tensorferry.open(str(directory / f"file{index}"), "w") as file:
+                file.preallocate(128 << 10)
+
+    pid = os.fork()
+    if pid == 0:
+        in_child(work)
+    try:
+        assert_exits_with_zero(pid)
+    finally:
+        faultfs.release()
+        thread.join()
+
+
+def test_where_io_uring_is_forbidden_after_its_start_transfers_fail_and_close_returns(
+    engine: str, directory: pathlib.Path
+) -> None:
+    if engine == "threads":
+        pytest.skip("it makes no calls that this filter forbids")
+    pytest.importorskip("pyseccomp")
+    program = "tests.faults.programs:forbidden_while_running"
+    ended = child.call(program, engine=engine, directory=directory)
+    assert ended.result == [errno.EPERM] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_nbytes", [16 << 10, 64 << 10])
+def test_ragged_neighbours_keep_their_bytes_where_blocks_are_larger_than_pages(
+    block_nbytes: int, directory: pathlib.Path
+) -> None:
+    image = directory / "xfs.img"
+    with image.open("wb") as file:
+        file.truncate(320 * MIB)
+    try:
+        make = ["mkfs.xfs", "-q", "-b", f"size={block_nbytes}", str(image)]
+        if subprocess.run(make, capture_output=True, check=False).returncode != 0:
+            pytest.skip("mkfs.xfs failed")
+    except FileNotFoundError:
+        pytest.skip("mkfs.xfs is not installed")
+    nbytes = 256 << 10
+    random = np.random.default_rng(3)
+    handle = tensorferry.aio_handle(block_size=64 << 10, queue_depth=64, intra_op_parallelism=2)
+    with mounts.mounted(directory / "xfs", "-o", "loop", str(image)) as mount:
+        path = mount / "file"
+        path.write_bytes(random.bytes(nbytes))
+        for _ in range(300):
+            expected = random.integers(0, 256, nbytes, np.uint8)
+            cuts = sorted({0, nbytes, *random.integers(0, nbytes, 30).tolist()})
+            for begin, end in itertools.pairwise(cuts):
+                handle.async_pwrite(expected[begin:end], str(path), begin)
+            handle.wait()
+            descriptor = os.open(path, os.O_RDWR)
+            os.fsync(descriptor)  # EIO where the kernel itself saw such a collision
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+            assert contents(path) == expected.tobytes()
