@@ -76,6 +76,7 @@ def transfer(
     direct: str = "auto",
     truncate: bool = False,
     sync: bool = False,
+    background: bool = False,  # noqa: ARG001
     name: str = "path",
 ) -> None:
     """Move one array and return when it is done.
@@ -115,6 +116,7 @@ def start(
     write: bool,
     direct: str = "auto",
     sync: bool = False,
+    background: bool = False,  # noqa: ARG001
     name: str = "path",
 ) -> Future[_Array]:
     """Begin to move one array."""
@@ -173,6 +175,7 @@ def transfer_many(
     direct: str,
     truncate: bool = False,
     sync: bool = False,
+    background: bool = False,  # noqa: ARG001
 ) -> None:
     """Move many arrays with all of them outstanding at once, and return when all are done.
 
