@@ -273,6 +273,12 @@ def test_bad_arguments_are_refused_before_any_io(directory: pathlib.Path) -> Non
         tensorferry.open(path, "w", block_size=0)
     with pytest.raises(ValueError, match="engine"):
         tensorferry.open(path, "w", engine="windows")
+    for call in (tensorferry.read, tensorferry.write):
+        with pytest.raises(ValueError, match="priority: 'urgent' is neither"):
+            call(path, bytearray(5), priority="urgent")  # type: ignore[operator]
+    for many in (tensorferry.read_many, tensorferry.write_many):
+        with pytest.raises(ValueError, match="priority: 7 is neither"):
+            many([(path, bytearray(5))], priority=7)  # type: ignore[operator]
     for setting, maximum in (("queue_depth", 32768), ("block_size", 1 << 30)):
         for value in (0, -1, maximum + 1, (1 << 31) - 1, 1 << 80):
             with pytest.raises(ValueError, match=f"{setting}: {value} is not between 1 and"):
@@ -282,6 +288,24 @@ def test_bad_arguments_are_refused_before_any_io(directory: pathlib.Path) -> Non
         with pytest.raises(TypeError, match=setting):
             tensorferry.open(path, "w", **{setting: 1.5})
     assert not path.exists()
+
+
+def test_work_in_the_background_is_done_like_any_other(
+    engine: str, directory: pathlib.Path
+) -> None:
+    path = directory / "file"
+    data = os.urandom(300_001)
+    with tensorferry.open(path, "w+", engine=engine) as file:
+        file.write(data, priority="background")
+        assert file.read(bytearray(len(data)), priority="background") == data
+        assert file.write_from(data, 5, priority="background").result() is data
+        assert file.read_into(bytearray(len(data)), 5, priority="background").result() == data
+        with pytest.raises(ValueError, match="priority"):
+            file.read_into(bytearray(1), priority="low")  # type: ignore[arg-type]
+    tensorferry.write_many([(path, data)], truncate=True, priority="background")
+    buffer = bytearray(len(data))
+    tensorferry.read_many([(path, buffer)], priority="background")
+    assert buffer == data
 
 
 def test_file_modes(directory: pathlib.Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from tensorferry import _core, runtime
 from tensorferry.arrays import memory_of
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _Array = TypeVar("_Array")
 
+Priority: TypeAlias = "Literal['normal', 'background']"
+
 # Beyond these a queue has more memory than I/O in it.
 MAX_QUEUE_DEPTH = 32768
 MAX_BLOCK_NBYTES = 1 << 30
@@ -55,6 +57,7 @@ def write(
     truncate: bool = False,
     sync: bool = False,
     direct: Direct = "auto",
+    priority: Priority = "normal",
 ) -> None:
     """Write an array's bytes to a file.
 
@@ -74,6 +77,8 @@ def write(
     direct : "auto", True or False
         "auto" and True write past the page cache (O_DIRECT), "auto" only where the file system can; False goes
         through the page cache.
+    priority : "normal" or "background"
+        Work in the background is done where there is nothing else to do: its blocks come after those of all others.
 
     Raises
     ------
@@ -99,10 +104,18 @@ def write(
         direct=direct_mode(direct),
         truncate=truncate,
         sync=sync,
+        background=in_background(priority),
     )
 
 
-def read(path: Path, array: _Array, offset: int = 0, *, direct: Direct = "auto") -> _Array:
+def read(
+    path: Path,
+    array: _Array,
+    offset: int = 0,
+    *,
+    direct: Direct = "auto",
+    priority: Priority = "normal",
+) -> _Array:
     """Fill an array with bytes of a file, and return it.
 
     Parameters
@@ -116,6 +129,8 @@ def read(path: Path, array: _Array, offset: int = 0, *, direct: Direct = "auto")
     direct : "auto", True or False
         "auto" reads past the page cache (O_DIRECT) but takes from it what it holds; True never looks there; False
         always goes through it.
+    priority : "normal" or "background"
+        As for :func:`write`.
 
     Raises
     ------
@@ -141,6 +156,7 @@ def read(path: Path, array: _Array, offset: int = 0, *, direct: Direct = "auto")
         checked_offset(offset, memory[1]),
         write=False,
         direct=direct_mode(direct),
+        background=in_background(priority),
     )
     return array
 
@@ -151,6 +167,7 @@ def write_many(
     truncate: bool = False,
     sync: bool = False,
     direct: Direct = "auto",
+    priority: Priority = "normal",
 ) -> None:
     """Write many arrays, all outstanding at once, and return when all are written.
 
@@ -158,7 +175,7 @@ def write_many(
     ----------
     items : sequence of (path, array) or (path, array, offset)
         Pieces of one file may be given in any order; where they overlap, the later one wins.
-    truncate, sync, direct
+    truncate, sync, direct, priority
         As for :func:`write`. With ``truncate``, give each file once.
 
     Raises
@@ -166,7 +183,7 @@ def write_many(
     ValueError, TypeError
         An item is not usable; nothing was touched.
     StorageError
-        The failure of the first item that failed; the message counts further ones.
+        The failure of the first item that failed; the message counts further ones, and ``others`` has them.
     """
     transfer_many(
         default_scheduler(),
@@ -175,17 +192,23 @@ def write_many(
         direct=direct_mode(direct),
         truncate=truncate,
         sync=sync,
+        background=in_background(priority),
     )
 
 
-def read_many(items: Sequence[tuple[Any, ...]], *, direct: Direct = "auto") -> None:
+def read_many(
+    items: Sequence[tuple[Any, ...]],
+    *,
+    direct: Direct = "auto",
+    priority: Priority = "normal",
+) -> None:
     """Fill many arrays, all outstanding at once, and return when all are full.
 
     Parameters
     ----------
     items : sequence of (path, array) or (path, array, offset)
         A path that comes again is opened once.
-    direct : "auto", True or False
+    direct, priority
         As for :func:`read`.
 
     Raises
@@ -193,9 +216,15 @@ def read_many(items: Sequence[tuple[Any, ...]], *, direct: Direct = "auto") -> N
     ValueError, TypeError
         An item is not usable; nothing was touched.
     StorageError
-        The failure of the first item that failed; the message counts further ones.
+        The failure of the first item that failed; the message counts further ones, and ``others`` has them.
     """
-    transfer_many(default_scheduler(), items, write=False, direct=direct_mode(direct))
+    transfer_many(
+        default_scheduler(),
+        items,
+        write=False,
+        direct=direct_mode(direct),
+        background=in_background(priority),
+    )
 
 
 # mode: read, write, create, exclusive, truncate
@@ -322,27 +351,20 @@ class File:
         """Whether it has been closed."""
         return self._file is None
 
-    def read(self, array: _Array, offset: int = 0) -> _Array:
+    def read(self, array: _Array, offset: int = 0, *, priority: Priority = "normal") -> _Array:
         """Fill an array from ``offset`` (bytes) on, and return it. See :func:`tensorferry.read`."""
-        file = self._open_file(reading=True)
-        memory = memory_of(array, writable=True)
-        transfer(self._scheduler, file, memory, checked_offset(offset, memory[1]), write=False)
+        self._transfer(array, offset, priority, write=False)
         return array
 
-    def write(self, array: Any, offset: int = 0, *, sync: bool = False) -> None:
+    def write(
+        self, array: Any, offset: int = 0, *, sync: bool = False, priority: Priority = "normal"
+    ) -> None:
         """Write an array at ``offset`` (bytes). See :func:`tensorferry.write`."""
-        file = self._open_file(writing=True)
-        memory = memory_of(array, writable=False)
-        transfer(
-            self._scheduler,
-            file,
-            memory,
-            checked_offset(offset, memory[1]),
-            write=True,
-            sync=sync,
-        )
+        self._transfer(array, offset, priority, write=True, sync=sync)
 
-    def read_into(self, array: _Array, offset: int = 0) -> Future[_Array]:
+    def read_into(
+        self, array: _Array, offset: int = 0, *, priority: Priority = "normal"
+    ) -> Future[_Array]:
         """Begin to fill an array from ``offset`` (bytes) on.
 
         Returns
@@ -350,9 +372,11 @@ class File:
         Future
             Its result is the array.
         """
-        return self._start(array, offset, write=False)
+        return self._start(array, offset, priority, write=False)
 
-    def write_from(self, array: _Array, offset: int = 0, *, sync: bool = False) -> Future[_Array]:
+    def write_from(
+        self, array: _Array, offset: int = 0, *, sync: bool = False, priority: Priority = "normal"
+    ) -> Future[_Array]:
         """Begin to write an array at ``offset`` (bytes). Do not change the array before the future is done.
 
         Returns
@@ -360,7 +384,7 @@ class File:
         Future
             Its result is the array.
         """
-        return self._start(array, offset, write=True, sync=sync)
+        return self._start(array, offset, priority, write=True, sync=sync)
 
     def sync(self) -> None:
         """Make what has been written, and the size, durable (fdatasync). Transfers on their way are not covered."""
@@ -452,13 +476,37 @@ class File:
             raise ValueError(f"the file {self._path!r} was not opened for writing")
         return self._file
 
+    def _transfer(
+        self, array: Any, offset: int, priority: Priority, *, write: bool, sync: bool = False
+    ) -> None:
+        file = self._open_file(reading=not write, writing=write)
+        memory = memory_of(array, writable=not write)
+        transfer(
+            self._scheduler,
+            file,
+            memory,
+            checked_offset(offset, memory[1]),
+            write=write,
+            sync=sync,
+            background=in_background(priority),
+        )
+
     def _start(
-        self, array: _Array, offset: int, *, write: bool, sync: bool = False
+        self, array: _Array, offset: int, priority: Priority, *, write: bool, sync: bool = False
     ) -> Future[_Array]:
         file = self._open_file(reading=not write, writing=write)
         memory = memory_of(array, writable=not write)
         offset = checked_offset(offset, memory[1])
-        future = start(self._scheduler, file, array, memory, offset, write=write, sync=sync)
+        future = start(
+            self._scheduler,
+            file,
+            array,
+            memory,
+            offset,
+            write=write,
+            sync=sync,
+            background=in_background(priority),
+        )
         future._about = ("writing" if write else "reading", self._path, offset, memory[1])
         with self._lock:
             # Those that are done need no waiting for; looking every so often keeps the list short.
@@ -485,6 +533,13 @@ def _moved(scheduler: AnyScheduler) -> object:
     """Return what changes as long as blocks end."""
     counted = scheduler.stats()
     return [counted[name] for name in ("read_nbytes", "written_nbytes", "failed_requests")]
+
+
+def in_background(priority: Priority) -> bool:
+    """Return whether a transfer comes after all that are not in the background."""
+    if priority not in ("normal", "background"):
+        raise ValueError(f'priority: {priority!r} is neither "normal" nor "background"')
+    return priority == "background"
 
 
 def positive(value: int, name: str, maximum: int = (1 << 31) - 1) -> int:
