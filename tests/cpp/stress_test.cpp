@@ -46,21 +46,27 @@ unsigned seed() {
   return text && *text ? static_cast<unsigned>(::atol(text)) : std::random_device{}();
 }
 
-// One transfer from its submission to its end.
-struct Begun {
-  std::shared_ptr<Request> request;  // null: refused, since the scheduler is closed
-  bool inlined = false;
-};
+std::mutex failures_mutex;
+std::vector<std::string> failures;
 
-// How a request is made: the one place that knows the scheduler's interface.
-Begun begin(Scheduler& scheduler, TransferSpec spec, bool blocking) {
+void failed(const std::string& what) {
+  std::lock_guard lock(failures_mutex);
+  failures.push_back(what);
+}
+
+// How a request is made: the one place that knows the scheduler's interface. Null: refused, since it is closed.
+std::shared_ptr<Request> begin(Scheduler& scheduler, TransferSpec spec, bool blocking) {
   auto request = std::make_shared<Request>(scheduler.next_request_id(), 1);
-  auto transfer = Transfer::create(std::move(spec), request, 0, scheduler.block_nbytes_for(spec.nbytes));
-  if (!transfer) return {};
-  if (blocking && scheduler.try_inline(*transfer)) return {request, true};
+  const uint64_t block_nbytes = scheduler.block_nbytes_for(spec.nbytes);
+  auto transfer = Transfer::create(std::move(spec), request, 0, block_nbytes);
+  if (!transfer) {
+    failed(std::string("refused: ") + transfer.fault().operation);
+    return nullptr;
+  }
+  if (blocking && scheduler.try_inline(*transfer)) return request;
   scheduler.submit(request, {*transfer});
   if (blocking) scheduler.share(*transfer);
-  return {request};
+  return request;
 }
 
 // A scheduler that is used until somebody closes it; then there is another one.
@@ -98,15 +104,6 @@ class Shared {
     if (!scheduler.close(patience)) failed("a close gave up");
   }
 
- public:
-  static void failed(const std::string& what) {
-    std::lock_guard lock(failures_mutex);
-    failures.push_back(what);
-  }
-  static inline std::mutex failures_mutex;
-  static inline std::vector<std::string> failures;
-
- private:
   const std::vector<std::string> engines_;
   std::atomic<unsigned> next_;
   std::mutex mutex_;
@@ -172,7 +169,7 @@ class Actor {
           path_,
           {.read = true, .write = true, .create = false, .exclusive = false, .truncate = false, .direct = direct});
       if (!opened) {
-        Shared::failed("open: " + std::to_string(opened.fault().error_number));
+        failed("open: " + std::to_string(opened.fault().error_number));
         return open_file(path_, writing);
       }
       kept_ = *opened;
@@ -185,18 +182,18 @@ class Actor {
     auto [bytes, offset] = piece();
     TransferSpec spec{file(true), bytes.data(), offset, bytes.size(), true};
     spec.sync = random_() % 16 == 0;
-    const Begun begun = begin(*scheduler, std::move(spec), blocking);
-    if (!begun.request) {
+    const auto request = begin(*scheduler, std::move(spec), blocking);
+    if (!request) {
       ++counts_.refused;
       return;
     }
     if (random_() % 8 == 0) scheduler.reset();  // dropped while at work
     if (cancel) {
       if (random_() % 2) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 300));
-      begun.request->cancel();
+      request->cancel();
     }
-    if (!await(*begun.request, "a write")) return;
-    const auto& fault = begun.request->fault();
+    if (!await(*request, "a write")) return;
+    const auto& fault = request->fault();
     char* old = model_.data() + offset;
     if (!fault) {
       std::memcpy(old, bytes.data(), bytes.size());
@@ -204,7 +201,7 @@ class Actor {
       return;
     }
     if (!cancel || fault->error_number != ECANCELED) {
-      Shared::failed(std::string("a write failed: ") + fault->operation + " " + std::to_string(fault->error_number));
+      failed(std::string("a write failed: ") + fault->operation + " " + std::to_string(fault->error_number));
       return;
     }
     // Each byte is the old one or the new one, and stays so.
@@ -212,12 +209,12 @@ class Actor {
     auto seen = open_file(path_, false, DirectMode::never);
     if (::pread(seen->descriptor(), found.data(), found.size(), static_cast<off_t>(offset)) !=
         static_cast<ssize_t>(found.size())) {
-      Shared::failed("a cancelled write made the file shorter");
+      failed("a cancelled write made the file shorter");
       return;
     }
     for (size_t at = 0; at < found.size(); ++at) {
       if (found[at] != old[at] && found[at] != bytes[at]) {
-        Shared::failed("a cancelled write wrote what nobody gave it");
+        failed("a cancelled write wrote what nobody gave it");
         return;
       }
     }
@@ -228,16 +225,16 @@ class Actor {
   void read(bool blocking) {
     auto scheduler = schedulers_[random_() % schedulers_.size()]->get();
     auto [bytes, offset] = piece();
-    const Begun begun = begin(*scheduler, {file(false), bytes.data(), offset, bytes.size()}, blocking);
-    if (!begun.request) {
+    const auto request = begin(*scheduler, {file(false), bytes.data(), offset, bytes.size()}, blocking);
+    if (!request) {
       ++counts_.refused;
       return;
     }
-    if (!await(*begun.request, "a read")) return;
-    if (begun.request->fault()) {
-      Shared::failed("a read failed");
+    if (!await(*request, "a read")) return;
+    if (request->fault()) {
+      failed("a read failed");
     } else if (std::memcmp(bytes.data(), model_.data() + offset, bytes.size()) != 0) {
-      Shared::failed("a read gave other bytes than were written");
+      failed("a read gave other bytes than were written");
     } else {
       ++counts_.read;
     }
@@ -245,9 +242,9 @@ class Actor {
 
   bool await(Request& request, const char* what) {
     if (request.wait_for(patience)) return true;
-    Shared::failed(std::string(what) + " hung");
+    failed(std::string(what) + " hung");
     // Its memory may be written to for ever: nothing can go on from here.
-    MESSAGE(what, " hung");
+    MESSAGE(std::string(what), " hung");
     ::abort();
   }
 
@@ -274,7 +271,7 @@ TEST_CASE("nothing is lost where threads submit, cancel, close and drop at rando
   for (size_t index = 0; index < scheduler_count; ++index) {
     schedulers.push_back(std::make_unique<Shared>(usable, static_cast<unsigned>(index) * 7));
   }
-  Shared::failures.clear();
+  failures.clear();
   Counts counts;
   std::vector<std::unique_ptr<Actor>> actors;
   for (size_t index = 0; index < thread_count; ++index) {
@@ -287,8 +284,8 @@ TEST_CASE("nothing is lost where threads submit, cancel, close and drop at rando
     threads.emplace_back([&actor, deadline] {
       while (std::chrono::steady_clock::now() < deadline) {
         actor->act();
-        std::lock_guard lock(Shared::failures_mutex);
-        if (!Shared::failures.empty()) return;
+        std::lock_guard lock(failures_mutex);
+        if (!failures.empty()) return;
       }
     });
   }
@@ -296,7 +293,7 @@ TEST_CASE("nothing is lost where threads submit, cancel, close and drop at rando
   for (auto& scheduler : schedulers) scheduler->end();
   MESSAGE(counts.written.load(), " writes, ", counts.read.load(), " reads, ", counts.cancelled.load(), " cancelled, ",
           counts.refused.load(), " refused, ", counts.closed.load(), " closes");
-  for (const auto& failure : Shared::failures) FAIL_CHECK(failure);
+  for (const auto& failure : failures) FAIL_CHECK(failure);
   for (auto& actor : actors) CHECK(actor->is_right());
   CHECK(counts.written > 0);
   CHECK(counts.read > 0);

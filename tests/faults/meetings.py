@@ -11,6 +11,7 @@ import errno
 import gc
 import os
 import pathlib
+import signal
 import threading
 import time
 import warnings
@@ -219,12 +220,16 @@ def memory_is_given_back(engine: str, directory: str, nbytes: int) -> list[str]:
 
 
 def failing_close(engine: str, path: str, error: int, interposed: bool) -> dict[str, Any]:
-    """Write in every way to a file whose close(2) fails, and return what each way raised."""
+    """Write in every way to a file of 3,000,001 bytes whose close(2) fails; return what each way raised."""
     calls = slow_calls.attached() if interposed else None
     handle = tensorferry.aio_handle(engine=engine)
     small, large = np.full(5_003, 1, np.uint8), np.full(3_000_001, 2, np.uint8)
     neighbour = path + "-beside"
-    large.tofile(path)
+    warm_up = path.replace("victim", "warm-up")
+    for array in (small, large):
+        tensorferry.write_many([(warm_up, array), (warm_up, array, array.size)])
+        tensorferry.read(warm_up, np.zeros_like(array))
+        handle.sync_pwrite(array, warm_up)
 
     def in_file(array: Any, asynchronous: bool = False) -> None:
         with tensorferry.open(path, "r+", engine=engine) as file:
@@ -391,7 +396,7 @@ def wait_for_the_parents_future(engine: str, path: str) -> list[str]:
         "add_done_callback": call_back,
         "close": file.close,
     }
-    hung = []
+    children = {}
     for name, way in ways.items():
         pid = os.fork()
         if pid == 0:
@@ -401,14 +406,18 @@ def wait_for_the_parents_future(engine: str, path: str) -> list[str]:
                     way()
 
             in_child(work)
-        deadline = time.monotonic() + 5
-        ended = 0
+        children[name] = pid
+    assert not future.done(), "the write was too fast to be waited for"
+    deadline = time.monotonic() + 8
+    hung = []
+    for name, pid in children.items():
+        ended, status = os.waitpid(pid, os.WNOHANG)
         while not ended and time.monotonic() < deadline:
-            ended, status = os.waitpid(pid, os.WNOHANG)
             time.sleep(0.005)
+            ended, status = os.waitpid(pid, os.WNOHANG)
         if not ended:
             hung.append(name)
-            os.kill(pid, 9)
+            os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         elif status:
             hung.append(f"{name}: the child ended with {status}")

@@ -98,6 +98,7 @@ def test_a_close_that_fails_is_a_failure_of_what_was_written(
     run: Run, directory: pathlib.Path, error: int
 ) -> None:
     path = directory / "victim"
+    np.zeros(3_000_001, np.uint8).tofile(path)
     outcomes = run(meetings.failing_close, path=path, error=error, interposed=True)
     _assert_writes_failed(outcomes, path, error)
 
@@ -165,7 +166,7 @@ def test_a_child_forked_while_its_parent_reserves_space_writes_to_the_same_file(
 
 
 def test_a_child_that_waits_for_its_parents_future_is_told(run: Run, faultfs: FaultFS) -> None:
-    faultfs.order(Fault("write", delay_s=1.0))
+    faultfs.order(Fault("write", delay_s=4.0))
     hung = run(meetings.wait_for_the_parents_future, path=faultfs.path / "file")
     assert hung == []
 
