@@ -3,7 +3,8 @@
 //
 // Ownership: a Request's memory and files belong to the arrays' Python objects. Scheduler.submit() takes a
 // reference to an `owner` that holds them and keeps it until the core reports the request as finished; no worker
-// ever touches a reference count. References are dropped by the next call into the scheduler from Python.
+// ever touches a reference count. References are dropped by whoever sees the end from Python, and by the next call
+// into the scheduler.
 #include <Python.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -16,7 +17,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
+#include <map>
 #include <unordered_map>
 
 #include "bindings/collect.h"
@@ -28,6 +29,7 @@
 #include "memory/allocation.h"
 #include "memory/bounce_pool.h"
 #include "transfer/completion_queue.h"
+#include "transfer/reservation.h"
 #include "transfer/scheduler.h"
 
 namespace nb = nanobind;
@@ -41,11 +43,10 @@ using std::chrono::milliseconds;
 // Ctrl-C is noticed between waits of this length.
 constexpr milliseconds signal_interval{40};
 
-nb::object exception_of(const Fault& fault, size_t failed_transfers = 1) {
+nb::object exception_of(const Fault& fault) {
   return nb::module_::import_("tensorferry.errors")
       .attr("storage_error")(fault.error_number, fault.operation, nb::bytes(fault.path.data(), fault.path.size()),
-                             fault.offset, fault.expected, fault.transferred, fault.end_of_file, fault.hint,
-                             failed_transfers);
+                             fault.offset, fault.expected, fault.transferred, fault.end_of_file, fault.hint);
 }
 
 [[noreturn]] void raise(nb::object exception) {
@@ -164,6 +165,17 @@ PyFile file_from_descriptor(int descriptor, bool write, const std::string& direc
   return PyFile{*file};
 }
 
+File::Lease lease_of(const PyFile& file) {
+  auto lease = file.core->lease();
+  if (!lease) throw nb::value_error("the file is closed");
+  return lease;
+}
+
+// Whether no transfer uses the file any more, which no further one can then; False when time is over.
+bool retire(const PyFile& file, double timeout_seconds) {
+  return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return file.core->retire(slice); });
+}
+
 nb::object path_object(const PyFile& self) {
   const File& file = *self.core;
   nb::object path =
@@ -172,17 +184,72 @@ nb::object path_object(const PyFile& self) {
   return path;
 }
 
+[[noreturn]] void raise_forked(const char* what) {
+  PyErr_Format(PyExc_RuntimeError,
+               "%s was made before fork(): its workers run in the parent process. Make a new one in the child.", what);
+  throw nb::python_error();
+}
+
+// What keeps the memory of requests, by their ids.
+class Owners {
+ public:
+  void keep(uint64_t id, nb::object owner) {
+    nb::ft_lock_guard guard(mutex_);
+    by_request_[id].push_back(std::move(owner));
+  }
+
+  void drop(uint64_t id) {
+    std::vector<nb::object> dropped;  // ends when the lock is free: a destructor may call back
+    nb::ft_lock_guard guard(mutex_);
+    auto found = by_request_.find(id);
+    if (found == by_request_.end()) return;
+    dropped = std::move(found->second);
+    by_request_.erase(found);
+  }
+
+ private:
+  nb::ft_mutex mutex_;
+  std::unordered_map<uint64_t, std::vector<nb::object>> by_request_;
+};
+
 struct PyRequest {
   std::shared_ptr<Request> core;
+  std::shared_ptr<Owners> owners;
+  size_t transfers = 0;  // handed over so far
+
+  // Whoever learns of the end has the memory back.
+  bool done() const {
+    if (!core->done()) return false;
+    owners->drop(core->id());
+    return true;
+  }
+
+  void check_process() const {
+    if (!core->done() && core->fork_generation() != fork_generation()) raise_forked("this transfer");
+  }
 
   bool wait(std::optional<double> timeout_seconds) const {
-    if (core->done()) return true;
-    return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return core->wait_for(slice); });
+    check_process();
+    const bool over =
+        core->done() || wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return core->wait_for(slice); });
+    return over && done();
+  }
+
+  void seal() const {
+    nb::gil_scoped_release release;
+    core->seal();
+  }
+
+  // (position, exception) of each transfer that failed, in order.
+  nb::list failures() const {
+    nb::list found;
+    for (const auto& [position, fault] : core->faults()) found.append(nb::make_tuple(position, exception_of(fault)));
+    return found;
   }
 
   nb::object exception() const {
-    if (!core->fault()) return nb::none();
-    return exception_of(*core->fault(), core->failed_transfers());
+    if (core->faults().empty()) return nb::none();
+    return exception_of(core->faults().begin()->second);
   }
 };
 
@@ -208,106 +275,112 @@ class PyScheduler {
   }
 
   ~PyScheduler() {
-    if (!core_ || closed_) return;
+    if (!core_) return;
     if (!core_->belongs_to_this_process()) {
       new std::shared_ptr<Scheduler>(core_);  // its workers are in another process: never destroyed
       return;
     }
-    nb::gil_scoped_release release;
-    (void)core_->close(close_patience);
+    (void)close(close_patience_seconds);
   }
 
-  // One request of as many transfers as there are files; the other lists are as long.
-  PyRequest submit(const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
-                   const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets, bool write, bool truncate,
-                   bool sync, nb::object owner, const std::optional<Locations>& locations) {
-    if (locations && locations->size() != files.size()) throw nb::value_error("files and locations differ in length");
-    if (addresses.size() != files.size() || nbytes.size() != files.size() || offsets.size() != files.size()) {
-      throw nb::value_error("files, addresses, nbytes and offsets differ in length");
-    }
+  PyRequest new_request(bool write, bool truncate, bool sync, bool close_files, bool background) {
     check_usable();
-    auto request = std::make_shared<Request>(core_->next_request_id(), files.size());
+    return {std::make_shared<Request>(core_, RequestOptions{write, truncate, sync, close_files, background}), owners_};
+  }
+
+  // Hands over as many transfers as there are files; the other lists are as long. `last` says of each whether it is
+  // the last one with its file; None: all are, and the request has no further ones.
+  void submit(PyRequest& request, const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
+              const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets, nb::object owner,
+              const std::optional<Locations>& locations, const std::optional<std::vector<bool>>& last) {
+    const size_t count = files.size();
+    if ((locations && locations->size() != count) || (last && last->size() != count) || addresses.size() != count ||
+        nbytes.size() != count || offsets.size() != count) {
+      throw nb::value_error("files, addresses, nbytes, offsets, locations and last differ in length");
+    }
+    admit(count);
     std::vector<std::shared_ptr<Transfer>> transfers;
-    transfers.reserve(files.size());
+    transfers.reserve(count);
     std::optional<Fault> fault;
     {
       nb::gil_scoped_release release;
-      fault = create_transfers(files, addresses, nbytes, offsets, write, truncate, sync, locations, request, transfers);
+      fault = create_transfers(files, addresses, nbytes, offsets, locations, request, transfers);
+      if (fault) core_->take_back(count);
     }
     if (fault) refuse(*fault);
-    enter(request, transfers, std::move(owner));
-    return PyRequest{request};
+    owners_->keep(request.core->id(), std::move(owner));
+    request.transfers += count;
+    nb::gil_scoped_release release;
+    core_->submit(request.core, transfers);
+    for (size_t index = 0; index < count; ++index) {
+      if (!last || (*last)[index]) request.core->seal(*files[index].core);
+    }
+    if (!last) request.core->seal();
   }
 
   // A blocking call's transfer. None: done, and well. Else the request, to wait for or to ask what went wrong.
   std::optional<PyRequest> run(const PyFile& file, uintptr_t address, uint64_t nbytes, uint64_t offset, bool write,
-                               bool truncate, bool sync, nb::object owner, std::optional<Location> location) {
-    check_usable();
-    auto request = std::make_shared<Request>(core_->next_request_id(), 1);
-    std::shared_ptr<Transfer> transfer;
+                               bool truncate, bool sync, bool close_files, bool background, nb::object owner,
+                               std::optional<Location> location) {
+    PyRequest request = new_request(write, truncate, sync, close_files, background);
+    admit(1);
+    std::vector<std::shared_ptr<Transfer>> transfers;
     std::optional<Fault> fault;
-    bool done = false;
+    bool inlined = false;
     {
       nb::gil_scoped_release release;
-      Gates gates;
-      auto created =
-          create_transfer({file.core, reinterpret_cast<char*>(address), offset, nbytes, write, truncate, sync},
-                          location, gates, request, 0, nullptr);
-      if (created) {
-        transfer = *created;
-        done = core_->try_inline(transfer);
-      } else {
-        fault = created.fault();
-      }
+      const std::optional<Locations> locations = location ? std::optional(Locations{location}) : std::nullopt;
+      fault = create_transfers({file}, {address}, {nbytes}, {offset}, locations, request, transfers);
+      if (fault) core_->take_back(1);
+      inlined = !fault && core_->try_inline(transfers.front());
+      if (inlined) request.core->settle();
     }
     if (fault) refuse(*fault);
-    if (!done) {
-      enter(request, {transfer}, std::move(owner));
+    if (inlined && request.core->done() && request.core->faults().empty()) return std::nullopt;
+    if (!request.core->done()) {
+      owners_->keep(request.core->id(), std::move(owner));
       nb::gil_scoped_release release;
-      core_->share(transfer);
+      if (!inlined) {
+        core_->submit(request.core, transfers);
+        request.core->seal(*file.core);
+        request.core->seal();
+        core_->share(transfers.front());
+      }
     }
-    if (done && !request->fault()) return std::nullopt;
-    return PyRequest{request};
+    return request;
   }
 
   // Drops the owners of what has finished.
   void reap() {
-    std::vector<nb::object> dropped;  // a destructor may call back into this object
-    nb::ft_lock_guard guard(mutex_);
-    for (uint64_t id : core_->take_finished()) {
-      auto found = owners_.find(id);
-      if (found == owners_.end()) continue;
-      dropped.push_back(std::move(found->second));
-      owners_.erase(found);
-    }
+    if (!core_->belongs_to_this_process()) return;
+    for (uint64_t id : core_->take_finished()) owners_->drop(id);
   }
+
+  size_t outstanding() const { return core_->belongs_to_this_process() ? core_->outstanding() : 0; }
 
   bool wait_for_progress(double timeout_seconds) {
     check_usable();
     return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return core_->wait_for_progress(slice); });
   }
 
-  bool close() {
-    if (closed_ || !core_->belongs_to_this_process()) return true;
+  // Whether all ended well. What did not keeps its memory for ever.
+  bool close(double patience_seconds) {
+    if (!core_->belongs_to_this_process()) return true;
     closed_ = true;
     bool ended;
     {
       nb::gil_scoped_release release;
-      ended = core_->close(close_patience);
+      ended = core_->close(milliseconds(static_cast<int64_t>(patience_seconds * 1000)));
     }
     reap();
+    if (!ended && !left_behind_.exchange(true)) new std::shared_ptr<Owners>(owners_);
     return ended;
   }
 
   // ValueError once closed; RuntimeError in a forked child.
   void check_usable() const {
-    if (!core_->belongs_to_this_process()) {
-      PyErr_SetString(PyExc_RuntimeError,
-                      "this handle or file was made before fork(): its workers run in the parent process. "
-                      "Make a new one in the child.");
-      throw nb::python_error();
-    }
-    if (closed_) throw nb::value_error("this handle or file is closed");
+    if (!core_->belongs_to_this_process()) raise_forked("this handle or file");
+    if (closed_) raise_closed();
   }
 
   nb::dict stats() const {
@@ -336,31 +409,34 @@ class PyScheduler {
     return result;
   }
 
+  static constexpr double close_patience_seconds = 60;
+
   std::shared_ptr<Scheduler> core_;
   std::vector<EngineRefusal> refusals_;
   std::atomic<bool> closed_{false};
 
  private:
-  static constexpr milliseconds close_patience{60'000};
+  [[noreturn]] static void raise_closed() { throw nb::value_error("this handle or file is closed"); }
 
-  // Holds the owner from before the first block is taken until the request is reported as finished.
-  void enter(const std::shared_ptr<Request>& request, const std::vector<std::shared_ptr<Transfer>>& transfers,
-             nb::object owner) {
+  void admit(size_t count) {
+    check_usable();
     reap();
-    wait_interruptibly(std::nullopt, [&](milliseconds slice) { return core_->wait_for_room(transfers.size(), slice); });
-    {
-      nb::ft_lock_guard guard(mutex_);
-      owners_.emplace(request->id(), std::move(owner));
-    }
-    nb::gil_scoped_release release;
-    core_->submit(request, transfers);
+    auto answer = Scheduler::Admission::full;
+    wait_interruptibly(std::nullopt, [&](milliseconds slice) {
+      answer = core_->admit(count, slice);
+      return answer != Scheduler::Admission::full;
+    });
+    if (answer == Scheduler::Admission::closed) raise_closed();
   }
 
   std::optional<Fault> create_transfers(const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
                                         const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets,
-                                        bool write, bool truncate, bool sync, const std::optional<Locations>& locations,
-                                        const std::shared_ptr<Request>& request,
+                                        const std::optional<Locations>& locations, const PyRequest& request,
                                         std::vector<std::shared_ptr<Transfer>>& transfers) const {
+    const bool write = request.core->options().write;
+    if (write) {
+      if (auto fault = reserve_all(files, nbytes, offsets)) return fault;
+    }
     const File* seen = nullptr;
     std::optional<File::Snapshot> snapshot;
     Gates gates;
@@ -377,12 +453,23 @@ class PyScheduler {
           snapshot = *taken;
         }
       }
-      TransferSpec spec{file, reinterpret_cast<char*>(addresses[index]), offsets[index], nbytes[index], write, truncate,
-                        sync};
-      auto transfer = create_transfer(std::move(spec), locations ? (*locations)[index] : std::nullopt, gates, request,
-                                      index, snapshot ? &*snapshot : nullptr);
+      TransferSpec spec{file, reinterpret_cast<char*>(addresses[index]), offsets[index], nbytes[index], write};
+      auto transfer = create_transfer(std::move(spec), locations ? (*locations)[index] : std::nullopt, gates,
+                                      request.core, request.transfers + index, snapshot ? &*snapshot : nullptr);
       if (!transfer) return transfer.fault();
       transfers.push_back(*transfer);
+    }
+    return std::nullopt;
+  }
+
+  static std::optional<Fault> reserve_all(const std::vector<PyFile>& files, const std::vector<uint64_t>& nbytes,
+                                          const std::vector<uint64_t>& offsets) {
+    std::map<File*, std::vector<Range>> pieces;
+    for (size_t index = 0; index < files.size(); ++index) {
+      pieces[files[index].core.get()].push_back({offsets[index], offsets[index] + nbytes[index]});
+    }
+    for (auto& [file, ranges] : pieces) {
+      if (auto fault = reserve(*file, std::move(ranges))) return fault;
     }
     return std::nullopt;
   }
@@ -411,8 +498,8 @@ class PyScheduler {
     raise(fault);
   }
 
-  nb::ft_mutex mutex_;
-  std::unordered_map<uint64_t, nb::object> owners_;
+  std::shared_ptr<Owners> owners_ = std::make_shared<Owners>();
+  std::atomic<bool> left_behind_{false};
 };
 
 std::vector<std::pair<std::string, std::optional<std::string>>> probe_engines() {
@@ -549,21 +636,44 @@ NB_MODULE(_core, module) {
       .def_prop_ro("offset_alignment", [](const PyFile& file) { return file.core->alignment().offset; })
       .def("size",
            [](const PyFile& file) {
+             const auto lease = lease_of(file);
              auto size = file.core->size();
              if (!size) raise(size.fault());
              return *size;
            })
-      .def("sync", [](const PyFile& file) { raise_fault_of([&] { return file.core->sync(); }); })
+      .def("sync",
+           [](const PyFile& file) {
+             const auto lease = lease_of(file);
+             raise_fault_of([&] { return file.core->sync(); });
+           })
       .def(
           "truncate",
-          [](const PyFile& file, uint64_t size) { raise_fault_of([&] { return file.core->truncate(size); }); },
+          [](const PyFile& file, uint64_t size) {
+            const auto lease = lease_of(file);
+            raise_fault_of([&] { return file.core->truncate(size); });
+          },
           "size"_a)
       .def(
           "preallocate",
           [](const PyFile& file, uint64_t offset, uint64_t nbytes) {
+            const auto lease = lease_of(file);
             raise_fault_of([&] { return file.core->preallocate(offset, nbytes); });
           },
-          "offset"_a, "nbytes"_a);
+          "offset"_a, "nbytes"_a)
+      .def(
+          "reserve",
+          [](const PyFile& file, const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& nbytes) {
+            if (nbytes.size() != offsets.size()) throw nb::value_error("offsets and nbytes differ in length");
+            const auto lease = lease_of(file);
+            std::vector<Range> pieces;
+            for (size_t index = 0; index < offsets.size(); ++index) {
+              pieces.push_back({offsets[index], offsets[index] + nbytes[index]});
+            }
+            raise_fault_of([&] { return reserve(*file.core, std::move(pieces)); });
+          },
+          "offsets"_a, "nbytes"_a)
+      .def("retire", &retire, "timeout_seconds"_a)
+      .def("close", [](const PyFile& file) { raise_fault_of([&] { return file.core->close(); }); });
 
   nb::class_<PyCompletionQueue>(module, "CompletionQueue")
       .def(nb::init<>())
@@ -579,13 +689,17 @@ NB_MODULE(_core, module) {
           "timeout_seconds"_a);
 
   nb::class_<PyRequest>(module, "Request")
-      .def("done", [](const PyRequest& request) { return request.core->done(); })
+      .def("done", &PyRequest::done)
       .def("wait", &PyRequest::wait, "timeout_seconds"_a.none() = nb::none())
+      .def("seal", &PyRequest::seal)
+      .def("failures", &PyRequest::failures,
+           nb::sig("def failures(self) -> list[tuple[int, tensorferry.errors.StorageError]]"))
       .def("exception", &PyRequest::exception, nb::sig("def exception(self) -> tensorferry.errors.StorageError | None"))
       .def("cancel", [](const PyRequest& request) { request.core->cancel(); })
       .def(
           "notify",
           [](const PyRequest& request, const PyCompletionQueue& queue, uint64_t token) {
+            request.check_process();
             request.core->notify(queue.core, token);
           },
           "queue"_a, "token"_a);
@@ -601,18 +715,19 @@ NB_MODULE(_core, module) {
                        refusals.emplace_back(refusal.engine, refusal.reason);
                      return refusals;
                    })
-      .def("submit", &PyScheduler::submit, "files"_a, "addresses"_a, "nbytes"_a, "offsets"_a, "write"_a, "truncate"_a,
-           "sync"_a, "owner"_a.none(), "locations"_a.none() = nb::none())
+      .def("new_request", &PyScheduler::new_request, "write"_a, "truncate"_a, "sync"_a, "close_files"_a, "background"_a)
+      .def("submit", &PyScheduler::submit, "request"_a, "files"_a, "addresses"_a, "nbytes"_a, "offsets"_a,
+           "owner"_a.none(), "locations"_a.none() = nb::none(), "last"_a.none() = nb::none())
       .def("run", &PyScheduler::run, "file"_a, "address"_a, "nbytes"_a, "offset"_a, "write"_a, "truncate"_a, "sync"_a,
-           "owner"_a.none(), "location"_a.none() = nb::none())
+           "close_files"_a, "background"_a, "owner"_a.none(), "location"_a.none() = nb::none())
       .def("reap", &PyScheduler::reap)
-      .def("outstanding", [](const PyScheduler& scheduler) { return scheduler.core_->outstanding(); })
+      .def("outstanding", &PyScheduler::outstanding)
       .def("wait_for_progress", &PyScheduler::wait_for_progress, "timeout_seconds"_a)
       .def("check_usable", &PyScheduler::check_usable)
       .def("belongs_to_this_process",
            [](const PyScheduler& scheduler) { return scheduler.core_->belongs_to_this_process(); })
       .def("stats", &PyScheduler::stats, nb::sig("def stats(self) -> dict[str, typing.Any]"))
-      .def("close", &PyScheduler::close);
+      .def("close", &PyScheduler::close, "patience_seconds"_a = PyScheduler::close_patience_seconds);
 
   module.def("open_file", &open_file, "path"_a, "read"_a, "write"_a, "create"_a, "exclusive"_a, "truncate"_a,
              "direct"_a);

@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <errno.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 namespace tensorferry {
@@ -30,6 +31,15 @@ int64_t execute_now(const Block& block) {
     case Operation::sync_all: result = ::fsync(block.descriptor); break;
   }
   return result < 0 ? -errno : result;
+}
+
+int64_t read_cached(const Block& block) {
+  const struct iovec place{block.memory, block.nbytes};
+  const ssize_t result = ::preadv2(block.descriptor, &place, 1, static_cast<off_t>(block.offset), RWF_NOWAIT);
+  if (result >= 0) return result;
+  // Kernels and file systems that cannot promise not to wait refuse.
+  const bool refused = errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL;
+  return refused ? -EAGAIN : -errno;
 }
 
 }  // namespace tensorferry

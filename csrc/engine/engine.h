@@ -41,11 +41,14 @@ class Engine {
   // Whether blocks run in threads of its own, so that one that copies from the page cache holds up nobody.
   virtual bool has_threads() const { return false; }
 
+  // Whether I/O through the page cache is done inside submit(), by the calling thread.
+  virtual bool blocks_on_buffered() const { return false; }
+
   // Called once, first of all, by the thread that will own the engine.
   virtual void start() {}
 
   // Takes a block; at most the queue depth may be outstanding. Blocks that the kernel refuses come back from
-  // reap() with the error as their result.
+  // reap() with the error as their result; so do those that it has not taken after a tenth of a second of failures.
   virtual void add(Block& block) = 0;
 
   // Makes sure that all added blocks have been handed over.
@@ -85,5 +88,11 @@ const std::vector<EngineKind>& engine_kinds();
 
 // One block, on the calling thread, to its first result. The one implementation of "just do it now".
 int64_t execute_now(const Block& block);
+
+// What the page cache holds of a block's beginning, on the calling thread and without waiting for a drive: bytes read
+// (fewer than asked where the rest is not cached; 0 at the file's end), -EAGAIN where nothing can be had that way, or
+// another -errno. The kernel begins to read ahead what is not cached. The block's descriptor is one through the page
+// cache.
+int64_t read_cached(const Block& block);
 
 }  // namespace tensorferry

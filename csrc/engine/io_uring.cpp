@@ -11,7 +11,9 @@
 #include <string.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
+#include <optional>
 
 #include "engine/engine.h"
 #include "engine/event.h"
@@ -104,27 +106,50 @@ class IoUringEngine final : public Engine {
       case Operation::sync_all: ::io_uring_prep_fsync(entry, block.descriptor, 0); break;
     }
     ::io_uring_sqe_set_data(entry, &block);
+    ++outstanding_;
     if (options_.single_submit) submit();
   }
 
   void submit() override {
-    // EINTR, EAGAIN and EBUSY leave the entries in the queue; the next call takes them.
+    // Whatever fails leaves the entries in the queue; reap() tries again and counts.
     if (::io_uring_sq_ready(&ring_) > 0) (void)::io_uring_submit(&ring_);
   }
 
   void reap(std::vector<Block*>& completed, bool wait) override {
+    const size_t before = completed.size();
     completed.insert(completed.end(), refused_.begin(), refused_.end());
     wait = wait && refused_.empty();
     refused_.clear();
     if (wait && !wake_armed_) arm_wake();
+    int result = 0;
     if (wait) {
-      (void)::io_uring_submit_and_wait(&ring_, 1);  // interrupted or not, the caller asks again
+      result = ::io_uring_submit_and_wait(&ring_, 1);  // interrupted or not, the caller asks again
     } else {
-      submit();
+      if (::io_uring_sq_ready(&ring_) > 0) result = ::io_uring_submit(&ring_);
       if (IO_URING_READ_ONCE(*ring_.sq.kflags) & IORING_SQ_CQ_OVERFLOW || ring_.flags & IORING_SETUP_DEFER_TASKRUN) {
         (void)::io_uring_get_events(&ring_);
       }
     }
+    collect(completed);
+    if (result >= 0 || result == -EINTR || completed.size() > before) {
+      failing_since_.reset();
+    } else {
+      outlast(-result, wait);
+      collect(completed);
+    }
+  }
+
+  void wake() override { event_.set(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // How long the kernel may refuse everything before what waits for it is given up.
+  static constexpr std::chrono::milliseconds max_refusal{100};
+
+  explicit IoUringEngine(const EngineOptions& options) : options_(options) {}
+
+  void collect(std::vector<Block*>& completed) {
     unsigned head;
     unsigned seen = 0;
     struct io_uring_cqe* entry;
@@ -139,14 +164,48 @@ class IoUringEngine final : public Engine {
       auto* block = static_cast<Block*>(data);
       block->result = entry->res;
       completed.push_back(block);
+      --outstanding_;
     }
     ::io_uring_cq_advance(&ring_, seen);
   }
 
-  void wake() override { event_.set(); }
+  // The kernel took nothing: no memory for requests, or a sandbox that was put up around a running process. Waits a
+  // little, not in the ring, which cannot be woken now; after a tenth of a second, entries come back with the error.
+  // Blocks that the kernel took before are still its own, and still waited for: their completions need no submission,
+  // but with DEFER_TASKRUN a call of io_uring_enter. Where that is forbidden as well they never come back, and
+  // Scheduler::close() leaks their memory rather than free it under them.
+  void outlast(int error_number, bool wait) {
+    const auto now = Clock::now();
+    if (!failing_since_) failing_since_ = now;
+    if (now - *failing_since_ >= max_refusal) take_back(error_number);
+    if (wait && refused_.empty()) {
+      struct pollfd event{event_.descriptor(), POLLIN, 0};
+      // Without blocks only a wake-up can matter.
+      if (::poll(&event, 1, outstanding_ > 0 ? 1 : -1) > 0) event_.clear();  // interrupted: the caller asks again
+      if (outstanding_ == 0) failing_since_.reset();
+    }
+    (void)::io_uring_get_events(&ring_);  // fails as submitting did, or brings completions
+  }
 
- private:
-  explicit IoUringEngine(const EngineOptions& options) : options_(options) {}
+  // Entries that the kernel has not seen become refusals.
+  void take_back(int error_number) {
+    const unsigned head = io_uring_smp_load_acquire(ring_.sq.khead);
+    for (unsigned index = head; index != ring_.sq.sqe_tail; ++index) {
+      auto* data = reinterpret_cast<void*>(static_cast<uintptr_t>(ring_.sq.sqes[index & ring_.sq.ring_mask].user_data));
+      if (data == this) {
+        wake_armed_ = false;
+        continue;
+      }
+      auto* block = static_cast<Block*>(data);
+      block->result = -error_number;
+      refused_.push_back(block);
+      --outstanding_;
+    }
+    // Without SQPOLL the kernel looks at the tail in io_uring_enter only, so it may go back.
+    ring_.sq.sqe_head = ring_.sq.sqe_tail = head;
+    io_uring_smp_store_release(ring_.sq.ktail, head);
+    failing_since_.reset();
+  }
 
   struct io_uring_sqe* next_entry() {
     struct io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
@@ -169,6 +228,8 @@ class IoUringEngine final : public Engine {
   bool ring_made_ = false;
   int start_error_ = 0;
   bool wake_armed_ = false;
+  size_t outstanding_ = 0;  // blocks in the ring, taken by the kernel or not
+  std::optional<Clock::time_point> failing_since_;
   std::vector<Block*> refused_;
 };
 

@@ -55,6 +55,7 @@ class LibaioEngine final : public Engine {
   }
 
   const char* name() const override { return "libaio"; }
+  bool blocks_on_buffered() const override { return true; }
 
   void add(Block& block) override {
     struct iocb* control = free_.back();
@@ -105,10 +106,18 @@ class LibaioEngine final : public Engine {
     wait = wait && refused_.empty();
     refused_.clear();
     if (!wake_armed_) arm_wake();
+    // Without a wake-up in the context nothing may sleep there.
+    const bool sleep = wait && wake_armed_;
     std::array<struct io_event, 64> events;
     const long count =
-        kernel_call(::syscall(SYS_io_getevents, context_, wait ? 1L : 0L, static_cast<long>(events.size()),
-                              events.data(), wait ? nullptr : &no_time_));
+        kernel_call(::syscall(SYS_io_getevents, context_, sleep ? 1L : 0L, static_cast<long>(events.size()),
+                              events.data(), sleep ? nullptr : &no_time_));
+    if (wait && (count < 0 ? count != -EINTR : count == 0)) {
+      // The kernel refuses (a sandbox that was put up around a running process). What it took before is its own until
+      // it tells; without blocks only a wake-up can matter.
+      struct pollfd event{event_.descriptor(), POLLIN, 0};
+      if (::poll(&event, 1, free_.size() < controls_.size() ? 1 : -1) > 0) event_.clear();
+    }
     for (long index = 0; index < count; ++index) {  // interrupted: the caller asks again
       const auto& event = events[static_cast<size_t>(index)];
       auto* control = reinterpret_cast<struct iocb*>(event.obj);

@@ -13,6 +13,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <set>
+
+#include "memory/after_fork.h"
 
 namespace tensorferry {
 namespace {
@@ -42,6 +45,9 @@ struct Cachestat {
 // What to assume where the kernel does not tell (before 6.1, FUSE, NFS): no device asks for more than a page.
 constexpr uint32_t assumed_alignment = 4096;
 
+// XFS has no larger ones. What network file systems tell as f_bsize may be a megabyte and means something else.
+constexpr int64_t max_file_system_block_nbytes = 64 << 10;
+
 std::atomic<size_t> descriptors_open{0};
 
 int counted(int descriptor) {
@@ -49,11 +55,13 @@ int counted(int descriptor) {
   return descriptor;
 }
 
-void close_counted(int descriptor) {
-  if (descriptor < 0) return;
-  // Linux releases the descriptor whatever close returns, and errors of the data were reported by fsync.
-  (void)::close(descriptor);
+// Returns 0 or the errno. Linux releases the descriptor whatever close returns, so it is never called again. EINTR says
+// that waiting was cut short and nothing about data: what is still cached is written later, as without a sync.
+int close_counted(int descriptor) {
+  if (descriptor < 0) return 0;
+  const int error_number = ::close(descriptor) == 0 || errno == EINTR ? 0 : errno;
   descriptors_open.fetch_sub(1, std::memory_order_relaxed);
+  return error_number;
 }
 
 int open_retrying(const char* path, int flags, mode_t mode = 0) {
@@ -64,13 +72,101 @@ int open_retrying(const char* path, int flags, mode_t mode = 0) {
   return counted(descriptor);
 }
 
+// Names that Files of this process made and that are not durable yet, by file: whoever syncs the file next makes the
+// name last, whichever File made it. Where this is not known (a name that is being made right now, a forked child, more
+// names than fit) all are taken for new, which costs syncs of directories.
+struct NamesMade {
+  static constexpr size_t max_count = 4096;
+
+  std::mutex mutex;
+  std::set<FileIdentity> files;
+  size_t being_made = 0;
+  bool all = fork_generation() > 0;
+};
+
+NamesMade& names_made() {
+  static auto* instance = new ForkSafe<NamesMade>;
+  return instance->get();
+}
+
+// One name on its way into NamesMade.
+class Making {
+ public:
+  Making() = default;
+  Making(const Making&) = delete;
+  Making& operator=(const Making&) = delete;
+  ~Making() { end(); }
+
+  void end() {
+    if (names_ == nullptr) return;
+    std::lock_guard lock(names_->mutex);
+    --names_->being_made;
+    names_ = nullptr;
+  }
+
+  void begin() {
+    names_ = &names_made();
+    std::lock_guard lock(names_->mutex);
+    ++names_->being_made;
+  }
+
+  void made(const FileIdentity& file) {
+    std::lock_guard lock(names_->mutex);
+    if (names_->all) return;
+    names_->files.insert(file);
+    if (names_->files.size() <= NamesMade::max_count) return;
+    names_->all = true;
+    names_->files.clear();
+  }
+
+  explicit operator bool() const { return names_ != nullptr; }
+
+ private:
+  NamesMade* names_ = nullptr;
+};
+
+// Opens with O_CREAT. `making` has begun where that may have made the name; too often costs one sync of a directory.
+int open_creating(const char* path, int flags, mode_t mode, Making& making) {
+  if (flags & O_EXCL) {
+    making.begin();
+    return open_retrying(path, flags, mode);
+  }
+  const int found = open_retrying(path, flags & ~(O_CREAT | O_TRUNC));
+  const int error_number = errno;
+  struct stat before, after;
+  const bool known = found >= 0 && ::fstat(found, &before) == 0;
+  if (known && !(flags & O_TRUNC) && before.st_uid == ::geteuid()) return found;
+  making.begin();
+  if (found < 0 && error_number == ENOENT) {
+    const int fresh = open_retrying(path, flags | O_EXCL, mode);
+    if (fresh >= 0 || errno != EEXIST) return fresh;
+  }
+  // Truncated only now; or somebody else's, which O_CREAT may not open (fs.protected_regular); or made by another in
+  // this moment; or a symbolic link to nowhere; or an error, which has its usual errno this way.
+  const int opened = open_retrying(path, flags, mode);
+  const int opened_error = errno;
+  // While the first descriptor is open, nobody else can have its inode number.
+  if (opened >= 0 && known && ::fstat(opened, &after) == 0 && before.st_dev == after.st_dev &&
+      before.st_ino == after.st_ino) {
+    making.end();
+  }
+  (void)close_counted(found);  // nothing was written through it
+  errno = opened_error;
+  return opened;
+}
+
 std::string link_of(int descriptor) { return "/proc/self/fd/" + std::to_string(descriptor); }
 
-std::string name_of(int descriptor) {
+// What the file is called, behind symbolic links; nothing, and errno, where /proc is missing or the name is too long.
+std::optional<std::string> linked_name(int descriptor) {
   std::array<char, 4096> name;
-  ssize_t length = ::readlink(link_of(descriptor).c_str(), name.data(), name.size());
-  return length > 0 ? std::string(name.data(), static_cast<size_t>(length))
-                    : "descriptor " + std::to_string(descriptor);
+  const ssize_t length = ::readlink(link_of(descriptor).c_str(), name.data(), name.size());
+  if (length < 0) return std::nullopt;
+  return std::string(name.data(), static_cast<size_t>(length));
+}
+
+std::string name_of(int descriptor) {
+  return linked_name(descriptor).value_or("descriptor " + std::to_string(descriptor));
 }
 
 #ifndef FUSE_SUPER_MAGIC
@@ -91,10 +187,23 @@ FileSystem file_system_of(int descriptor) {
   }
 }
 
-// Extending is check-then-act (a failed reservation is undone), so it is serialized within the process.
-std::mutex& extension_mutex(ino_t inode) {
-  static auto* mutexes = new std::array<std::mutex, 64>;
-  return (*mutexes)[inode % mutexes->size()];
+// The space that a file can still be given, where asking beforehand is worth it: ext4 keeps what it reserved before it
+// found the disk full (measured: all that was free), so that nobody could use it. XFS reserves all of up to 8 GiB or
+// nothing, and may find more than it tells.
+std::optional<uint64_t> obtainable_nbytes(int descriptor) {
+  struct statfs info;
+  if (::fstatfs(descriptor, &info) != 0 || info.f_type != EXT4_SUPER_MAGIC) return std::nullopt;
+  // Root may use blocks kept for it, but not the last 2 %, at most 4,096 blocks, that ext4 keeps for metadata.
+  const uint64_t kept = std::min<uint64_t>(info.f_blocks / 50, 4096);
+  const uint64_t for_root = info.f_bfree - std::min<uint64_t>(kept, info.f_bfree);
+  const uint64_t blocks = ::geteuid() == 0 ? std::max<uint64_t>(for_root, info.f_bavail) : info.f_bavail;
+  // Blocks beyond its end that the file has already; asked after, so that what another thread reserves for it between
+  // the two calls is counted twice rather than not at all.
+  struct stat status;
+  if (::fstat(descriptor, &status) != 0) return std::nullopt;
+  const uint64_t held = static_cast<uint64_t>(status.st_blocks) * 512;
+  const uint64_t size = static_cast<uint64_t>(status.st_size);
+  return blocks * static_cast<uint64_t>(info.f_bsize) + (held > size ? held - size : 0);
 }
 
 int fallocate_retrying(int descriptor, int mode, uint64_t offset, uint64_t nbytes) {
@@ -117,11 +226,33 @@ size_t File::open_descriptors() { return descriptors_open.load(std::memory_order
 File::File(std::string path, int descriptor, bool readable, bool writable)
     : path_(std::move(path)), descriptor_(descriptor), readable_(readable), writable_(writable) {}
 
-File::~File() {
-  if (cufile_ != nullptr) cufile::deregister_file(cufile_);
-  close_counted(buffered_);
-  close_counted(directory_);
-  close_counted(descriptor_);
+File::Lease File::lease() {
+  std::lock_guard lock(lease_mutex_);
+  if (retired_) return {};
+  ++leases_;
+  return Lease(*this);
+}
+
+void File::give_back_lease() {
+  std::lock_guard lock(lease_mutex_);
+  if (--leases_ == 0 && retired_) lease_ended_.notify_all();
+}
+
+bool File::retire(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(lease_mutex_);
+  retired_ = true;
+  return lease_ended_.wait_for(lock, timeout, [&] { return leases_ == 0; });
+}
+
+std::optional<Fault> File::close() {
+  if (cufile::Handle handle = cufile_.exchange(nullptr)) cufile::deregister_file(handle);
+  const int through_cache = close_counted(buffered_.exchange(-1));
+  (void)close_counted(directory_.exchange(-1));  // nothing is written through it
+  const int own = close_counted(descriptor_.exchange(-1));
+  const int error_number = through_cache != 0 ? through_cache : own;
+  // What was read has been checked already; a failure to let go of the file takes nothing from it.
+  if (error_number == 0 || !writable_) return std::nullopt;
+  return fault("close", error_number);
 }
 
 Fault File::fault(const char* operation, int error_number) const {
@@ -134,10 +265,15 @@ Result<std::shared_ptr<File>> File::open(const std::string& path, const OpenOpti
   if (options.exclusive) flags |= O_EXCL;
   if (options.truncate) flags |= O_TRUNC;
   // O_NONBLOCK only keeps a FIFO from hanging the open; such files are refused below, others ignore it.
-  int descriptor = open_retrying(path.c_str(), flags | O_NOCTTY | O_NONBLOCK, 0666);
+  flags |= O_NOCTTY | O_NONBLOCK;
+  Making making;
+  const int descriptor =
+      options.create ? open_creating(path.c_str(), flags, 0666, making) : open_retrying(path.c_str(), flags);
   if (descriptor < 0) return Fault{.error_number = errno, .operation = "open", .path = path};
   std::shared_ptr<File> file(new File(path, descriptor, options.read || !options.write, options.write));
-  if (auto fault = file->enable_direct(options.direct)) return *fault;
+  auto refused = file->enable_direct(options.direct);
+  if (making) making.made(file->identity_);  // the name is there either way
+  if (refused) return *refused;
   return file;
 }
 
@@ -187,10 +323,10 @@ std::optional<Fault> File::enable_direct(DirectMode mode) {
     refused.hint = "only regular files and block devices can hold tensors";
     return refused;
   }
-  const int flags = ::fcntl(descriptor_, F_GETFL);
+  const int flags = ::fcntl(descriptor(), F_GETFL);
   if (flags < 0) return fault("fcntl", errno);
   // O_NONBLOCK has served; io_uring would take it for "fail rather than wait".
-  if ((flags & O_NONBLOCK) && ::fcntl(descriptor_, F_SETFL, flags & ~O_NONBLOCK) != 0) return fault("fcntl", errno);
+  if ((flags & O_NONBLOCK) && ::fcntl(descriptor(), F_SETFL, flags & ~O_NONBLOCK) != 0) return fault("fcntl", errno);
   if (mode == DirectMode::never) return std::nullopt;
 
   auto unsupported = [&](const char* why) -> std::optional<Fault> {
@@ -206,7 +342,7 @@ std::optional<Fault> File::enable_direct(DirectMode mode) {
   }
   StatxWithDirectAlignment status_x;
   std::memset(&status_x, 0, sizeof status_x);
-  const bool told = ::syscall(SYS_statx, descriptor_, "", AT_EMPTY_PATH, statx_dioalign_mask, &status_x) == 0 &&
+  const bool told = ::syscall(SYS_statx, descriptor(), "", AT_EMPTY_PATH, statx_dioalign_mask, &status_x) == 0 &&
                     (status_x.mask & statx_dioalign_mask);
   if (told && status_x.offset_alignment == 0) {
     return unsupported("the file system has no direct I/O for this file: use direct=\"auto\" or False");
@@ -214,7 +350,7 @@ std::optional<Fault> File::enable_direct(DirectMode mode) {
   // Linux reports a short asynchronous direct write to FUSE as EIO (fs/fuse/file.c, fuse_get_res_by_io), so that it
   // could not be resumed.
   if (!told && file_system == FileSystem::fuse && mode == DirectMode::automatic) return std::nullopt;
-  if (::fcntl(descriptor_, F_SETFL, (flags & ~O_NONBLOCK) | O_DIRECT) != 0) {
+  if (::fcntl(descriptor(), F_SETFL, (flags & ~O_NONBLOCK) | O_DIRECT) != 0) {
     if (errno != EINVAL) return fault("fcntl", errno);
     return unsupported("the file system does not take O_DIRECT: use direct=\"auto\" or False");
   }
@@ -228,20 +364,27 @@ std::optional<Fault> File::enable_direct(DirectMode mode) {
 }
 
 Result<int> File::buffered_descriptor() {
-  if (!direct_) return descriptor_;
-  std::lock_guard lock(mutex_);
-  if (buffered_ < 0) {
-    const int access = writable_ ? (readable_ ? O_RDWR : O_WRONLY) : O_RDONLY;
-    buffered_ = open_retrying(link_of(descriptor_).c_str(), access);
-    if (buffered_ < 0) return fault("open without O_DIRECT", errno);
-  }
-  return buffered_;
+  const int own = descriptor();
+  if (own < 0) return fault("open without O_DIRECT", EBADF);
+  if (!direct_) return own;
+  const int access = writable_ ? (readable_ ? O_RDWR : O_WRONLY) : O_RDONLY;
+  return open_once(buffered_, link_of(own), access, "open without O_DIRECT");
+}
+
+Result<int> File::open_once(std::atomic<int>& slot, const std::string& path, int flags, const char* operation) {
+  int present = slot.load(std::memory_order_acquire);
+  if (present >= 0) return present;
+  const int opened = open_retrying(path.c_str(), flags);
+  if (opened < 0) return fault(operation, errno);
+  if (slot.compare_exchange_strong(present, opened, std::memory_order_acq_rel)) return opened;
+  (void)close_counted(opened);  // another thread was faster; nothing was written through this one
+  return present;
 }
 
 Result<std::optional<uint64_t>> File::size() const {
   if (!regular_) {
     uint64_t nbytes = 0;
-    if (::ioctl(descriptor_, BLKGETSIZE64, &nbytes) != 0) return fault("ioctl BLKGETSIZE64", errno);
+    if (::ioctl(descriptor(), BLKGETSIZE64, &nbytes) != 0) return fault("ioctl BLKGETSIZE64", errno);
     return std::optional<uint64_t>(nbytes);
   }
   struct stat status;
@@ -254,31 +397,38 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes) {
   struct stat status;
   if (::fstat(descriptor_, &status) != 0) return fault("fstat", errno);
   const uint64_t end = offset + nbytes;
-  if (end <= static_cast<uint64_t>(status.st_size)) return std::nullopt;
-
-  std::lock_guard lock(extension_mutex(status.st_ino));
-  if (::fstat(descriptor_, &status) != 0) return fault("fstat", errno);
   const uint64_t old_size = static_cast<uint64_t>(status.st_size);
   if (end <= old_size) return std::nullopt;
   const uint64_t begin = std::max(offset, old_size);
+  const auto refused = [&](int error_number) {
+    Fault found = fault("reserve space", error_number);
+    found.offset = begin;
+    return found;
+  };
+  const auto obtainable = obtainable_nbytes(descriptor());
+  if (obtainable && end - begin > *obtainable) return refused(ENOSPC);
   // First the blocks, then the size: a refusal must not leave a file that looks longer than its data.
-  if (fallocate_retrying(descriptor_, FALLOC_FL_KEEP_SIZE, begin, end - begin) != 0) {
-    const int error_number = errno;
+  if (fallocate_retrying(descriptor(), FALLOC_FL_KEEP_SIZE, begin, end - begin) != 0) {
     // Only a lack of space is a refusal. File systems that cannot reserve say so in many ways, and get their
     // writes without.
-    if (error_number != ENOSPC && error_number != EDQUOT && error_number != EFBIG) return std::nullopt;
-    Fault refused = fault("reserve space", error_number);
-    refused.offset = begin;
-    // Give back what was reserved before the disk was full. Truncating to the size that the file has releases
-    // blocks beyond it; another process extending the file in this instant would find the disk full as well.
-    if (::fstat(descriptor_, &status) == 0 && static_cast<uint64_t>(status.st_size) == old_size) {
-      (void)!::ftruncate(descriptor_, static_cast<off_t>(old_size));
-    }
-    return refused;
+    if (errno != ENOSPC && errno != EDQUOT && errno != EFBIG) return std::nullopt;
+    // What was reserved until then (a quota, a race for the last blocks) stays beyond the file's end, for its next
+    // writer: nothing can give it back without a risk for what another process writes there in this moment.
+    return refused(errno);
   }
   // The blocks are there; if the size cannot be set now, the writes will set it.
-  (void)fallocate_retrying(descriptor_, 0, begin, end - begin);
+  (void)fallocate_retrying(descriptor(), 0, begin, end - begin);
   return std::nullopt;
+}
+
+uint32_t File::write_granularity() const {
+  struct statfs info;
+  const uint32_t page = page_nbytes();
+  if (::fstatfs(descriptor(), &info) != 0 || info.f_bsize <= page || info.f_bsize > max_file_system_block_nbytes ||
+      (info.f_bsize & (info.f_bsize - 1)) != 0) {
+    return page;
+  }
+  return static_cast<uint32_t>(info.f_bsize);
 }
 
 std::optional<Fault> File::truncate(uint64_t size) {
@@ -299,23 +449,63 @@ std::optional<Fault> File::sync() {
   return std::nullopt;
 }
 
+bool File::name_made() const {
+  if (name_durable_.load(std::memory_order_acquire)) return false;
+  NamesMade& names = names_made();
+  std::lock_guard lock(names.mutex);
+  return names.all || names.being_made > 0 || names.files.contains(identity_);
+}
+
+void File::name_durable() {
+  name_durable_.store(true, std::memory_order_release);
+  NamesMade& names = names_made();
+  std::lock_guard lock(names.mutex);
+  names.files.erase(identity_);
+}
+
+Result<std::string> File::directory() const {
+  // The name behind symbolic links is what must last.
+  const auto name = linked_name(descriptor());
+  if (!name) return fault("readlink of /proc/self/fd", errno);
+  const size_t slash = name->rfind('/');
+  return slash == std::string::npos ? "." : slash == 0 ? "/" : name->substr(0, slash);
+}
+
 Result<int> File::directory_descriptor() {
-  std::lock_guard lock(mutex_);
-  if (directory_ < 0) {
-    // The name behind symbolic links is what must last.
-    const std::string name = name_of(descriptor_);
-    const size_t slash = name.rfind('/');
-    const std::string directory = slash == std::string::npos ? "." : slash == 0 ? "/" : name.substr(0, slash);
-    directory_ = open_retrying(directory.c_str(), O_RDONLY | O_DIRECTORY);
-    if (directory_ < 0) return fault("open directory", errno);
+  auto path = directory();
+  if (!path) return path.fault();
+  return open_once(directory_, *path, O_RDONLY | O_DIRECTORY, "open directory");
+}
+
+std::optional<Fault> sync_directory(const std::string& directory, int descriptor, const std::string& path) {
+  const auto synced = [&](const char* operation, int (*call)(int), int target) -> std::optional<Fault> {
+    int result;
+    do {
+      result = call(target);
+    } while (result != 0 && errno == EINTR);
+    if (result == 0) return std::nullopt;
+    return Fault{.error_number = errno, .operation = operation, .path = path};
+  };
+  const int opened = open_retrying(directory.c_str(), O_RDONLY | O_DIRECTORY);
+  // A directory may be written but not read (mode 0333), or have moved. All of the file system is then synced, by the
+  // file's own descriptor: slow, but what was asked for.
+  if (opened < 0) return synced("syncfs", ::syncfs, descriptor);
+  auto fault = synced("fsync of the directory", ::fsync, opened);
+  if (fault && (fault->error_number == EINVAL || fault->error_number == ENOSYS || fault->error_number == EOPNOTSUPP ||
+                fault->error_number == EBADF)) {
+    fault.reset();  // this file system has none
   }
-  return directory_;
+  const int close_error = close_counted(opened);
+  if (!fault && close_error != 0) {
+    fault = Fault{.error_number = close_error, .operation = "close of the directory", .path = path};
+  }
+  return fault;
 }
 
 cufile::Handle File::cufile_handle() {
-  std::lock_guard lock(mutex_);
-  if (cufile_ == nullptr && !refused_by_cufile_) {
-    auto handle = cufile::register_file(descriptor_);
+  std::lock_guard lock(cufile_mutex_);
+  if (cufile_.load() == nullptr && !refused_by_cufile_ && descriptor() >= 0) {
+    auto handle = cufile::register_file(descriptor());
     refused_by_cufile_ = !handle;
     if (handle) cufile_ = *handle;
   }
@@ -330,7 +520,7 @@ std::optional<File::Residency> File::residency(uint64_t offset, uint64_t nbytes)
   const uint64_t last = (offset + nbytes - 1) / page;
   CachestatRange range{offset, nbytes};
   Cachestat counts{};
-  if (::syscall(cachestat_number, descriptor_, &range, &counts, 0) != 0) {
+  if (::syscall(cachestat_number, descriptor(), &range, &counts, 0) != 0) {
     if (errno == ENOSYS) known.store(false, std::memory_order_relaxed);
     return std::nullopt;
   }

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -45,9 +47,41 @@ class File {
   // A descriptor of the caller's; it is reopened (or duplicated), so the caller may close theirs at once.
   static Result<std::shared_ptr<File>> from_descriptor(int descriptor, bool write, DirectMode direct);
 
-  ~File();
+  ~File() { (void)close(); }  // nobody is left to be told
   File(const File&) = delete;
   File& operator=(const File&) = delete;
+
+  // Closes all descriptors now; nothing may be in flight. NFS, FUSE and quotas may tell only here that written data
+  // could not be kept: the first failure of a descriptor that is open for writing. Later calls do nothing; afterwards
+  // descriptor() is -1 and all that needs one fails with EBADF.
+  std::optional<Fault> close();
+
+  // As long as there is one, the descriptors stay open, unless close() is called all the same.
+  class Lease {
+   public:
+    Lease() = default;
+    Lease(Lease&& other) noexcept : file_(std::exchange(other.file_, nullptr)) {}
+    Lease& operator=(Lease&& other) noexcept {
+      std::swap(file_, other.file_);
+      return *this;
+    }
+    ~Lease() { reset(); }
+    explicit operator bool() const { return file_ != nullptr; }
+    void reset() {
+      if (File* file = std::exchange(file_, nullptr)) file->give_back_lease();
+    }
+
+   private:
+    friend class File;
+    explicit Lease(File& file) : file_(&file) {}
+    File* file_ = nullptr;
+  };
+
+  // Empty once the file is retired.
+  Lease lease();
+
+  // No more leases; waits for the end of those there are, and returns whether there are none.
+  bool retire(std::chrono::milliseconds timeout);
 
   const std::string& path() const { return path_; }
   bool direct() const { return direct_; }
@@ -55,24 +89,37 @@ class File {
   bool readable() const { return readable_; }
   bool writable() const { return writable_; }
   DirectAlignment alignment() const { return alignment_; }
-  int descriptor() const { return descriptor_; }
+  int descriptor() const { return descriptor_.load(std::memory_order_relaxed); }
   const FileIdentity& identity() const { return identity_; }
 
   // The descriptor whose I/O goes through the page cache.
   Result<int> buffered_descriptor();
+
+  // What writes through the page cache and past it must not share: pages, and blocks of the file system where these
+  // are larger (XFS with 16 KiB blocks). There the cache reads and writes back whole blocks, over what was written past
+  // it meanwhile. A power of two.
+  uint32_t write_granularity() const;
 
   // Size in bytes; nothing where a size means nothing (a character device).
   Result<std::optional<uint64_t>> size() const;
 
   // Reserves blocks for [offset, offset + nbytes) beyond the present end and extends the size to cover it, so
   // that direct writes neither extend the file (ext4 and XFS serialize those) nor find the disk full half-way.
-  // File systems without fallocate are left alone. A refusal leaves the size as it was.
+  // File systems without fallocate are left alone. A refusal leaves the size as it was, and never shortens the file.
   std::optional<Fault> preallocate(uint64_t offset, uint64_t nbytes);
 
   std::optional<Fault> truncate(uint64_t size);
   std::optional<Fault> sync();
 
-  // A descriptor of the directory that names this file, for making a new name durable; owned by the File.
+  // Whether a File of this process made the file's name (or may have), and nobody called name_durable() since:
+  // sync_directory() is then what a durable write needs besides sync().
+  bool name_made() const;
+  void name_durable();
+
+  // The directory that holds the file's name, behind symbolic links.
+  Result<std::string> directory() const;
+
+  // A descriptor of that directory; owned by the File.
   Result<int> directory_descriptor();
 
   // What cuFile knows it by; null where cuFile does not take it. Registered at first use, until the file is closed.
@@ -100,9 +147,18 @@ class File {
   File(std::string path, int descriptor, bool readable, bool writable);
   std::optional<Fault> enable_direct(DirectMode mode);
   Fault fault(const char* operation, int error_number) const;
+  void give_back_lease();
+
+  // Opens `path` into `slot` unless it is open already; no lock, since a child of fork() may meet it half-way.
+  Result<int> open_once(std::atomic<int>& slot, const std::string& path, int flags, const char* operation);
+
+  std::mutex lease_mutex_;  // no forked child gets as far as this
+  std::condition_variable lease_ended_;
+  size_t leases_ = 0;
+  bool retired_ = false;
 
   std::string path_;
-  int descriptor_;
+  std::atomic<int> descriptor_;
   bool readable_;
   bool writable_;
   bool direct_ = false;
@@ -110,12 +166,17 @@ class File {
   bool regular_ = true;
   FileIdentity identity_;
   DirectAlignment alignment_;
-  std::mutex mutex_;  // guards the lazily opened ones
-  int buffered_ = -1;
-  int directory_ = -1;
-  cufile::Handle cufile_ = nullptr;
+  std::atomic<bool> name_durable_{false};
+  std::atomic<int> buffered_{-1};
+  std::atomic<int> directory_{-1};
+  std::mutex cufile_mutex_;  // for registering only, which a forked child never does
+  std::atomic<cufile::Handle> cufile_{nullptr};
   bool refused_by_cufile_ = false;
 };
+
+// Makes the names in `directory` durable; `descriptor` is of a file in it. File systems without fsync of directories
+// have nothing that it could add. `path` is for messages.
+std::optional<Fault> sync_directory(const std::string& directory, int descriptor, const std::string& path);
 
 uint32_t page_nbytes();
 

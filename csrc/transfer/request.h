@@ -1,89 +1,149 @@
-// One call of a user: one or many transfers, completed when the last of them is.
+// One call of a user: transfers, handed over at once or bit by bit, and what is to be done with their files when the
+// bytes are where they belong. It is done when all of that is.
+//
+// What is done with a file, once for each file of the request and in this order: cut it, make it durable, close it; and
+// when all files are through, make the names durable that the request made, once for each directory. All of this may
+// block, so helpers do it, or the caller of a blocking call; a thread that drives a queue never does.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "file/fault.h"
+#include "file/file.h"
 #include "transfer/completion_queue.h"
+#include "transfer/write_order.h"
 
 namespace tensorferry {
 
-class Request {
+class Scheduler;
+class Transfer;
+
+struct RequestOptions {
+  bool write = false;
+  bool truncate = false;     // after success, cut each file behind the last byte written to it
+  bool sync = false;         // data, sizes and new names durable before the request is done
+  bool close_files = false;  // the files were opened for this request
+  bool background = false;   // let others go first
+};
+
+class Request : public std::enable_shared_from_this<Request> {
  public:
-  Request(uint64_t id, size_t transfer_count) : id_(id), remaining_(transfer_count) {}
+  Request(std::shared_ptr<Scheduler> scheduler, const RequestOptions& options);
+  ~Request();
 
   uint64_t id() const { return id_; }
+  const RequestOptions& options() const { return options_; }
   bool done() const { return done_.load(std::memory_order_acquire); }
 
+  // Bytes of all its transfers so far.
+  uint64_t nbytes() const { return nbytes_.load(std::memory_order_relaxed); }
+
   // Returns whether it is done.
-  bool wait_for(std::chrono::milliseconds timeout) {
-    if (done()) return true;
-    std::unique_lock lock(mutex_);
-    return finished_.wait_for(lock, timeout, [&] { return done(); });
-  }
+  bool wait_for(std::chrono::milliseconds timeout);
 
   // Blocks that have not been handed to the kernel never will be; the request ends, with ECANCELED, when those
   // that have been are done.
   void cancel() { canceled_.store(true, std::memory_order_relaxed); }
   bool canceled() const { return canceled_.load(std::memory_order_relaxed); }
 
-  // The failure of the first transfer, in the order of the request, that failed. Valid once done.
-  const std::optional<Fault>& fault() const { return fault_; }
-  size_t failed_transfers() const { return failed_transfers_; }
+  // What went wrong with which of its transfers, by their positions in the call. Valid once done.
+  const std::map<size_t, Fault>& faults() const { return faults_; }
+  const Fault* fault() const { return faults_.empty() ? nullptr : &faults_.begin()->second; }  // the first
 
   // Queues `token` when done, at once if it is already.
-  void notify(std::shared_ptr<CompletionQueue> queue, uint64_t token) {
-    std::unique_lock lock(mutex_);
-    if (!done()) {
-      listeners_.emplace_back(std::move(queue), token);
-      return;
-    }
-    lock.unlock();
-    queue->push(token);
-  }
+  void notify(std::shared_ptr<CompletionQueue> queue, uint64_t token);
 
-  // Called once for each transfer; returns true for the last. announce() follows.
-  bool transfer_finished(size_t index, const std::optional<Fault>& fault) {
-    std::lock_guard lock(mutex_);
-    if (fault) {
-      ++failed_transfers_;
-      if (!fault_ || index < fault_index_) {
-        fault_ = fault;
-        fault_index_ = index;
-      }
-    }
-    return --remaining_ == 0;
-  }
+  // --- for the scheduler ---
 
-  void announce() {
-    std::vector<std::pair<std::shared_ptr<CompletionQueue>, uint64_t>> listeners;
-    {
-      std::lock_guard lock(mutex_);
-      done_.store(true, std::memory_order_release);
-      listeners.swap(listeners_);
-      finished_.notify_all();
-    }
-    for (auto& [queue, token] : listeners) queue->push(token);
-  }
+  // Before the transfers are handed over.
+  void add(const std::vector<std::shared_ptr<Transfer>>& transfers);
+
+  // No transfer of this file comes any more; of no file. A file that was not sealed is given up: it is closed only.
+  void seal(const File& file);
+  void seal();
+
+  // A transfer has ended. It counts as over, unless it is the last one with its file: then when that is settled.
+  void transfer_ended(const Transfer& transfer, const File* file);
+
+  // Does what is due with files, and tells everybody if the request is over by that. Blocks. A helper of the
+  // scheduler calls it; after leave_to_caller() the caller does, once.
+  void settle();
+  void leave_to_caller();
+
+  // Null once done.
+  std::shared_ptr<Scheduler> scheduler();
+
+  // Of the process in which it was made.
+  uint64_t fork_generation() const { return fork_generation_; }
 
  private:
+  // Cutting a file, in its turn among the writes to what is cut off.
+  class Cut;
+
+  // What the request does with one file.
+  struct Use {
+    std::shared_ptr<File> file;
+    std::shared_ptr<Cut> cut;
+    uint64_t begin = UINT64_MAX;
+    uint64_t end = 0;
+    uint64_t nbytes = 0;
+    uint64_t moved_nbytes = 0;
+    size_t index = SIZE_MAX;  // of its first transfer
+    size_t open = 1;          // what has to end before the file's turn comes; one is for transfers still to come
+    bool sealed = false;      // no transfer is still to come
+    bool failed = false;
+    bool counts_as_one = false;  // of the scheduler's outstanding transfers
+  };
+
+  bool uses_files() const { return options_.truncate || options_.sync || options_.close_files; }
+  Use& use_of(const std::shared_ptr<File>& file);
+
+  // With mutex_ held: what follows from a change. `follow` is to be called without it.
+  enum class Next { nothing, help, announce };
+  Next next();
+  void follow(Next next);
+  void release(const File& file, std::unique_lock<std::mutex>& lock);
+  bool is_over() const { return sealed_ && transfers_ == 0 && unsettled_ == 0 && directories_.empty(); }
+  bool directories_are_due() const { return sealed_ && transfers_ == 0 && unsettled_ == 0 && !directories_.empty(); }
+
+  bool settle(Use& use, std::string& directory, std::optional<Fault>& fault) const;
+  void settle(const std::string& directory, const std::vector<std::unique_ptr<Use>>& uses);
+  void record(const Use& use, Fault fault);
+  void announce();
+
   const uint64_t id_;
+  const RequestOptions options_;
+  const uint64_t fork_generation_;
   std::atomic<bool> done_{false};
   std::atomic<bool> canceled_{false};
+  std::atomic<uint64_t> nbytes_{0};
+
   std::mutex mutex_;
   std::condition_variable finished_;
-  size_t remaining_;
-  size_t failed_transfers_ = 0;
-  size_t fault_index_ = 0;
-  std::optional<Fault> fault_;
+  std::shared_ptr<Scheduler> scheduler_;
+  bool by_caller_ = false;
+  bool sealed_ = false;
+  bool over_ = false;     // nothing is left but to announce it, which somebody does
+  bool helped_ = false;   // a helper has been asked for, and has not ended
+  size_t transfers_ = 0;  // that have not ended
+  size_t unsettled_ = 0;  // files, and while they are being synced directories
+  std::unordered_map<const File*, std::unique_ptr<Use>> uses_;
+  std::deque<std::unique_ptr<Use>> ready_;
+  // Where the request made names, each with the files in it that are kept open until the names are durable.
+  std::map<std::string, std::vector<std::unique_ptr<Use>>> directories_;
+  std::map<size_t, Fault> faults_;
   std::vector<std::pair<std::shared_ptr<CompletionQueue>, uint64_t>> listeners_;
 };
 

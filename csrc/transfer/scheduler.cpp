@@ -1,12 +1,12 @@
 #include "transfer/scheduler.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <system_error>
 
 #include "memory/after_fork.h"
+#include "transfer/signals_blocked.h"
 #include "transfer/worker.h"
 #include "transfer/write_order.h"
 
@@ -15,23 +15,6 @@ namespace {
 
 // Beyond this a blocking call is left to a worker, which has several blocks in flight.
 constexpr uint64_t max_inline_nbytes = uint64_t{1} << 20;
-
-// The threads of the core take no signals: Python's handlers belong to its own threads.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    ::sigfillset(&all);
-    blocked_ = ::pthread_sigmask(SIG_SETMASK, &all, &before_) == 0;
-  }
-  ~SignalsBlocked() {
-    if (blocked_) (void)::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  }
-
- private:
-  sigset_t before_;
-  bool blocked_;
-};
 
 }  // namespace
 
@@ -51,7 +34,7 @@ std::shared_ptr<Scheduler> Scheduler::create(const SchedulerOptions& options, st
       scheduler->engine_name_ = kind.name;
       return scheduler;
     }
-    scheduler->workers_.clear();
+    scheduler->stop_workers();
     refusals.push_back({kind.name, refusal});
   }
   return nullptr;
@@ -67,8 +50,6 @@ std::string Scheduler::start_workers() {
         own->run();
       });
     } catch (const std::system_error& error) {
-      (void)close(std::chrono::milliseconds(0));
-      stopping_ = false;
       return std::string("cannot start a thread: ") + error.what() +
              "; remedy: raise the limit of processes (ulimit -u)";
     }
@@ -83,16 +64,27 @@ Scheduler::~Scheduler() = default;
 
 bool Scheduler::belongs_to_this_process() const { return fork_generation_ == tensorferry::fork_generation(); }
 
-bool Scheduler::wait_for_room(size_t count, std::chrono::milliseconds timeout) {
+Scheduler::Admission Scheduler::admit(size_t count, std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
-  return progress_.wait_for(lock, timeout,
-                            [&] { return outstanding_ == 0 || outstanding_ + count <= max_outstanding; });
+  const bool decided = progress_.wait_for(lock, timeout, [&] {
+    return state_ != State::open || outstanding_ == 0 || outstanding_ + count <= max_outstanding;
+  });
+  if (!decided) return Admission::full;
+  if (state_ != State::open) return Admission::closed;
+  outstanding_ += count;
+  return Admission::admitted;
+}
+
+void Scheduler::take_back(size_t count) {
+  std::lock_guard lock(mutex_);
+  outstanding_ -= count;
+  progress_.notify_all();
 }
 
 bool Scheduler::wait_for_progress(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
   const uint64_t before = completed_;
-  return progress_.wait_for(lock, timeout, [&] { return completed_ != before || outstanding_ == 0; });
+  return progress_.wait_for(lock, timeout, [&] { return completed_ != before || is_idle(); });
 }
 
 size_t Scheduler::outstanding() const {
@@ -111,17 +103,19 @@ void Scheduler::submit(const std::shared_ptr<Request>& request,
   {
     std::lock_guard lock(mutex_);
     requests_[request.get()] = request;
-    outstanding_ += transfers.size();
   }
+  request->add(transfers);
   std::vector<std::shared_ptr<Transfer>> ready;
   ready.reserve(transfers.size());
   for (const auto& transfer : transfers) {
-    if (WriteOrder::enter(transfer, shared_from_this()) && may_line_up(transfer)) ready.push_back(transfer);
+    if (transfer->is_write() && !WriteOrder::enter(transfer, true)) continue;
+    if (may_line_up(transfer)) ready.push_back(transfer);
   }
   if (ready.empty()) return;
+  const bool several = ready.size() > 1 || ready.front()->has_many_blocks();
   std::lock_guard lock(mutex_);
-  ready_.insert(ready_.end(), ready.begin(), ready.end());
-  wake_hungry(ready.size() > 1 || ready.front()->has_many_blocks());
+  for (auto& transfer : ready) line_.add(std::move(transfer));
+  wake_hungry(several);
 }
 
 void Scheduler::begin(const std::shared_ptr<Transfer>& transfer) {
@@ -144,7 +138,7 @@ bool Scheduler::may_line_up(const std::shared_ptr<Transfer>& transfer) {
 
 void Scheduler::line_up(const std::shared_ptr<Transfer>& transfer) {
   std::lock_guard lock(mutex_);
-  ready_.push_back(transfer);
+  line_.add(transfer);
   wake_hungry(transfer->has_many_blocks());
 }
 
@@ -160,26 +154,54 @@ std::optional<Fault> Scheduler::prepare_for_gpus() {
 
 bool Scheduler::close(std::chrono::milliseconds patience) {
   std::unique_lock lock(mutex_);
-  while (outstanding_ > 0) {
-    const uint64_t before = completed_;
-    const uint64_t blocks_before = statistics_.read_nbytes + statistics_.written_nbytes;
-    progress_.wait_for(lock, patience, [&] { return completed_ != before || outstanding_ == 0; });
-    const uint64_t blocks_now = statistics_.read_nbytes + statistics_.written_nbytes;
-    if (completed_ == before && blocks_now == blocks_before) {
-      // Hung in the kernel. The threads own the scheduler; they end with the process.
-      for (auto& thread : threads_) thread.detach();
-      threads_.clear();
-      return false;
-    }
+  if (state_ != State::open) {
+    progress_.wait(lock, [&] { return state_ != State::closing; });
+    return state_ == State::closed;
   }
-  stopping_ = true;
+  state_ = State::closing;
+  progress_.notify_all();  // for those who wait to be admitted
+  while (!is_idle()) {
+    const auto moved = [&] { return completed_ + statistics_.read_nbytes + statistics_.written_nbytes; };
+    const uint64_t before = moved();
+    progress_.wait_for(lock, patience, [&] { return moved() != before || is_idle(); });
+    if (moved() != before || is_idle()) continue;
+    // Hung in the kernel. The threads own the scheduler; they end when they can, or with the process.
+    state_ = State::abandoned;
+    stopping_ = true;
+    progress_.notify_all();
+    lock.unlock();
+    abandon_workers();
+    return false;
+  }
   lock.unlock();
+  stop_workers();
+  lock.lock();
+  state_ = State::closed;
+  progress_.notify_all();
+  return true;
+}
+
+void Scheduler::stop_workers() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
   for (auto& worker : workers_) worker->wake();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
+  helpers_.stop();
   watcher_.reset();  // which may be about to wake a worker
+  std::lock_guard lock(mutex_);
+  hungry_.clear();
   workers_.clear();
-  return true;
+  stopping_ = false;
+}
+
+void Scheduler::abandon_workers() {
+  for (auto& worker : workers_) worker->wake();
+  for (auto& thread : threads_) thread.detach();
+  threads_.clear();
+  helpers_.abandon();
 }
 
 bool Scheduler::take(WorkBlock& block, Worker* hungry, const Transfer* only) {
@@ -187,27 +209,31 @@ bool Scheduler::take(WorkBlock& block, Worker* hungry, const Transfer* only) {
     std::shared_ptr<Transfer> transfer;
     {
       std::lock_guard lock(mutex_);
-      if (ready_.empty() || (only && ready_.front().get() != only)) {
+      if (only) {
+        transfer = line_.find(*only);
+      } else if (!line_.empty()) {
+        transfer = line_.front();
+      }
+      if (!transfer) {
         if (hungry && std::find(hungry_.begin(), hungry_.end(), hungry) == hungry_.end()) hungry_.push_back(hungry);
         return false;
       }
-      transfer = ready_.front();
       bool exhausted = false;
       const bool taken = transfer->take(block, exhausted);
-      if (exhausted) ready_.pop_front();
-      // The cursor no longer keeps the phase open; a block, if there is one, still does.
+      line_.took(*transfer, taken ? block.planned.nbytes : 0, exhausted);
+      // The cursor no longer keeps the transfer going; a block, if there is one, still does.
       const bool over = exhausted && transfer->release();
       if (taken) return true;
       if (!over) continue;
     }
-    phase_over(transfer);
+    end(transfer);
   }
 }
 
 void Scheduler::drop(WorkBlock& block) {
   block.bounce.reset();
   auto transfer = std::move(block.transfer);
-  if (transfer->release()) phase_over(transfer);
+  if (transfer->release()) end(transfer);
 }
 
 void Scheduler::wake_hungry(bool all) {
@@ -218,47 +244,43 @@ void Scheduler::wake_hungry(bool all) {
   }
 }
 
-void Scheduler::phase_over(const std::shared_ptr<Transfer>& transfer) {
-  if (!transfer->next_phase()) {
-    finish(transfer);
-    return;
-  }
-  std::lock_guard lock(mutex_);
-  ready_.push_front(transfer);
-  wake_hungry(false);
+void Scheduler::end(const std::shared_ptr<Transfer>& transfer) {
+  transfer->finish();
+  if (transfer->is_write()) WriteOrder::leave(*transfer);
+  const File* file = transfer->file().get();  // its request may know it, and then keeps it
+  transfer->release_file();
+  transfer->request().transfer_ended(*transfer, file);
 }
 
-void Scheduler::finish(const std::shared_ptr<Transfer>& transfer) {
-  transfer->release_file();
-  WriteOrder::leave(*transfer);
-  Request& request = transfer->request();
-  const bool last = request.transfer_finished(transfer->index, transfer->fault());
-  std::shared_ptr<Request> kept;
-  {
-    std::lock_guard lock(mutex_);
-    --outstanding_;
-    ++completed_;
-    if (last) {
-      auto found = requests_.find(&request);
-      kept = std::move(found->second);
-      requests_.erase(found);
-      finished_.push_back(request.id());
-    }
-    progress_.notify_all();
+void Scheduler::transfer_over() {
+  std::lock_guard lock(mutex_);
+  --outstanding_;
+  ++completed_;
+  progress_.notify_all();
+}
+
+void Scheduler::request_over(const Request& request) {
+  if (!request.faults().empty()) statistics_.failed_requests.fetch_add(1, std::memory_order_relaxed);
+  std::shared_ptr<Request> kept;  // its end may be that of this scheduler
+  std::lock_guard lock(mutex_);
+  ++completed_;
+  auto found = requests_.find(&request);
+  if (found != requests_.end()) {
+    kept = std::move(found->second);
+    requests_.erase(found);
+    finished_.push_back(request.id());
   }
-  if (!last) return;
-  if (request.fault()) statistics_.failed_requests.fetch_add(1, std::memory_order_relaxed);
-  request.announce();
+  progress_.notify_all();
 }
 
 Settled Scheduler::run_now(WorkBlock& block) {
   statistics_.inline_blocks.fetch_add(1, std::memory_order_relaxed);
-  Settled settled;
-  do {
+  while (true) {
     block.result = execute_now(block);
-    settled = block.transfer->settle(block, statistics_);
-  } while (settled == Settled::again);
-  return settled;
+    const Settled settled = block.transfer->settle(block, statistics_);
+    if (settled == Settled::slow && !block.transfer->get_over(block)) return Settled::done;
+    if (settled != Settled::again && settled != Settled::slow) return settled;
+  }
 }
 
 void Scheduler::execute(WorkBlock& block) {
@@ -273,29 +295,32 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer) {
     auto passed = transfer->gate()->passed();
     if (!passed || !*passed) return false;  // waiting for it is the watcher's work
   }
-  if (!WriteOrder::enter(transfer, nullptr)) return false;
-  do {
-    WorkBlock block;
-    bool exhausted;
-    if (transfer->take(block, exhausted)) {
-      const Prepared prepared = transfer->prepare(block, nullptr);
-      if (prepared == Prepared::no_bounce_memory) {
-        transfer->rewind();  // a worker can wait for it
-        WriteOrder::leave(*transfer);
-        return false;
-      }
-      if (prepared == Prepared::ready) execute(block);
-      (void)transfer->release();  // the cursor still keeps the phase open
+  if (transfer->is_write() && !WriteOrder::enter(transfer, false)) return false;
+  WorkBlock block;
+  bool exhausted;
+  Prepared prepared = Prepared::failed;
+  if (transfer->take(block, exhausted)) {
+    prepared = transfer->prepare(block, nullptr);
+    if (prepared == Prepared::no_bounce_memory) {
+      transfer->rewind();  // a worker can wait for it
+      if (transfer->is_write()) WriteOrder::leave(*transfer);
+      return false;
     }
-    (void)transfer->release();
-  } while (transfer->next_phase());
-  transfer->release_file();
-  WriteOrder::leave(*transfer);
+    (void)transfer->release();  // for the block; the cursor still keeps it going
+  }
   Request& request = transfer->request();
+  if (request.options().truncate) {  // it may have to wait for its turn to cut the file
+    std::lock_guard lock(mutex_);
+    requests_[&request] = request.shared_from_this();
+  }
+  request.leave_to_caller();
+  request.add({transfer});
+  request.seal(*transfer->file());
+  request.seal();
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
-  if (transfer->fault()) statistics_.failed_requests.fetch_add(1, std::memory_order_relaxed);
-  (void)request.transfer_finished(transfer->index, transfer->fault());
-  request.announce();
+  if (prepared == Prepared::ready) execute(block);
+  block.bounce.reset();
+  end(transfer);
   return true;
 }
 

@@ -1,14 +1,15 @@
 // Keeps the queues of its workers full across all outstanding requests.
 //
-// Each worker is a thread that owns one engine. Transfers wait in one line; a worker with room takes the next
-// block of the first transfer in it, so blocks spread over workers by themselves, and one request's last blocks
-// fly together with the next one's first.
+// Each worker is a thread that owns one engine. Transfers wait in one line (line.h); a worker with room takes the block
+// that is next in it, so blocks spread over workers by themselves, and one request's last blocks fly together with
+// another's.
+//
+// Who wants something moved is admitted first. From then on closing waits for it; who comes later is refused.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -20,6 +21,8 @@
 
 #include "device/watcher.h"
 #include "engine/engine.h"
+#include "transfer/helpers.h"
+#include "transfer/line.h"
 #include "transfer/request.h"
 #include "transfer/statistics.h"
 #include "transfer/transfer.h"
@@ -33,6 +36,10 @@ struct SchedulerOptions {
   uint32_t queue_depth = 128;
   uint32_t worker_count = 1;
   bool single_submit = false;
+
+  // Of blocks from and to callers' own memory. More than this a drive does not need to be busy, and it is what a small
+  // request finds before itself.
+  uint64_t max_in_flight_nbytes() const { return queue_depth * block_nbytes; }
 };
 
 struct EngineRefusal {
@@ -63,8 +70,12 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   }
   uint64_t next_request_id() { return ++last_request_id_; }
 
-  // Waits until `count` more transfers may be outstanding, or the time is over; returns whether they may.
-  bool wait_for_room(size_t count, std::chrono::milliseconds timeout);
+  enum class Admission { admitted, full, closed };
+
+  // Counts `count` more transfers as outstanding, as soon as so many may be, or says why not when time is over. Each is
+  // to be handed over or, if nothing becomes of it, taken back.
+  Admission admit(size_t count, std::chrono::milliseconds timeout);
+  void take_back(size_t count);
 
   // Waits until something finishes that was outstanding; false when time is over. True at once if nothing is.
   bool wait_for_progress(std::chrono::milliseconds timeout);
@@ -72,14 +83,15 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // To be called, with success, before transfers of GPU memory are handed over.
   std::optional<Fault> prepare_for_gpus();
 
-  // Hands over all transfers of a request.
+  // Hands over transfers of a request, which have been admitted.
   void submit(const std::shared_ptr<Request>& request, const std::vector<std::shared_ptr<Transfer>>& transfers);
 
   // For blocking calls: does a small transfer here and now, without another thread, and returns whether it did. If
-  // not, submit it; then share() works on it beside the workers where that helps.
+  // not, submit it; then share() works on it beside the workers where that helps. If so, the request is sealed, and
+  // to be settled by the caller.
   bool try_inline(const std::shared_ptr<Transfer>& transfer);
 
-  // For WriteOrder: a submitted write no longer has to wait for another.
+  // A submitted write no longer has to wait for another.
   void begin(const std::shared_ptr<Transfer>& transfer);
 
   void share(const std::shared_ptr<Transfer>& transfer);
@@ -89,9 +101,15 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   size_t outstanding() const;
 
-  // Lets outstanding work finish and ends the workers. Gives up, and leaves them behind, when nothing has
-  // completed for `patience`; returns whether all ended well.
+  // Refuses what comes from now on, lets outstanding work finish and ends the workers. Gives up, and leaves them
+  // behind, when nothing has moved for `patience`; returns whether all ended well. Whoever else calls it meanwhile
+  // waits for that as well.
   bool close(std::chrono::milliseconds patience);
+
+  // For requests: what may block; one or more of their transfers that are over; all of it is.
+  void help(Helpers::Job job) { helpers_.post(std::move(job)); }
+  void transfer_over();
+  void request_over(const Request& request);
 
   // After fork(2) the child has no workers, and must not wait for them.
   bool belongs_to_this_process() const;
@@ -101,8 +119,13 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   explicit Scheduler(const SchedulerOptions& options);
   std::string start_workers();  // empty, or why not
 
-  // The next block of the first transfer in line, which must be `only` if that is given. Where there is nothing
-  // to take, the worker `hungry`, if given, will be woken when there is.
+  // Ends threads that have nothing to do any more.
+  void stop_workers();
+  void abandon_workers();
+  bool is_idle() const { return outstanding_ == 0 && requests_.empty(); }  // with mutex_ held
+
+  // The next block in line, or of `only` if that is given. Where there is nothing to take, the worker `hungry`, if
+  // given, will be woken when there is.
   bool take(WorkBlock& block, Worker* hungry, const Transfer* only);
   void drop(WorkBlock& block);  // settled or abandoned
   Settled run_now(WorkBlock& block);
@@ -110,8 +133,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   bool may_line_up(const std::shared_ptr<Transfer>& transfer);
   void line_up(const std::shared_ptr<Transfer>& transfer);
   void wake_hungry(bool all);  // with mutex_ held
-  void phase_over(const std::shared_ptr<Transfer>& transfer);
-  void finish(const std::shared_ptr<Transfer>& transfer);
+  void end(const std::shared_ptr<Transfer>& transfer);
 
   const SchedulerOptions options_;
   const char* engine_name_ = "";
@@ -121,16 +143,18 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   mutable std::mutex mutex_;
   std::condition_variable progress_;
-  std::deque<std::shared_ptr<Transfer>> ready_;
+  Line line_;
   std::vector<Worker*> hungry_;
-  std::unordered_map<Request*, std::shared_ptr<Request>> requests_;
+  std::unordered_map<const Request*, std::shared_ptr<Request>> requests_;
   std::vector<uint64_t> finished_;
   size_t outstanding_ = 0;
   uint64_t completed_ = 0;
-  bool stopping_ = false;
+  enum class State { open, closing, closed, abandoned } state_ = State::open;
+  bool stopping_ = false;  // workers end when there is nothing to do
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> threads_;
   std::unique_ptr<cuda::Watcher> watcher_;
+  Helpers helpers_;
 };
 
 }  // namespace tensorferry

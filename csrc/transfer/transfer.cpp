@@ -6,6 +6,8 @@
 #include <cstring>
 #include <thread>
 
+#include "transfer/scheduler.h"
+
 namespace tensorferry {
 namespace {
 
@@ -22,22 +24,15 @@ constexpr uint64_t staged_blocks = 16;
 // What cuFile asks of offsets and lengths, where the drive asks for less.
 constexpr uint32_t cufile_alignment = 4096;
 
-constexpr uint64_t min_preallocated_nbytes = uint64_t{64} << 10;
-
-const char* describe(Operation operation) {
-  switch (operation) {
-    case Operation::read: return "read";
-    case Operation::write: return "write";
-    case Operation::sync_data: return "fdatasync";
-    case Operation::sync_all: return "fsync of the directory";
-  }
-  return "";
-}
+const char* describe(Operation operation) { return operation == Operation::write ? "write" : "read"; }
 
 }  // namespace
 
 Transfer::Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t position)
-    : index(position), spec_(std::move(spec)), identity_(spec_.file->identity()), request_(std::move(request)) {}
+    : OrderedWrite(spec.file->identity(), spec.offset, spec.offset + spec.nbytes),
+      index(position),
+      spec_(std::move(spec)),
+      request_(std::move(request)) {}
 
 Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::shared_ptr<Request> request, size_t index,
                                                    uint64_t block_nbytes, const File::Snapshot* snapshot) {
@@ -47,14 +42,15 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     if (fault.path.empty()) fault.path = file.path();
     return fault;
   };
+  auto lease = file.lease();
+  if (!lease)
+    return refused(Fault{.error_number = EBADF,
+                         .operation = spec.write ? "write" : "read",
+                         .offset = spec.offset,
+                         .hint = "the file has been closed"});
   auto pool = spec.gate ? BouncePool::pinned_pool(spec.gate->gpu()) : Result(std::shared_ptr<BouncePool>());
   if (!pool) return refused(pool.fault());
-  if (spec.write) {
-    // Through the page cache the kernel reserves space by itself, and small files are not worth two calls.
-    if (file.direct() && spec.nbytes >= min_preallocated_nbytes) {
-      if (auto fault = file.preallocate(spec.offset, spec.nbytes)) return refused(*fault);
-    }
-  } else {
+  if (!spec.write) {
     auto size = snapshot ? Result(snapshot->size) : file.size();
     if (!size) return refused(size.fault());
     if (*size && spec.nbytes > **size - std::min(**size, spec.offset)) {
@@ -65,14 +61,18 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     }
   }
   std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
+  transfer->lease_ = std::move(lease);
   const TransferSpec& own = transfer->spec_;
   bool direct = file.direct() && own.nbytes > 0;
   const bool may_be_cached = !snapshot || !snapshot->nothing_cached;
   if (direct && !own.write && may_be_cached && file.direct_mode() == DirectMode::automatic) {
     if (auto resident = file.residency(own.offset, own.nbytes); resident && resident->cached_pages > 0) {
       const bool whole = resident->cached_pages >= resident->total_pages;
-      transfer->residency_ = whole ? Residency::whole : Residency::partial;
-      if (whole) direct = false;
+      // Without a descriptor to read it by (a limit), what is cached is on the drive as well.
+      if (file.buffered_descriptor()) {
+        transfer->residency_ = whole ? Residency::whole : Residency::partial;
+        if (whole) direct = false;
+      }
     }
   }
   PlanInput input;
@@ -108,21 +108,17 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
 
 bool Transfer::take(WorkBlock& block, bool& exhausted) {
   exhausted = true;
-  if (phase_ == Phase::syncing_data || phase_ == Phase::syncing_directory) {
-    block.operation = phase_ == Phase::syncing_data ? Operation::sync_data : Operation::sync_all;
-    block.planned = {};
-  } else {
-    if (cursor_ >= spec_.nbytes || stopped()) return false;
-    block.operation = spec_.write ? Operation::write : Operation::read;
-    block.planned = plan_.block_at(cursor_);
-    cursor_ += block.planned.nbytes;
-    exhausted = cursor_ >= spec_.nbytes;
-  }
+  if (cursor_ >= spec_.nbytes || stopped()) return false;
+  block.operation = spec_.write ? Operation::write : Operation::read;
+  block.planned = plan_.block_at(cursor_);
+  cursor_ += block.planned.nbytes;
+  exhausted = cursor_ >= spec_.nbytes;
   block.transfer = shared_from_this();
   block.moved = 0;
   block.attempts = 0;
   block.resident = false;
   block.staged = false;
+  block.refused = false;
   block.cufile = nullptr;
   open_.fetch_add(1, std::memory_order_relaxed);
   return true;
@@ -140,22 +136,10 @@ Prepared Transfer::prepare(WorkBlock& block, BounceWaiter* waiter) {
   block.begun = std::chrono::steady_clock::now();
   block.descriptor = file.descriptor();
   block.direct_descriptor = file.direct();
-  if (block.operation == Operation::sync_data) return Prepared::ready;
-  if (block.operation == Operation::sync_all) {
-    auto directory = file.directory_descriptor();
-    if (!directory) {
-      if (directory.fault().error_number != EACCES) record(directory.fault());
-      return Prepared::failed;  // a directory that may not be read cannot be synced, and never could
-    }
-    block.descriptor = *directory;
-    return Prepared::ready;
-  }
-
   block.resident = residency_ == Residency::whole;
   if (residency_ == Residency::partial) {
     auto resident = file.residency(spec_.offset + planned.begin, planned.nbytes);
-    // Without a descriptor to read it by (a limit), what is cached is on the drive as well.
-    block.resident = resident && resident->cached_pages >= resident->total_pages && file.buffered_descriptor();
+    block.resident = resident && resident->cached_pages >= resident->total_pages;
   }
   if (block.resident) {
     planned = {Way::buffered, planned.begin, planned.nbytes, spec_.offset + planned.begin, planned.nbytes};
@@ -188,28 +172,16 @@ Prepared Transfer::prepare(WorkBlock& block, BounceWaiter* waiter) {
 
 Settled Transfer::settle(WorkBlock& block, Statistics& statistics) {
   const int64_t result = block.result;
-  const bool moves = block.operation == Operation::read || block.operation == Operation::write;
-
-  if (result == -EINTR || result == -EAGAIN || (moves && block.operation == Operation::write && result == 0)) {
-    statistics.retried_blocks.fetch_add(1, std::memory_order_relaxed);
-    if (++block.attempts < max_attempts) {
-      if (block.attempts > immediate_attempts) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      return Settled::again;
-    }
+  if (result == -EINTR || result == -EAGAIN || (spec_.write && result == 0)) {
+    if (try_again(block, statistics)) return block.attempts > immediate_attempts ? Settled::slow : Settled::again;
     fail(block, result == 0 ? EIO : static_cast<int>(-result), false);
-    return Settled::done;
-  }
-  if (!moves) {
-    // Some file systems have no fsync for directories, and then nothing that it could add.
-    const bool unsupported = block.operation == Operation::sync_all &&
-                             (result == -EINVAL || result == -ENOSYS || result == -EOPNOTSUPP || result == -EBADF);
-    if (result < 0 && !unsupported) fail(block, static_cast<int>(-result), false);
     return Settled::done;
   }
   if ((result == -EINVAL || result == -EOPNOTSUPP) && block.direct_descriptor && block.cufile == nullptr &&
       spec_.file->direct_mode() == DirectMode::automatic) {
     // The file took O_DIRECT but does not take this block: what it asks for is more than it told us.
-    return use_buffered_descriptor(block) ? Settled::again : Settled::done;
+    block.refused = true;
+    return Settled::slow;
   }
   if (cufile::is_own_code(result)) {
     fail(block, EIO, false, cufile::text_of(result));
@@ -227,9 +199,16 @@ Settled Transfer::settle(WorkBlock& block, Statistics& statistics) {
   block.offset += advanced;
   block.nbytes -= std::min(advanced, block.nbytes);
   if (block.moved < padding(block) + block.planned.nbytes) {
-    if (advanced == 0) {
+    if (result == 0) {
       if (block.bounce && !block.staged) copy_out(block);
       fail(block, 0, true);
+      return Settled::done;
+    }
+    if (advanced == 0) {  // less than cuFile may go on from
+      if (try_again(block, statistics)) return block.attempts > immediate_attempts ? Settled::slow : Settled::again;
+      const auto size = spec_.file->size();
+      const bool ends = size && *size && **size < block.offset + block.nbytes;
+      fail(block, ends ? 0 : EIO, ends, "cuFile moved " + std::to_string(result) + " bytes and no more");
       return Settled::done;
     }
     block.attempts = 0;
@@ -237,16 +216,26 @@ Settled Transfer::settle(WorkBlock& block, Statistics& statistics) {
     const DirectAlignment alignment = spec_.file->alignment();
     const bool aligned = block.offset % alignment.offset == 0 && block.nbytes % alignment.offset == 0 &&
                          reinterpret_cast<uintptr_t>(block.memory) % alignment.memory == 0;
-    if (block.direct_descriptor && !aligned && block.cufile == nullptr && !use_buffered_descriptor(block)) {
-      return Settled::done;
-    }
-    return Settled::again;
+    block.refused = block.direct_descriptor && !aligned && block.cufile == nullptr;
+    return block.refused ? Settled::slow : Settled::again;
   }
 
   if (block.staged && !spec_.write) return Settled::copy;
   if (block.bounce && !spec_.write) copy_out(block);
   complete(block, statistics);
   return Settled::done;
+}
+
+bool Transfer::try_again(WorkBlock& block, Statistics& statistics) const {
+  statistics.retried_blocks.fetch_add(1, std::memory_order_relaxed);
+  return ++block.attempts < max_attempts;
+}
+
+bool Transfer::get_over(WorkBlock& block) {
+  if (block.attempts > immediate_attempts) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (!block.refused) return true;
+  block.refused = false;
+  return use_buffered_descriptor(block);
 }
 
 void Transfer::complete(WorkBlock& block, Statistics& statistics) {
@@ -296,24 +285,16 @@ void Transfer::refuse(Fault fault) {
   record(std::move(fault));
 }
 
-bool Transfer::next_phase() {
-  if (!fault_ && request_->canceled() && phase_ == Phase::moving && cursor_ < spec_.nbytes) {
+void Transfer::turn_has_come() { request_->scheduler()->begin(shared_from_this()); }
+
+void Transfer::finish() {
+  if (!fault_ && request_->canceled() && cursor_ < spec_.nbytes) {
     record(Fault{.error_number = ECANCELED,
                  .operation = describe(spec_.write ? Operation::write : Operation::read),
                  .path = {},
                  .offset = spec_.offset + cursor_});
   }
-  if (!fault_ && spec_.write && phase_ == Phase::moving && spec_.truncate) {
-    if (auto fault = spec_.file->truncate(spec_.offset + spec_.nbytes)) record(*fault);
-  }
-  if (fault_) fault_->transferred = moved_nbytes_.load(std::memory_order_relaxed);
-  if (fault_ || !spec_.write || !spec_.sync || phase_ == Phase::syncing_directory) {
-    phase_ = Phase::finished;
-    return false;
-  }
-  phase_ = phase_ == Phase::moving ? Phase::syncing_data : Phase::syncing_directory;
-  open_.store(1, std::memory_order_relaxed);
-  return true;
+  if (fault_) fault_->transferred = moved_nbytes();
 }
 
 void Transfer::record(Fault fault) {
@@ -327,8 +308,7 @@ void Transfer::record(Fault fault) {
 }
 
 void Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint) {
-  const bool moves = block.operation == Operation::read || block.operation == Operation::write;
-  const bool reached = moves && (spec_.write || !block.staged);  // not if it got no further than the buffer
+  const bool reached = spec_.write || !block.staged;  // not if it got no further than the buffer
   const uint64_t progress = reached ? user_progress(block) : 0;
   moved_nbytes_.fetch_add(progress, std::memory_order_relaxed);
   Fault fault{.error_number = error_number, .operation = describe(block.operation), .path = {}};

@@ -1,4 +1,5 @@
-// A thread that owns one engine and keeps its queue full.
+// A thread that owns one engine and keeps its queue full. It never blocks but in the engine: what may block is run by
+// a helper and comes back.
 #pragma once
 
 #include <map>
@@ -29,8 +30,11 @@ class Worker final : public BounceWaiter {
   bool fill();
   void settle(WorkBlock& block);
   bool start(WorkBlock& block);
+  void run(WorkBlock& block);
+  void hand_to_helper(WorkBlock& block);
+  void come_back(WorkBlock& block, Settled settled, std::optional<Fault> fault);
   void copy(WorkBlock& block);
-  void take_copied();
+  void take_returned();
   void go_on(WorkBlock& block, const std::optional<Fault>& fault);
   void leave(WorkBlock& block);
   bool is_full_for(const WorkBlock& block) const;
@@ -47,13 +51,15 @@ class Worker final : public BounceWaiter {
   uint64_t bounced_in_flight_nbytes_ = 0;
   uint64_t copied_since_submit_ = 0;
 
-  // Blocks whose copy to or from a GPU is over, from the thread that watches it.
-  struct Copied {
+  // Blocks from other threads: `again` from the one that watches copies to and from GPUs, this one's being over; else
+  // from a helper that has run it.
+  struct Returned {
     WorkBlock* block;
+    Settled settled;
     std::optional<Fault> fault;
   };
-  std::mutex copied_mutex_;
-  std::vector<Copied> copied_;
+  std::mutex returned_mutex_;
+  std::vector<Returned> returned_;
   std::map<cuda::Gpu*, std::unique_ptr<cuda::Copier>> copiers_;
 };
 

@@ -3,24 +3,46 @@
 // It is not only a courtesy. The ragged edge of one write goes through the page cache, the body of another past it;
 // were both under way on one page, the kernel could write back an old copy of the rest of that page over what the
 // body had stored, and bytes that only one of them covers would be lost. Writes that do not overlap never share a
-// page in this way (see plan.h) and are not held up. The order holds for the process: all handles, files and threads.
+// page in this way (see plan.h) and are not held up. Cutting a file writes to all that is behind its new end: a write
+// there that was submitted later must not be cut off. The order holds for the process: all handles, files and threads.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 
+#include "file/file.h"
+
 namespace tensorferry {
 
-class Scheduler;
-class Transfer;
+// What changes [begin, end) of a file when its turn has come.
+class OrderedWrite {
+ public:
+  OrderedWrite(const FileIdentity& identity, uint64_t begin, uint64_t end)
+      : identity_(identity), begin_(begin), end_(end) {}
+
+  const FileIdentity& identity() const { return identity_; }
+  uint64_t begin() const { return begin_; }
+  uint64_t end() const { return end_; }
+
+  // Called once if enter() said that it had to wait, by the thread that ended the one before.
+  virtual void turn_has_come() = 0;
+
+ protected:
+  ~OrderedWrite() = default;
+
+ private:
+  const FileIdentity identity_;
+  const uint64_t begin_;
+  const uint64_t end_;
+};
 
 class WriteOrder {
  public:
-  // Whether the write may begin now. If not, and a scheduler is given, that will be asked to begin it when it may.
-  static bool enter(const std::shared_ptr<Transfer>& transfer, const std::shared_ptr<Scheduler>& scheduler);
+  // Whether it may begin now. If not, and it may wait, turn_has_come() will be called when it may.
+  static bool enter(const std::shared_ptr<OrderedWrite>& write, bool may_wait);
 
-  // For each write that entered, when it has ended.
-  static void leave(const Transfer& transfer);
+  // For each that has begun, when it has ended.
+  static void leave(const OrderedWrite& write);
 };
 
 }  // namespace tensorferry

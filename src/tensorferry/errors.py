@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from errno import EFAULT
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class StorageError(OSError):
@@ -38,11 +41,13 @@ class StorageError(OSError):
         offset: int = 0,
         expected: int = 0,
         transferred: int = 0,
+        others: tuple[StorageError, ...] = (),
     ) -> None:
         super().__init__(errno, message, filename)
         self.offset = offset
         self.expected = expected
         self.transferred = transferred
+        self.others = others
 
     def __str__(self) -> str:
         number = "" if self.errno is None else f"[Errno {self.errno}] "
@@ -84,7 +89,6 @@ def storage_error(
     transferred: int,
     end_of_file: bool,
     hint: str,
-    failed_transfers: int,
 ) -> StorageError:
     """Build the exception for a fault of the core, which calls this."""
     kind: type[StorageError]
@@ -97,8 +101,6 @@ def storage_error(
         message += f" at offset {offset}: {transferred} of {expected} bytes moved"
     if hint:
         message += f"; {hint}"
-    if failed_transfers > 1:
-        message += f"; {failed_transfers - 1} more of this call failed too"
     return kind(
         None if end_of_file else errno,
         message + ")",
@@ -107,6 +109,15 @@ def storage_error(
         expected=expected,
         transferred=transferred,
     )
+
+
+def first_of(failures: Sequence[StorageError], what: str) -> StorageError:
+    """Return the first of several failures, which knows the others; its message counts them as ``what``."""
+    first, *others = failures
+    if others:
+        first.strerror = f"{first.strerror}; {len(others)} more {what} failed too"
+        first.others = tuple(others)
+    return first
 
 
 def memory_moved(path: str, offset: int, nbytes: int) -> StorageError:

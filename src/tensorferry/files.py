@@ -404,7 +404,9 @@ class File:
             else:
                 self._scheduler.reap()
         self._pending.clear()
-        self._file = None
+        file, self._file = self._file, None
+        if file.retire(60):
+            file.close()
 
     def __enter__(self) -> File:
         self._open_file()

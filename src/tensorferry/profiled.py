@@ -18,8 +18,6 @@ from tensorferry.runtime import scheduler_with
 from tensorferry.tuning import profiles as store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tensorferry import _core
     from tensorferry.tuning.profiles import Profile
     from tensorferry.tuning.settings import Settings
@@ -106,10 +104,6 @@ class ProfiledScheduler:
         """Move one array of a blocking call, as the core does."""
         return self.of(file).run(file, *arguments)
 
-    def submit(self, files: Sequence[_core.File], *arguments: Any) -> _core.Request:
-        """Submit a request; all files must be of one scheduler."""
-        return self.of(files[0]).submit(files, *arguments)
-
     def reap(self) -> None:
         """Drop the owners of what has finished."""
         for scheduler in self._all():
@@ -166,11 +160,11 @@ class ProfiledScheduler:
             "profiles": self.in_use(),
         }
 
-    def close(self) -> bool:
+    def close(self, patience_seconds: float) -> bool:
         """Finish what is outstanding and end all workers; return whether the kernel finished all."""
         with self._lock:
             self._closed = True
-        ended = [scheduler.close() for scheduler in self._all()]
+        ended = [scheduler.close(patience_seconds) for scheduler in self._all()]
         return all(ended)
 
     def _all(self) -> list[_core.Scheduler]:

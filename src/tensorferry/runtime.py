@@ -26,6 +26,9 @@ AnyScheduler: TypeAlias = "_core.Scheduler | ProfiledScheduler"
 DEFAULT_BLOCK_NBYTES = 1 << 20
 DEFAULT_QUEUE_DEPTH = 128
 
+# Closing gives up on I/O that has moved nothing for so long.
+CLOSE_PATIENCE_SECONDS = 60.0
+
 # Blocks of large requests, unless a block size was chosen: half the processor time, and some speed on fast drives.
 _LARGE_BLOCK_NBYTES = 4 << 20
 
@@ -155,14 +158,22 @@ def _descriptor_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
-def close_scheduler(scheduler: AnyScheduler) -> None:
-    """Finish what is outstanding, end the workers, and say so where the kernel would not finish."""
-    if not scheduler.close():
-        warnings.warn(
-            "tensorferry: outstanding I/O made no progress for 60 seconds and was left behind; data may be missing",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def close_scheduler(scheduler: AnyScheduler) -> bool:
+    """Finish what is outstanding, end the workers, and say so, and return False, where the kernel would not finish."""
+    ended = scheduler.close(CLOSE_PATIENCE_SECONDS)
+    if not ended:
+        warn_of_left_behind()
+    return ended
+
+
+def warn_of_left_behind() -> None:
+    """Warn of I/O that closing gave up on. Its memory is kept for ever."""
+    warnings.warn(
+        f"tensorferry: outstanding I/O made no progress for {CLOSE_PATIENCE_SECONDS:g} seconds and was left behind; "
+        "data may be missing",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _leave() -> None:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from tensorferry import _core
 from tensorferry.arrays import Location, Memory, memory_of, moved
-from tensorferry.errors import StorageError, memory_moved
+from tensorferry.errors import StorageError, first_of, memory_moved
 from tensorferry.futures import Future
 from tensorferry.runtime import AnyScheduler, scheduler_of, with_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 Path: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 Direct: TypeAlias = "bool | Literal['auto']"
@@ -74,6 +74,7 @@ def transfer(
     direct: str = "auto",
     truncate: bool = False,
     sync: bool = False,
+    background: bool = False,
     name: str = "path",
 ) -> None:
     """Move one array and return when it is done.
@@ -82,21 +83,21 @@ def transfer(
     have begun are done.
     """
     address, nbytes, _, location = memory
-    if isinstance(target, _core.File):
-        request = scheduler.run(
-            target, address, nbytes, offset, write, truncate, sync, memory, location
+    how = write, truncate, sync
+
+    def run(file: _core.File, opened: bool) -> _core.Request | None:
+        return scheduler.run(
+            file, address, nbytes, offset, *how, opened, background, memory, location
         )
+
+    if isinstance(target, _core.File):
+        request = run(target, False)
     else:
         scheduler.check_usable()
         path = target
-
-        def run() -> _core.Request | None:
-            file = open_for_transfer(path, write, direct, name)
-            return scheduler.run(
-                file, address, nbytes, offset, write, truncate, sync, memory, location
-            )
-
-        request = with_descriptors(scheduler, run)
+        request = with_descriptors(
+            scheduler, lambda: run(open_for_transfer(path, write, direct, name), True)
+        )
     if request is not None:
         _finish(request)
     if location is not None and (failure := _failure_of_memory(memory, target, offset)):
@@ -113,6 +114,7 @@ def start(
     write: bool,
     direct: str = "auto",
     sync: bool = False,
+    background: bool = False,
     name: str = "path",
 ) -> Future:
     """Begin to move one array."""
@@ -122,14 +124,16 @@ def start(
     locations = None if location is None else [location]
 
     def submit() -> _core.Request:
+        opened = not isinstance(target, _core.File)
         file = (
             target
             if isinstance(target, _core.File)
             else open_for_transfer(target, write, direct, name)
         )
-        return scheduler.submit(
-            [file], [address], [nbytes], [offset], write, False, sync, future, locations
-        )
+        served = scheduler_of(scheduler, file)
+        request = served.new_request(write, False, sync, opened, background)
+        served.submit(request, [file], [address], [nbytes], [offset], future, locations)
+        return request
 
     request = with_descriptors(scheduler, submit)
     if location is None:
@@ -172,6 +176,7 @@ def transfer_many(
     direct: str,
     truncate: bool = False,
     sync: bool = False,
+    background: bool = False,
 ) -> None:
     """Move many arrays with all of them outstanding at once, and return when all are done.
 
@@ -200,26 +205,10 @@ def transfer_many(
             check,
         )
     )
-
-    requests: list[_core.Request] = []
-    try:
-        begin = 0
-        while begin < len(batch.paths):
-            chunk = batch.part(begin, begin + _CHUNK)
-            begin += _submit_chunk(scheduler, chunk, requests, write, direct, truncate, sync)
-        for request in requests:
-            request.wait(None)
-    except BaseException as error:
-        for request in requests:
-            request.cancel()
-        if isinstance(error, Exception):  # not for Ctrl-C: the arrays stay referenced until the end
-            for request in requests:
-                request.wait(None)
-        raise
-    for request in requests:
-        exception = request.exception()
-        if exception is not None:
-            raise exception
+    call = _Call(scheduler, batch, write, direct, truncate, sync, background)
+    failures = call.run()
+    if failures:
+        raise first_of([failure for _, failure in failures], "of this call")
     for index, location in enumerate(batch.locations or ()):
         memory = batch.addresses[index], batch.nbytes[index], batch.owners[index], location
         failure = _failure_of_memory(memory, batch.paths[index], batch.offsets[index])
@@ -241,13 +230,11 @@ class _Batch(NamedTuple):
     locations: list[Location | None] | None
 
     def part(self, begin: int, end: int) -> _Batch:
-        return _Batch(
-            self.paths[begin:end],
-            self.addresses[begin:end],
-            self.nbytes[begin:end],
-            self.offsets[begin:end],
-            self.owners[begin:end],
-            None if self.locations is None else self.locations[begin:end],
+        return self._make(None if column is None else column[begin:end] for column in self)
+
+    def ordered(self, order: Iterable[int]) -> _Batch:
+        return self._make(
+            None if column is None else [column[at] for at in order] for column in self
         )
 
 
@@ -257,60 +244,134 @@ _DESCRIPTOR_ERRORS = (EMFILE, ENFILE)
 _CHUNK = 256
 
 
-def _submit_chunk(
-    scheduler: AnyScheduler,
-    batch: _Batch,
-    requests: list[_core.Request],
-    write: bool,
-    direct: str,
-    truncate: bool,
-    sync: bool,
-) -> int:
-    """Submit one request, or halves of it where descriptors are short, and return how many items that took.
+class _Call:
+    """One call for many items: a request, or one for each of the schedulers that serve their files."""
 
-    With profiles it may be fewer than all: a request is one scheduler's, so it ends before the first file that is
-    another's. Items stay in order, so that the first failure in the list is the one reported.
-    """
-    scheduler.check_usable()
+    def __init__(
+        self,
+        scheduler: AnyScheduler,
+        batch: _Batch,
+        write: bool,
+        direct: str,
+        truncate: bool,
+        sync: bool,
+        background: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._write = write
+        self._direct = direct
+        self._how = write, truncate, sync, True, background
+        # What is written to one file follows each other, so that it is opened, cut and synced once.
+        self._order = _by_path(batch.paths) if write and len(batch.paths) > _CHUNK else None
+        self._batch = batch if self._order is None else batch.ordered(self._order)
+        self._requests: dict[_core.Scheduler, _core.Request] = {}
+        # Of each request's transfers, by their positions in it: the positions in the batch.
+        self._positions: dict[_core.Scheduler, list[int]] = {}
+        # The file of which a part has been submitted.
+        self._begun: tuple[Path, _core.File] | None = None
 
-    def submit() -> tuple[_core.Request, int]:
+    def run(self) -> list[tuple[int, StorageError]]:
+        """Move everything; return what failed, with its position, in order."""
+        requests = self._requests
+        try:
+            for begin in range(0, len(self._batch.paths), _CHUNK):
+                self._submit(begin, min(begin + _CHUNK, len(self._batch.paths)))
+            for request in requests.values():
+                request.seal()
+            for request in requests.values():
+                request.wait(None)
+        except BaseException as error:
+            for request in requests.values():
+                request.cancel()
+                request.seal()
+            if isinstance(
+                error, Exception
+            ):  # not for Ctrl-C: the arrays stay referenced until the end
+                for request in requests.values():
+                    request.wait(None)
+            raise
+        failures = []
+        for scheduler, request in requests.items():
+            for position, failure in request.failures():
+                at = self._positions[scheduler][position]
+                failures.append((at if self._order is None else self._order[at], failure))
+        return sorted(failures, key=lambda found: found[0])
+
+    def _submit(self, begin: int, end: int) -> None:
+        """Submit some of the items, or halves of them where descriptors are short."""
+        self._scheduler.check_usable()
+        while begin < end:
+            try:
+                begin += with_descriptors(self._scheduler, lambda: self._submit_once(begin, end))  # noqa: B023
+                continue
+            except OSError as error:
+                if error.errno not in _DESCRIPTOR_ERRORS or end - begin == 1:
+                    raise
+            # Out here the exception is gone, and with it the frame that held the files opened so far.
+            half = (end - begin) // 2
+            self._submit(begin, begin + half)
+            begin += half
+
+    def _submit_once(self, begin: int, end: int) -> int:
+        """Submit items of one scheduler as one; return how many."""
         opened: dict[Path, _core.File] = {}
-        chosen = scheduler if isinstance(scheduler, _core.Scheduler) else None
-        part = batch
-        for index, path in enumerate(batch.paths):
+        scheduler: _core.Scheduler | None = None
+        part = self._batch.part(begin, end)
+        for index, path in enumerate(part.paths):
             if path in opened:
                 continue
-            file = open_for_transfer(path, write, direct)
-            if chosen is not scheduler:
-                of_file = scheduler_of(scheduler, file)
-                if chosen is not None and of_file is not chosen:
-                    part = batch.part(0, index)
-                    break
-                chosen = of_file
+            if self._begun is not None and self._begun[0] == path:
+                file = self._begun[1]
+            else:
+                file = open_for_transfer(path, self._write, self._direct)
+            serving = scheduler_of(self._scheduler, file)
+            if scheduler is not None and serving is not scheduler:
+                part = self._batch.part(begin, begin + index)
+                break
+            scheduler = serving
             opened[path] = file
-        request = (chosen or scheduler).submit(
+        assert scheduler is not None
+        count = len(part.paths)
+        request = self._requests.get(scheduler)
+        if request is None:
+            request = self._requests[scheduler] = scheduler.new_request(*self._how)
+            self._positions[scheduler] = []
+        continued = self._continued(begin + count)
+        if continued is not None and (self._begun is None or self._begun[0] != continued):
+            self._reserve(continued, opened[continued], begin)
+        scheduler.submit(
+            request,
             [opened[path] for path in part.paths],
             part.addresses,
             part.nbytes,
             part.offsets,
-            write,
-            truncate,
-            sync,
             part.owners,
             part.locations,
+            [path != continued for path in part.paths],
         )
-        return request, len(part.paths)
-
-    try:
-        request, count = with_descriptors(scheduler, submit)
-        requests.append(request)
+        self._begun = None if continued is None else (continued, opened[continued])
+        self._positions[scheduler].extend(range(begin, begin + count))
         return count
-    except OSError as error:
-        if error.errno not in _DESCRIPTOR_ERRORS or len(batch.paths) == 1:
-            raise
-    # Out here the exception is gone, and with it the frame that held the files opened so far.
-    half, begin = len(batch.paths) // 2, 0
-    while begin < len(batch.paths):
-        part = batch.part(begin, begin + half)
-        begin += _submit_chunk(scheduler, part, requests, write, direct, truncate, sync)
-    return begin
+
+    def _continued(self, end: int) -> Path | None:
+        """Return the path with items on both sides of a position, if what is submitted is in order of paths."""
+        paths = self._batch.paths
+        if self._order is None or end >= len(paths) or paths[end] != paths[end - 1]:
+            return None
+        return paths[end]
+
+    def _reserve(self, path: Path, file: _core.File, begin: int) -> None:
+        """Reserve the space of all items of a path at once."""
+        batch = self._batch
+        pieces = [at for at in range(begin, len(batch.paths)) if batch.paths[at] == path]
+        file.reserve([batch.offsets[at] for at in pieces], [batch.nbytes[at] for at in pieces])
+
+
+def _by_path(paths: list[Path]) -> list[int] | None:
+    """Return an order in which items of one path follow each other as they did; None where that is no matter."""
+    positions: dict[Path, list[int]] = {}
+    for index, path in enumerate(paths):
+        positions.setdefault(path, []).append(index)
+    if len(positions) == len(paths):
+        return None
+    return [at for of_path in positions.values() for at in of_path]

@@ -61,10 +61,13 @@ Result<std::shared_ptr<Request>> try_start(Scheduler& scheduler, std::shared_ptr
                     piece.nbytes, write};
   spec.gate = *gate;
   spec.use_cufile = scheduler.options().engine == "cufile";
-  auto request = std::make_shared<Request>(scheduler.next_request_id(), 1);
+  auto request = new_request(scheduler);
   auto transfer = Transfer::create(std::move(spec), request, 0, scheduler.options().block_nbytes);
-  if (!transfer) return transfer.fault();
-  if (!blocking || !scheduler.try_inline(*transfer)) scheduler.submit(request, {*transfer});
+  if (!transfer) {
+    scheduler.take_back(1);
+    return transfer.fault();
+  }
+  hand_over(scheduler, request, *transfer, blocking);
   return request;
 }
 
@@ -133,10 +136,10 @@ TEST_CASE("a file in the page cache is read into a GPU, by the caller and the wo
     REQUIRE_FALSE(scheduler->prepare_for_gpus());
     TransferSpec spec{open_file(path, false), reinterpret_cast<char*>(to.address()), 0, to.nbytes()};
     spec.gate = *gate;
-    auto request = std::make_shared<Request>(scheduler->next_request_id(), 1);
+    auto request = new_request(*scheduler);
     auto transfer = Transfer::create(std::move(spec), request, 0, 64 << 10);
     REQUIRE(transfer);
-    scheduler->submit(request, {*transfer});
+    hand_over(*scheduler, request, *transfer);
     scheduler->share(*transfer);
     finish(request);
     CHECK(to.bytes() == source);

@@ -121,11 +121,11 @@ TEST_CASE("a file that ends during the read is a fault with the place and the co
     REQUIRE(written->wait_for(milliseconds(60'000)));
 
     std::vector<char> found(source.size());
-    auto request = std::make_shared<Request>(scheduler->next_request_id(), 1);
+    auto request = new_request(*scheduler);
     auto transfer = Transfer::create({open_file(path, false), found.data(), 0, found.size()}, request, 0, 64 << 10);
     REQUIRE(transfer);
     REQUIRE(::truncate(path.c_str(), 200'000) == 0);  // after the size was checked
-    scheduler->submit(request, {*transfer});
+    hand_over(*scheduler, request, *transfer);
     REQUIRE(request->wait_for(milliseconds(60'000)));
     REQUIRE(request->fault());
     CHECK(request->fault()->end_of_file);
@@ -151,15 +151,15 @@ TEST_CASE("several threads submit while others wait") {
         for (int round = 0; round < 10; ++round) {
           std::vector<char> found(source.size());
           auto file = File::open(paths[id], {.write = true, .create = true});
-          auto out = std::make_shared<Request>(scheduler->next_request_id(), 1);
+          auto out = new_request(*scheduler);
           auto write = Transfer::create({*file, source.data(), 11, source.size(), true}, out, 0, 16 << 10);
-          if (round % 2 == 0 || !scheduler->try_inline(*write)) scheduler->submit(out, {*write});
+          hand_over(*scheduler, out, *write, round % 2 != 0);
           while (!out->wait_for(milliseconds(100))) {
           }
           auto again = File::open(paths[id], {.read = true});
-          auto in = std::make_shared<Request>(scheduler->next_request_id(), 1);
+          auto in = new_request(*scheduler);
           auto read = Transfer::create({*again, found.data(), 11, found.size()}, in, 0, 16 << 10);
-          if (round % 3 == 0 || !scheduler->try_inline(*read)) scheduler->submit(in, {*read});
+          hand_over(*scheduler, in, *read, round % 3 != 0);
           while (!in->wait_for(milliseconds(100))) {
           }
           wrong += found != source;

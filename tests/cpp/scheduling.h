@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "transfer/reservation.h"
 #include "transfer/scheduler.h"
 
 namespace tensorferry {
@@ -54,11 +55,28 @@ inline std::shared_ptr<File> open_file(const std::string& path, bool write, Dire
   return *file;
 }
 
-inline std::shared_ptr<Request> start(Scheduler& scheduler, TransferSpec spec, bool blocking = false) {
-  auto request = std::make_shared<Request>(scheduler.next_request_id(), 1);
+// For one transfer, which has been admitted.
+inline std::shared_ptr<Request> new_request(Scheduler& scheduler, const RequestOptions& options = {}) {
+  REQUIRE(scheduler.admit(1, milliseconds(60'000)) == Scheduler::Admission::admitted);
+  return std::make_shared<Request>(scheduler.shared_from_this(), options);
+}
+
+inline void hand_over(Scheduler& scheduler, const std::shared_ptr<Request>& request,
+                      const std::shared_ptr<Transfer>& transfer, bool blocking = false) {
+  if (blocking && scheduler.try_inline(transfer)) return request->settle();
+  const auto file = transfer->file();
+  scheduler.submit(request, {transfer});
+  request->seal(*file);
+  request->seal();
+}
+
+inline std::shared_ptr<Request> start(Scheduler& scheduler, TransferSpec spec, bool blocking = false,
+                                      const RequestOptions& options = {}) {
+  auto request = new_request(scheduler, options);
+  if (spec.write) REQUIRE_FALSE(reserve(*spec.file, {{spec.offset, spec.offset + spec.nbytes}}));
   auto transfer = Transfer::create(std::move(spec), request, 0, scheduler.options().block_nbytes);
   REQUIRE(transfer);
-  if (!blocking || !scheduler.try_inline(*transfer)) scheduler.submit(request, {*transfer});
+  hand_over(scheduler, request, *transfer, blocking);
   return request;
 }
 

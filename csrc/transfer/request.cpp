@@ -1,0 +1,271 @@
+#include "transfer/request.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "memory/after_fork.h"
+#include "transfer/scheduler.h"
+#include "transfer/transfer.h"
+
+namespace tensorferry {
+
+// All behind the last byte written is cut off: see write_order.h.
+class Request::Cut final : public OrderedWrite {
+ public:
+  Cut(std::shared_ptr<Request> request, const File& file, uint64_t size)
+      : OrderedWrite(file.identity(), size, UINT64_MAX), request_(std::move(request)), file_(file) {}
+
+  void turn_has_come() override {
+    std::unique_lock lock(request_->mutex_);
+    request_->release(file_, lock);
+  }
+
+ private:
+  const std::shared_ptr<Request> request_;
+  const File& file_;  // of a use that waits for this
+};
+
+Request::Request(std::shared_ptr<Scheduler> scheduler, const RequestOptions& options)
+    : id_(scheduler->next_request_id()),
+      options_(options),
+      fork_generation_(tensorferry::fork_generation()),
+      scheduler_(std::move(scheduler)) {}
+
+Request::~Request() = default;
+
+bool Request::wait_for(std::chrono::milliseconds timeout) {
+  if (done()) return true;
+  std::unique_lock lock(mutex_);
+  return finished_.wait_for(lock, timeout, [&] { return done(); });
+}
+
+void Request::notify(std::shared_ptr<CompletionQueue> queue, uint64_t token) {
+  std::unique_lock lock(mutex_);
+  if (!done()) {
+    listeners_.emplace_back(std::move(queue), token);
+    return;
+  }
+  lock.unlock();
+  queue->push(token);
+}
+
+std::shared_ptr<Scheduler> Request::scheduler() {
+  std::lock_guard lock(mutex_);
+  return scheduler_;
+}
+
+void Request::add(const std::vector<std::shared_ptr<Transfer>>& transfers) {
+  std::lock_guard lock(mutex_);
+  transfers_ += transfers.size();
+  for (const auto& transfer : transfers) {
+    nbytes_.fetch_add(transfer->nbytes(), std::memory_order_relaxed);
+    if (!uses_files()) continue;
+    Use& use = use_of(transfer->file());
+    ++use.open;
+    use.begin = std::min(use.begin, transfer->begin());
+    use.end = std::max(use.end, transfer->end());
+    use.nbytes += transfer->nbytes();
+    use.index = std::min(use.index, transfer->index);
+  }
+}
+
+Request::Use& Request::use_of(const std::shared_ptr<File>& file) {
+  auto& use = uses_[file.get()];
+  if (!use) {
+    use = std::make_unique<Use>();
+    use->file = file;
+    ++unsettled_;
+  }
+  return *use;
+}
+
+void Request::seal(const File& file) {
+  if (!uses_files()) return;
+  std::unique_lock lock(mutex_);
+  auto found = uses_.find(&file);
+  if (found == uses_.end()) return;
+  Use& use = *found->second;
+  if (use.sealed) return;
+  use.sealed = true;
+  if (options_.truncate) {
+    use.cut = std::make_shared<Cut>(shared_from_this(), file, use.end);
+    ++use.open;
+    lock.unlock();
+    const bool may_begin = WriteOrder::enter(use.cut, true);
+    lock.lock();
+    if (may_begin) --use.open;
+  }
+  release(file, lock);
+}
+
+void Request::seal() {
+  std::unique_lock lock(mutex_);
+  std::vector<const File*> given_up;
+  for (auto& [file, use] : uses_) {
+    if (use->sealed) continue;
+    use->failed = true;  // not all of it has come: neither cut it nor call it durable
+    given_up.push_back(file);
+  }
+  for (const File* file : given_up) {
+    release(*file, lock);
+    lock.lock();
+  }
+  sealed_ = true;
+  const Next then = next();
+  lock.unlock();
+  follow(then);
+}
+
+void Request::release(const File& file, std::unique_lock<std::mutex>& lock) {
+  auto found = uses_.find(&file);
+  if (--found->second->open > 0) {
+    lock.unlock();
+    return;
+  }
+  ready_.push_back(std::move(found->second));
+  uses_.erase(found);
+  const Next then = next();
+  lock.unlock();
+  follow(then);
+}
+
+void Request::transfer_ended(const Transfer& transfer, const File* file) {
+  std::unique_lock lock(mutex_);
+  --transfers_;
+  if (transfer.fault()) faults_.emplace(transfer.index, *transfer.fault());
+  bool counts_as_over = true;
+  if (uses_files()) {
+    auto found = uses_.find(file);
+    Use& use = *found->second;
+    use.moved_nbytes += transfer.moved_nbytes();
+    use.failed = use.failed || transfer.fault();
+    if (--use.open == 0) {
+      use.counts_as_one = true;
+      counts_as_over = false;
+      ready_.push_back(std::move(found->second));
+      uses_.erase(found);
+    }
+  }
+  const Next then = next();
+  const auto scheduler = scheduler_;
+  lock.unlock();
+  if (counts_as_over) scheduler->transfer_over();
+  follow(then);
+}
+
+Request::Next Request::next() {
+  if (!ready_.empty() || directories_are_due()) {
+    // Syncs side by side; what takes no time, one after the other.
+    if (by_caller_ || (helped_ && !options_.sync && !options_.truncate)) return Next::nothing;
+    helped_ = true;
+    return Next::help;
+  }
+  if (over_ || !is_over()) return Next::nothing;
+  over_ = true;
+  return Next::announce;
+}
+
+void Request::leave_to_caller() {
+  std::lock_guard lock(mutex_);
+  by_caller_ = true;
+}
+
+void Request::follow(Next next) {
+  if (next == Next::help) scheduler()->help([self = shared_from_this()] { self->settle(); });
+  if (next == Next::announce) announce();
+}
+
+void Request::settle() {
+  std::unique_lock lock(mutex_);
+  const auto scheduler = scheduler_;
+  while (true) {
+    if (!ready_.empty()) {
+      auto use = std::move(ready_.front());
+      ready_.pop_front();
+      lock.unlock();
+      std::string directory;
+      std::optional<Fault> fault;
+      const bool names = settle(*use, directory, fault);
+      if (use->counts_as_one) scheduler->transfer_over();
+      lock.lock();
+      if (fault) record(*use, std::move(*fault));
+      if (names) directories_[directory].push_back(std::move(use));
+      --unsettled_;
+    } else if (directories_are_due()) {
+      const auto directories = std::exchange(directories_, {});
+      ++unsettled_;
+      lock.unlock();
+      for (const auto& [directory, uses] : directories) settle(directory, uses);
+      lock.lock();
+      --unsettled_;
+    } else {
+      break;
+    }
+  }
+  helped_ = false;
+  by_caller_ = false;
+  const Next then = next();
+  lock.unlock();
+  follow(then);
+}
+
+// Returns whether the file's name is still to be made durable, by its directory.
+bool Request::settle(Use& use, std::string& directory, std::optional<Fault>& fault) const {
+  File& file = *use.file;
+  if (!use.failed && options_.truncate) fault = file.truncate(use.end);
+  if (use.cut) WriteOrder::leave(*use.cut);
+  if (!use.failed && !fault && options_.sync) fault = file.sync();
+  if (!use.failed && !fault && options_.sync && file.name_made()) {
+    auto found = file.directory();
+    if (found) {
+      directory = std::move(*found);
+      return true;
+    }
+    fault = found.fault();
+  }
+  if (options_.close_files) {
+    auto failed = file.close();
+    if (!use.failed && !fault) fault = std::move(failed);
+  }
+  return false;
+}
+
+void Request::settle(const std::string& directory, const std::vector<std::unique_ptr<Use>>& uses) {
+  File& first = *uses.front()->file;
+  const auto failed = sync_directory(directory, first.descriptor(), first.path());
+  for (const auto& use : uses) {
+    std::optional<Fault> fault = failed;
+    if (!fault) use->file->name_durable();
+    if (options_.close_files) {
+      auto unclosed = use->file->close();
+      if (!fault) fault = std::move(unclosed);
+    }
+    if (!fault) continue;
+    std::lock_guard lock(mutex_);
+    record(*use, std::move(*fault));
+  }
+}
+
+void Request::record(const Use& use, Fault fault) {
+  fault.path = use.file->path();
+  fault.offset = use.begin;
+  fault.expected = use.nbytes;
+  fault.transferred = use.moved_nbytes;
+  faults_.emplace(use.index, std::move(fault));
+}
+
+void Request::announce() {
+  const auto scheduler = this->scheduler();
+  scheduler->request_over(*this);
+  std::vector<std::pair<std::shared_ptr<CompletionQueue>, uint64_t>> listeners;
+  {
+    std::lock_guard lock(mutex_);
+    done_.store(true, std::memory_order_release);
+    scheduler_.reset();
+    listeners.swap(listeners_);
+    finished_.notify_all();
+  }
+  for (auto& [queue, token] : listeners) queue->push(token);
+}
+
+}  // namespace tensorferry

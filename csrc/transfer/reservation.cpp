@@ -1,0 +1,40 @@
+#include "transfer/reservation.h"
+
+#include <algorithm>
+
+namespace tensorferry {
+namespace {
+
+// Through the page cache the kernel reserves space by itself, and small files are not worth two calls.
+constexpr uint64_t min_reserved_nbytes = uint64_t{64} << 10;
+
+}  // namespace
+
+std::vector<Range> joined(std::vector<Range> ranges) {
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  size_t count = 0;
+  for (const Range& range : ranges) {
+    if (count > 0 && range.begin <= ranges[count - 1].end) {
+      ranges[count - 1].end = std::max(ranges[count - 1].end, range.end);
+    } else {
+      ranges[count++] = range;
+    }
+  }
+  ranges.resize(count);
+  return ranges;
+}
+
+std::optional<Fault> reserve(File& file, std::vector<Range> pieces) {
+  if (!file.direct()) return std::nullopt;
+  for (const Range& run : joined(std::move(pieces))) {
+    const uint64_t nbytes = run.end - run.begin;
+    if (nbytes < min_reserved_nbytes) continue;
+    if (auto fault = file.preallocate(run.begin, nbytes)) {
+      fault->expected = nbytes;
+      return fault;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace tensorferry
