@@ -54,18 +54,20 @@ void failed(const std::string& what) {
   failures.push_back(what);
 }
 
-// How a request is made: the one place that knows the scheduler's interface. Null: refused, since it is closed.
-std::shared_ptr<Request> begin(Scheduler& scheduler, TransferSpec spec, bool blocking) {
-  auto request = std::make_shared<Request>(scheduler.next_request_id(), 1);
+// Null: refused, since the scheduler is closed.
+std::shared_ptr<Request> begin(Scheduler& scheduler, TransferSpec spec, const RequestOptions& options, bool blocking) {
+  const auto admission = scheduler.admit(1, patience);
+  if (admission == Scheduler::Admission::full) failed("there was no room for a transfer");
+  if (admission != Scheduler::Admission::admitted) return nullptr;
+  auto request = std::make_shared<Request>(scheduler.shared_from_this(), options);
   const uint64_t block_nbytes = scheduler.block_nbytes_for(spec.nbytes);
   auto transfer = Transfer::create(std::move(spec), request, 0, block_nbytes);
   if (!transfer) {
     failed(std::string("refused: ") + transfer.fault().operation);
+    scheduler.take_back(1);
     return nullptr;
   }
-  if (blocking && scheduler.try_inline(*transfer)) return request;
-  scheduler.submit(request, {*transfer});
-  if (blocking) scheduler.share(*transfer);
+  hand_over(scheduler, request, *transfer, blocking);
   return request;
 }
 
@@ -161,28 +163,26 @@ class Actor {
     return {pattern(nbytes, static_cast<unsigned>(random_())), offset};
   }
 
-  std::shared_ptr<File> file(bool writing) {
-    if (random_() % 4 == 0) kept_.reset();
-    if (!kept_) {
-      const auto direct = random_() % 4 ? DirectMode::automatic : DirectMode::never;
-      auto opened = File::open(
-          path_,
-          {.read = true, .write = true, .create = false, .exclusive = false, .truncate = false, .direct = direct});
-      if (!opened) {
-        failed("open: " + std::to_string(opened.fault().error_number));
-        return open_file(path_, writing);
-      }
-      kept_ = *opened;
+  // One that stays open for many transfers, or one of its own for this one.
+  std::shared_ptr<File> file(bool own) {
+    if (kept_ && !own && random_() % 8) return kept_;
+    const auto direct = random_() % 4 ? DirectMode::automatic : DirectMode::never;
+    auto opened = File::open(
+        path_, {.read = true, .write = true, .create = false, .exclusive = false, .truncate = false, .direct = direct});
+    if (!opened) {
+      failed("open: " + std::to_string(opened.fault().error_number));
+      return kept_;
     }
-    return kept_;
+    if (!own) kept_ = *opened;
+    return *opened;
   }
 
   void write(bool blocking, bool cancel) {
     auto scheduler = schedulers_[random_() % schedulers_.size()]->get();
     auto [bytes, offset] = piece();
-    TransferSpec spec{file(true), bytes.data(), offset, bytes.size(), true};
-    spec.sync = random_() % 16 == 0;
-    const auto request = begin(*scheduler, std::move(spec), blocking);
+    const RequestOptions options{.write = true, .sync = random_() % 16 == 0, .close_files = random_() % 4 == 0};
+    const TransferSpec spec{file(options.close_files), bytes.data(), offset, bytes.size(), true};
+    const auto request = begin(*scheduler, spec, options, blocking);
     if (!request) {
       ++counts_.refused;
       return;
@@ -193,7 +193,7 @@ class Actor {
       request->cancel();
     }
     if (!await(*request, "a write")) return;
-    const auto& fault = request->fault();
+    const Fault* fault = request->fault();
     char* old = model_.data() + offset;
     if (!fault) {
       std::memcpy(old, bytes.data(), bytes.size());
@@ -225,7 +225,7 @@ class Actor {
   void read(bool blocking) {
     auto scheduler = schedulers_[random_() % schedulers_.size()]->get();
     auto [bytes, offset] = piece();
-    const auto request = begin(*scheduler, {file(false), bytes.data(), offset, bytes.size()}, blocking);
+    const auto request = begin(*scheduler, {file(false), bytes.data(), offset, bytes.size()}, {}, blocking);
     if (!request) {
       ++counts_.refused;
       return;
