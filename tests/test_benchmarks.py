@@ -22,7 +22,18 @@ TINY = (
     f"--memory-nbytes={8 << 20}",
     "--no-huge-pages",
 )
-OURS = {"large", "loop", "warm", "random", "latency", "memory", "import", "torch_save", "tune"}
+OURS = {
+    "large",
+    "loop",
+    "warm",
+    "fairness",
+    "random",
+    "latency",
+    "memory",
+    "import",
+    "torch_save",
+    "tune",
+}
 OURS |= {"checkpoint", "checkpoint_load", "checkpoint_objects", "checkpoint_async"}
 
 pytest.importorskip("torch")

@@ -134,3 +134,41 @@ class BlockingReads:
                 file.read(self.block, offset)
                 microseconds.append((time.perf_counter_ns() - start) / 1000)
         return {"microseconds": microseconds}
+
+
+class ReadsBesideWrite:
+    """Asynchronous 4 KiB reads, one after another with pauses, as long as a large write is on its way."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tensor = ordinary_tensor(nbytes)
+        self.block = ordinary_tensor(4096, 0)
+
+    def read(
+        self, source: str, file_nbytes: int, target: str, pause_seconds: float, seed: int
+    ) -> dict[str, Any]:
+        """Answer with the reads' latencies and the seconds that the write took."""
+        generator = random.Random(seed)
+        nbytes = self.block.nbytes
+        milliseconds = []
+        with tensorferry.open(source) as reading, tensorferry.open(target, "w") as writing:
+            start = time.perf_counter()
+            write = writing.write_from(self.tensor)
+            while True:
+                offset = generator.randrange(file_nbytes // nbytes) * nbytes
+                begun = time.perf_counter()
+                reading.read_into(self.block, offset).result()
+                milliseconds.append((time.perf_counter() - begun) * 1000)
+                if write.done():
+                    break
+                time.sleep(pause_seconds)
+            write.result()
+            seconds = time.perf_counter() - start
+        milliseconds.sort()
+        return {
+            "count": len(milliseconds),
+            "median_ms": milliseconds[len(milliseconds) // 2],
+            "p99_ms": milliseconds[len(milliseconds) * 99 // 100],
+            "maximum_ms": milliseconds[-1],
+            "write_seconds": seconds,
+            "nbytes": self.tensor.nbytes,
+        }

@@ -48,7 +48,7 @@ class Fault:
     hit (-1: all).
     """
 
-    op: str  # read, write, fsync, open, truncate, fallocate
+    op: str  # read, write, flush (close), fsync, fsyncdir, open, truncate, fallocate
     start: int = 0
     end: int = END_OF_FILE
     error: int = 0
@@ -351,6 +351,14 @@ def serve(mount: str, backing: str, socket_path: str) -> None:
 
         def fsync(self, path: str, datasync: int, fi: Any) -> int:
             orders.meet("fsync", path)
+            return 0
+
+        def flush(self, path: str, fi: Any) -> int:
+            orders.meet("flush", path)
+            return 0
+
+        def fsyncdir(self, path: str, datasync: int, fh: int) -> int:
+            orders.meet("fsyncdir", path)
             return 0
 
         def fallocate(self, path: str, mode: int, offset: int, size: int, fi: Any) -> int:

@@ -1,0 +1,558 @@
+"""What test_meetings*.py run in processes of their own, where calls of libc are slow, held, or fail.
+
+Default schedulers use the engine of TENSORFERRY_ENGINE; `engine` is given to those made explicitly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import pathlib
+import signal
+import threading
+import time
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import tensorferry
+from tests.support import slow_calls
+from tests.support.expect import assert_equal, assert_works, contents
+from tests.support.forks import assert_exits_with_zero, in_child
+from tests.support.leaks import count_descriptors
+from tests.support.slow_calls import Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+JOIN_TIMEOUT_S = 15
+WORKER = "tensorferry"  # the name of a thread that drives a queue
+
+
+class InThread:
+    """A call in a thread: its result or exception, and a join that does not last for ever."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.result: object = None
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self.result = call()
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def join(self, what: str) -> None:
+        self.thread.join(JOIN_TIMEOUT_S)
+        assert not self.thread.is_alive(), f"{what} did not return in {JOIN_TIMEOUT_S} s"
+
+
+def random_bytes(nbytes: int, seed: int) -> Any:
+    """Return an array of random bytes."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+# A close that meets a submit
+
+
+def close_during_submit(engine: str, directory: str, product: str, rounds: int) -> dict[str, int]:
+    """Close a handle or file while another thread is about to submit a write to it."""
+    calls = slow_calls.attached()
+    outcomes = {"written": 0, "refused": 0}
+    for number in range(rounds):
+        path = pathlib.Path(directory) / f"late{number}"
+        data = random_bytes(3_000_001, number)
+        calls.order(Rule("fallocate", path.name, hold=True, times=1))
+        opened: Any
+        if product == "file":
+            opened = tensorferry.open(path, "w", engine=engine, queue_depth=4)
+            writing = InThread(lambda o=opened, d=data: o.write_from(d).result())  # type: ignore[misc]
+        else:
+            opened = tensorferry.aio_handle(engine=engine, intra_op_parallelism=2)
+            method = getattr(opened, product)
+            writing = InThread(lambda m=method, d=data, p=path: m(d, str(p)))  # type: ignore[misc]
+            del method
+        calls.await_held()
+        closing = InThread(opened.close)
+        del opened
+        time.sleep(0.02 * (number % 3))  # any order is right
+        calls.release()
+        writing.join(f"{product}, round {number},")
+        closing.join(f"close, round {number},")
+        assert closing.error is None, repr(closing.error)
+        if writing.error is None:
+            assert_equal(contents(path), data)
+            outcomes["written"] += 1
+        else:
+            assert isinstance(writing.error, ValueError), repr(writing.error)
+            outcomes["refused"] += 1
+        path.unlink()
+        gc.collect()
+    assert_works(tensorferry.aio_handle(engine=engine), pathlib.Path(directory))
+    return outcomes
+
+
+def leave_during_submit(engine: str, directory: str) -> bool:
+    """Leave the interpreter while threads reserve space: what they submit comes too late."""
+    calls = slow_calls.attached()
+    handle = tensorferry.aio_handle(engine=engine)
+    calls.order(Rule("fallocate", "late", delay_s=1.0))
+    data = np.ones(3_000_001, np.uint8)
+    for work in (
+        lambda: handle.async_pwrite(data, f"{directory}/late0"),
+        lambda: handle.sync_pwrite(data, f"{directory}/late1"),
+        lambda: tensorferry.write(f"{directory}/late2", data),
+        lambda: tensorferry.write_many([(f"{directory}/late3", data)]),
+    ):
+        threading.Thread(target=work, daemon=True).start()
+    deadline = time.monotonic() + 10
+    while calls.hits() < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return True
+
+
+def no_thread_left(engine: str, directory: str, started: int) -> dict[str, Any]:
+    """Let the start of the core's threads fail after `started` of them; then go on."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory)
+    os.environ.pop("TENSORFERRY_ENGINE", None)
+    calls.order(Rule("pthread_create", error=errno.EAGAIN, skip=started, times=1))
+    refusal = ""
+    try:
+        # The one asked for is the first: others may be taken in its place only where none is asked for.
+        handle = tensorferry.aio_handle(engine=engine, intra_op_parallelism=3)
+    except tensorferry.EngineUnavailableError as error:
+        refusal = str(error)
+    else:
+        assert_works(handle, path)
+        handle.close()
+    hits = calls.hits()
+    calls.order(Rule("pthread_create", error=errno.EAGAIN, skip=started, times=1))
+    automatic = tensorferry.aio_handle(intra_op_parallelism=3)
+    calls.clear()
+    assert_works(automatic, path)
+    for _ in range(20):
+        assert_works(tensorferry.aio_handle(engine=engine, intra_op_parallelism=3), path)
+    assert_works(automatic, path)
+    return {"refusal": refusal, "hits": hits, "refusals": automatic.engine_refusals}
+
+
+# Memory that nobody needs any more
+
+
+def memory_is_given_back(engine: str, directory: str, nbytes: int) -> list[str]:
+    """Return the ways to write and read after which memory is still held when the caller has let it go."""
+    import torch
+
+    path = pathlib.Path(directory) / "file"
+    handle = tensorferry.aio_handle(engine=engine)
+    np.zeros(2 * nbytes, np.uint8).tofile(path)
+    file = tensorferry.open(path, "r+", engine=engine)
+
+    def awaited(begin: Callable[[], Any]) -> None:
+        async def main() -> None:
+            await begin()
+
+        asyncio.run(main())
+
+    def called_back(begin: Callable[[], Any]) -> None:
+        ended = threading.Event()
+        begin().add_done_callback(lambda _: ended.set())
+        assert ended.wait(10)
+
+    def polled(begin: Callable[[], Any]) -> None:
+        future = begin()
+        while not future.done():
+            time.sleep(0.0005)
+
+    ways: dict[str, Callable[[Any], object]] = {
+        "handle.sync_pwrite": lambda a: handle.sync_pwrite(a, str(path)),
+        "handle.sync_pread": lambda a: handle.sync_pread(a, str(path)),
+        "handle.write": lambda a: handle.write(a, str(path)),
+        "handle.read": lambda a: handle.read(a, str(path)),
+        "handle.async_pwrite, wait": lambda a: (handle.async_pwrite(a, str(path)), handle.wait()),
+        "handle.async_pread, wait": lambda a: (handle.async_pread(a, str(path)), handle.wait()),
+        "file.write": file.write,
+        "file.read": file.read,
+        "file.write_from, result": lambda a: file.write_from(a).result(),
+        "file.read_into, result": lambda a: file.read_into(a).result(),
+        "file.write_from, exception": lambda a: file.write_from(a).exception(),
+        "file.write_from, polled": lambda a: polled(lambda: file.write_from(a)),
+        "file.write_from, awaited": lambda a: awaited(lambda: file.write_from(a)),
+        "file.read_into, awaited": lambda a: awaited(lambda: file.read_into(a)),
+        "file.write_from, callback": lambda a: called_back(lambda: file.write_from(a)),
+        "write": lambda a: tensorferry.write(path, a),
+        "read": lambda a: tensorferry.read(path, a),
+        "write_many": lambda a: tensorferry.write_many([(path, a), (path, a, nbytes)]),
+        "read_many": lambda a: tensorferry.read_many([(path, a)]),
+    }
+    held = []
+    gc.disable()  # a cycle must not stand in the way either
+    for kind in ("numpy", "torch"):
+        for name, way in ways.items():
+            array = np.ones(nbytes, np.uint8)
+            watched = weakref.ref(array)  # of a tensor: alive as long as its storage
+            moved: Any = array if kind == "numpy" else torch.from_numpy(array)
+            del array
+            way(moved)
+            del moved
+            if "callback" in name:  # its thread is on its way back from the call
+                deadline = time.monotonic() + 5
+                while watched() is not None and time.monotonic() < deadline:
+                    time.sleep(0.001)
+            if watched() is not None:
+                held.append(f"{name} ({kind})")
+                handle.wait()
+                tensorferry.read(path, np.zeros(1, np.uint8))
+    return held
+
+
+# A close(2) that fails
+
+
+def failing_close(engine: str, path: str, error: int, interposed: bool) -> dict[str, Any]:
+    """Write in every way to a file of 3,000,001 bytes whose close(2) fails; return what each way raised."""
+    calls = slow_calls.attached() if interposed else None
+    handle = tensorferry.aio_handle(engine=engine)
+    small, large = np.full(5_003, 1, np.uint8), np.full(3_000_001, 2, np.uint8)
+    neighbour = path + "-beside"
+    warm_up = path.replace("victim", "warm-up")
+    for array in (small, large):
+        tensorferry.write_many([(warm_up, array), (warm_up, array, array.size)])
+        tensorferry.read(warm_up, np.zeros_like(array))
+        handle.sync_pwrite(array, warm_up)
+
+    def in_file(array: Any, asynchronous: bool = False) -> None:
+        with tensorferry.open(path, "r+", engine=engine) as file:
+            if asynchronous:
+                file.write_from(array)
+            else:
+                file.write(array)
+
+    def waited(array: Any) -> None:
+        handle.async_pwrite(array, path)
+        handle.wait()
+
+    ways: dict[str, Callable[[Any], object]] = {
+        "write": lambda a: tensorferry.write(path, a),
+        "write, sync": lambda a: tensorferry.write(path, a, sync=True),
+        "write_many": lambda a: tensorferry.write_many([(neighbour, a), (path, a)]),
+        "write_many, pieces": lambda a: tensorferry.write_many([(path, a), (path, a, a.size)]),
+        "handle.write": lambda a: handle.write(a, path),
+        "handle.sync_pwrite": lambda a: handle.sync_pwrite(a, path),
+        "handle.async_pwrite, wait": waited,
+        "file.write, close": in_file,
+        "file.write_from, close": lambda a: in_file(a, asynchronous=True),
+    }
+    readings: dict[str, Callable[[Any], object]] = {
+        "read": lambda a: tensorferry.read(path, np.zeros_like(a)),
+        "read_many": lambda a: tensorferry.read_many([(path, np.zeros_like(a))]),
+        "handle.sync_pread": lambda a: handle.sync_pread(np.zeros_like(a), path),
+    }
+    outcomes: dict[str, Any] = {}
+    before = count_descriptors()
+    if calls:
+        calls.order(Rule("close", pathlib.Path(path).name, error=error, after=True))
+    for size, array in (("small", small), ("large", large)):
+        for name, way in (ways | readings).items():
+            try:
+                way(array)
+                outcomes[f"{name}, {size}"] = None
+            except tensorferry.StorageError as raised:
+                outcome = [raised.errno, os.fsdecode(raised.filename), str(raised)]
+                outcomes[f"{name}, {size}"] = outcome
+    if calls:
+        calls.clear()
+    gc.collect()
+    assert count_descriptors() == before, "descriptors leaked"
+    assert handle.wait() == 0
+    return outcomes
+
+
+def threads_that_close(engine: str, directory: str) -> list[str]:
+    """Return the names of threads that closed files written by workers."""
+    calls = slow_calls.attached()
+    handle = tensorferry.aio_handle(engine=engine)
+    calls.watch("victim")
+    _work_of_all_kinds(handle, pathlib.Path(directory), engine)
+    return [seen.thread_name for seen in calls.seen("close")]
+
+
+# What must not run on a thread that drives a queue
+
+
+def calls_of_workers(engine: str, directory: str) -> list[str]:
+    """Return the calls that may block and that workers made all the same."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory)
+    handle = tensorferry.aio_handle(engine=engine)
+    calls.watch(path)
+    _work_of_all_kinds(handle, path, engine)
+    # The threads engine's own threads are for what blocks.
+    reads = [] if engine == "threads" else ["pread", "preadv2", "pwrite", "pwritev2"]
+    blocking = calls.seen("open", "open_directory", "close", "ftruncate", "fallocate", *reads)
+    return sorted({seen.call for seen in blocking if seen.thread_name == WORKER})
+
+
+def sleeps_of_workers(engine: str, path: str) -> int:
+    """Write where the file system says EAGAIN again and again; return how often workers slept."""
+    calls = slow_calls.attached()
+    handle = tensorferry.aio_handle(engine=engine)
+    data = np.full(100_003, 7, np.uint8)
+    calls.order(Rule("pwrite", "again", error=errno.EAGAIN, times=40))
+    calls.watch(path)
+    handle.async_pwrite(data, path)
+    assert handle.wait() == 1
+    assert_equal(contents(pathlib.Path(path)), data)
+    return sum(seen.thread_name == WORKER for seen in calls.seen("sleep"))
+
+
+def _work_of_all_kinds(handle: tensorferry.aio_handle, path: pathlib.Path, engine: str) -> None:
+    large, small = np.full(9_000_001, 1, np.uint8), np.full(5_003, 2, np.uint8)
+    for array in (large, small):
+        for index in range(4):
+            handle.async_pwrite(array, str(path / f"victim{index}"), index * 1_000)
+        handle.wait()
+        tensorferry.write(path / "victim-w", array, truncate=True, sync=True)
+        items = [(path / f"victim-m{index}", array) for index in range(4)]
+        tensorferry.write_many([*items, (path / "victim-m0", array, array.size)], truncate=True)
+        tensorferry.write_many(items, sync=True)
+        for file in (
+            path / "victim0",
+            path / "victim-w",
+        ):  # into the page cache: all of one, half of the other
+            contents(file)
+        for index in range(4):
+            handle.async_pread(np.zeros_like(array), str(path / f"victim{index}"))
+        handle.wait()
+        tensorferry.read_many([(name, np.zeros_like(array)) for name, _ in items])
+        with tensorferry.open(path / "victim-w", "r+", engine=engine) as file:
+            futures = [file.write_from(array), file.read_into(np.zeros_like(array))]
+            for future in futures:
+                future.result()
+
+
+# Forks
+
+
+def fork_during_reservation(engine: str, directory: str) -> bool:
+    """Fork while a thread reserves space for a file; the child writes to that very file."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory) / "shared"
+    data = random_bytes(3_000_001, 1)
+    handle = tensorferry.aio_handle(engine=engine)
+    calls.order(Rule("fallocate", path.name, hold=True, times=1))
+    writing = InThread(lambda: handle.sync_pwrite(data, str(path)))
+    calls.await_held()
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError):
+            own = tensorferry.aio_handle(engine=engine)
+            own.async_pwrite(data, str(path), 4 << 20)
+            own.wait()
+            tensorferry.write(path, data, 8 << 20)
+            assert_equal(contents(path)[4 << 20 :][: data.size], data)
+            assert_equal(contents(path)[8 << 20 :], data)
+        assert_works(tensorferry.aio_handle(engine=engine), path.parent)
+
+    pid = os.fork()
+    if pid == 0:
+        in_child(work)
+    assert_exits_with_zero(pid)
+    calls.release()
+    writing.join("the parent's write")
+    assert writing.error is None, repr(writing.error)
+    assert_equal(contents(path)[: data.size], data)
+    return True
+
+
+def wait_for_the_parents_future(engine: str, path: str) -> list[str]:
+    """Fork with writes on their way, which takes seconds, and wait for them in the child in every way."""
+    data = np.full(100_003, 4, np.uint8)
+    file = tensorferry.open(path, "w", engine=engine)
+    future = file.write_from(data)
+
+    async def main() -> None:
+        await future
+
+    def call_back() -> None:
+        ended = threading.Event()
+        future.add_done_callback(lambda _: ended.set())
+        assert ended.wait(5)
+
+    ways: dict[str, Callable[[], object]] = {
+        "result": future.result,
+        "exception": future.exception,
+        "await": lambda: asyncio.run(main()),
+        "add_done_callback": call_back,
+        "close": file.close,
+    }
+    children = {}
+    for name, way in ways.items():
+        pid = os.fork()
+        if pid == 0:
+
+            def work(way: Callable[[], object] = way) -> None:
+                with contextlib.suppress(RuntimeError):
+                    way()
+
+            in_child(work)
+        children[name] = pid
+    assert not future.done(), "the write was too fast to be waited for"
+    deadline = time.monotonic() + 8
+    hung = []
+    for name, pid in children.items():
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.005)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            hung.append(name)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        elif status:
+            hung.append(f"{name}: the child ended with {status}")
+    future.result()
+    file.close()
+    return hung
+
+
+def ask_futures_that_ended_before_the_fork(engine: str, path: str) -> bool:
+    """Ask, in a child, futures whose transfers had ended when it was made."""
+    data = np.full(100_003, 4, np.uint8)
+    file = tensorferry.open(path, "w", engine=engine)
+    future = file.write_from(data)
+    while not future.done():
+        time.sleep(0.001)
+    pid = os.fork()
+    if pid == 0:
+        in_child(lambda: assert_equal(future.result(), data))
+    assert_exits_with_zero(pid)
+    file.close()
+    return True
+
+
+# A close that gives up
+
+
+def close_over_hung_writes(
+    engine: str, path: str, product: str, patience_s: float
+) -> dict[str, Any]:
+    """Close what has writes that hang; see that their memory stays as it is."""
+    from tensorferry import runtime
+
+    runtime.CLOSE_PATIENCE_SECONDS = patience_s  # type: ignore[attr-defined]
+    if engine == "threads":
+        slow_calls.attached().order(Rule("pwrite", "hung", hold=True))
+    sources = [np.full(nbytes, 5, np.uint8) for nbytes in (4_096, 100_003, 3_000_001)]
+    watched = [weakref.ref(source) for source in sources]
+    opened: Any
+    if product == "handle":
+        opened = tensorferry.aio_handle(engine=engine)
+        for index in range(3):
+            opened.async_pwrite(sources[index], f"{path}{index}")
+    else:
+        opened = tensorferry.open(f"{path}0", "w", engine=engine)
+        futures = [opened.write_from(sources[index], index << 22) for index in range(3)]
+        del futures
+    del sources
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        closing = InThread(opened.close)
+        closing.join("close")
+    assert closing.error is None, repr(closing.error)
+    del opened, closing
+    gc.collect()
+    usurpers = [np.full(3_000_001, 9, np.uint8) for _ in range(8)]
+    alive = [reference() is not None for reference in watched]
+    assert all((usurper == 9).all() for usurper in usurpers)
+    assert all((reference() == 5).all() for reference in watched)
+    return {"alive": alive, "warnings": [str(warning.message) for warning in caught]}
+
+
+# Writes of one file
+
+
+def truncate_beside_a_later_write(engine: str, directory: str, method: str) -> dict[str, int]:
+    """Begin a truncating write; while it cuts the file, write beyond its end."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory) / "cut"
+    first, second = random_bytes(200_003, 1), random_bytes(300_007, 2)
+    np.zeros(2 << 20, np.uint8).tofile(path)
+    calls.order(Rule("ftruncate", path.name, hold=True, times=1))
+    if method == "write":
+        truncating = InThread(lambda: tensorferry.write(path, first, truncate=True))
+    else:
+        truncating = InThread(lambda: tensorferry.write_many([(path, first)], truncate=True))
+    deadline = time.monotonic() + 5
+    while not calls.held() and truncating.thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    held = calls.held()
+    handle = tensorferry.aio_handle(engine=engine)
+    writing = InThread(lambda: handle.sync_pwrite(second, str(path), 1 << 20))
+    writing.thread.join(0.3)  # it may wait for the truncation, or be done before it
+    calls.release()
+    truncating.join("the truncating write")
+    writing.join("the later write")
+    assert truncating.error is None, repr(truncating.error)
+    assert writing.error is None, repr(writing.error)
+    assert_equal(contents(path)[: first.size], first)
+    assert_equal(contents(path)[1 << 20 :], second)
+    return {"held": held}
+
+
+def sync_in_unreadable_directory(engine: str, directory: str, how: str) -> dict[str, Any]:
+    """Write durably where the directory may not be opened; return the syncs that were made, or the error."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory) / "file"
+    tensorferry.write(pathlib.Path(directory).parent / "warm-up", np.ones(1, np.uint8), sync=True)
+    if how == "mode":
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        except PermissionError as error:
+            return {"skip": f"becoming another user needs root: {error}"}
+        try:
+            os.listdir(directory)  # noqa: PTH208
+        except PermissionError:
+            pass
+        else:
+            return {"skip": "the directory can be read all the same"}
+    else:
+        calls.order(Rule("open_directory", directory, error=errno.EACCES))
+    calls.watch(directory)
+    raised = None
+    try:
+        tensorferry.write(path, np.full(100_003, 3, np.uint8), sync=True)
+    except tensorferry.StorageError as error:
+        raised = [error.errno, str(error)]
+    return {"error": raised, "syncs": dict(calls.count())}
+
+
+def count_syncs(engine: str, directory: str, pieces: int) -> dict[str, dict[str, int]]:
+    """Return how often files and directories were synced: of a new file, of an old one, of two new ones."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory)
+    data = np.full(pieces * 4096, 3, np.uint8)
+    one = [(path / "file", data[at : at + 4096], at) for at in range(0, data.size, 4096)]
+    counts = {}
+    for name, items in (
+        ("new file", one),
+        ("old file", one),
+        ("two new files", [(path / name, data) for name in ("first", "second")]),
+    ):
+        calls.watch(path)
+        tensorferry.write_many(items, sync=True)
+        counts[name] = dict(calls.count())
+        assert_equal(contents(path / items[0][0]), data)
+    return counts

@@ -1,0 +1,197 @@
+"""Where two things meet: a close and a submit, a fork and a reservation, a caller and memory it has let go.
+
+Calls are made slow, or fail, in child processes; see tests/support/slow_calls.py and meetings.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pytest
+
+from tests.faults import meetings
+from tests.support import child, slow_calls
+from tests.support.expect import assert_equal, contents
+from tests.support.faultfs import Fault, FaultFS
+
+if TYPE_CHECKING:
+    import pathlib
+
+PROGRAMS = "tests.faults.meetings"
+HANG_S = 45.0
+
+
+class Run(Protocol):
+    """Calls a function of meetings.py on the engine, in a child that obeys slow_calls' rules."""
+
+    def __call__(self, program: Any, /, *, timeout_s: float = HANG_S, **arguments: Any) -> Any: ...
+
+
+@pytest.fixture
+def run(engine: str, tmp_path: pathlib.Path) -> Run:
+    """A function that calls another in a child."""
+    refusal = slow_calls.why_unavailable()
+    if refusal:
+        pytest.skip(refusal)
+    calls = slow_calls.SlowCalls(tmp_path / "slow-calls")
+
+    def call(program: Any, /, *, timeout_s: float = HANG_S, **arguments: Any) -> Any:
+        environment = calls.environment() | {"TENSORFERRY_ENGINE": engine}
+        ended = child.call(
+            f"{PROGRAMS}:{program.__name__}",
+            timeout_s=timeout_s,
+            environment=environment,
+            engine=engine,
+            **arguments,
+        )
+        return ended.result
+
+    return call
+
+
+# A close that meets a submit
+
+
+@pytest.mark.parametrize("product", ["async_pwrite", "sync_pwrite", "file"])
+def test_a_write_that_meets_a_close_is_done_completely_or_refused(
+    run: Run, directory: pathlib.Path, product: str
+) -> None:
+    outcomes = run(meetings.close_during_submit, directory=directory, product=product, rounds=12)
+    assert sum(outcomes.values()) == 12
+
+
+def test_leaving_the_interpreter_while_threads_are_about_to_submit_ends_well(
+    run: Run, directory: pathlib.Path
+) -> None:
+    run(meetings.leave_during_submit, directory=directory)
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_threads_that_cannot_be_started_are_told_and_nothing_else_breaks(
+    run: Run, engine: str, directory: pathlib.Path, started: int
+) -> None:
+    found = run(meetings.no_thread_left, directory=directory, started=started)
+    assert found["hits"] == 1
+    assert "thread" in found["refusal"]
+    assert "thread" in next(iter(found["refusals"].values()))
+
+
+# Memory that nobody needs any more
+
+
+@pytest.mark.parametrize("nbytes", [4_096, 100_003, 1 << 20, (1 << 20) + 1, 8 << 20])
+def test_memory_is_given_back_as_soon_as_the_caller_has_the_result(
+    run: Run, directory: pathlib.Path, nbytes: int
+) -> None:
+    pytest.importorskip("torch")
+    assert run(meetings.memory_is_given_back, directory=directory, nbytes=nbytes) == []
+
+
+# A close(2) that fails
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_close_that_fails_is_a_failure_of_what_was_written(
+    run: Run, directory: pathlib.Path, error: int
+) -> None:
+    path = directory / "victim"
+    np.zeros(3_000_001, np.uint8).tofile(path)
+    outcomes = run(meetings.failing_close, path=path, error=error, interposed=True)
+    _assert_writes_failed(outcomes, path, error)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("name", ["victim", "cached-victim"])
+def test_a_file_system_that_finds_out_at_close_is_heard(
+    run: Run, faultfs: FaultFS, error: int, name: str
+) -> None:
+    path = faultfs.path / name
+    np.zeros(3_000_001, np.uint8).tofile(faultfs.backing / name)
+    faultfs.order(Fault("flush", error=error, name=name))
+    outcomes = run(meetings.failing_close, path=path, error=error, interposed=False)
+    _assert_writes_failed(outcomes, path, error)
+
+
+def _assert_writes_failed(outcomes: dict[str, Any], path: pathlib.Path, error: int) -> None:
+    silent = [name for name, outcome in outcomes.items() if outcome is None]
+    assert sorted({name.split(", s")[0].split(", l")[0] for name in silent}) == [
+        "handle.sync_pread",
+        "read",
+        "read_many",
+    ], f"only reads may succeed: {silent}"
+    for name, outcome in outcomes.items():
+        if outcome is None:
+            continue
+        number, filename, message = outcome
+        assert (number, filename) == (error, str(path)), name
+        assert os.strerror(error) in message, name
+        assert "close" in message, name
+
+
+def test_no_thread_that_drives_a_queue_closes_files(run: Run, directory: pathlib.Path) -> None:
+    names = run(meetings.threads_that_close, directory=directory)
+    assert names
+    assert meetings.WORKER not in names
+
+
+# What must not run on a thread that drives a queue
+
+
+def test_threads_that_drive_a_queue_make_no_call_that_may_block(
+    run: Run, directory: pathlib.Path
+) -> None:
+    assert run(meetings.calls_of_workers, directory=directory) == []
+
+
+def test_threads_that_drive_a_queue_do_not_sleep_when_the_kernel_says_try_again(
+    run: Run, engine: str, directory: pathlib.Path, faultfs: FaultFS
+) -> None:
+    path = directory / "again"
+    if engine != "threads":
+        path = faultfs.path / "again"
+        faultfs.order(Fault("write", error=errno.EAGAIN, times=40))
+    assert run(meetings.sleeps_of_workers, path=path) == 0
+
+
+# Forks
+
+
+def test_a_child_forked_while_its_parent_reserves_space_writes_to_the_same_file(
+    run: Run, directory: pathlib.Path
+) -> None:
+    run(meetings.fork_during_reservation, directory=directory)
+
+
+def test_a_child_that_waits_for_its_parents_future_is_told(run: Run, faultfs: FaultFS) -> None:
+    faultfs.order(Fault("write", delay_s=4.0))
+    hung = run(meetings.wait_for_the_parents_future, path=faultfs.path / "file")
+    assert hung == []
+
+
+def test_a_child_may_ask_futures_that_had_ended(run: Run, directory: pathlib.Path) -> None:
+    run(meetings.ask_futures_that_ended_before_the_fork, path=directory / "file")
+
+
+# A close that gives up
+
+
+@pytest.mark.parametrize("product", ["handle", "file"])
+def test_a_close_that_gives_up_leaves_the_memory_under_hung_writes_alone(
+    run: Run, engine: str, directory: pathlib.Path, faultfs: FaultFS, product: str
+) -> None:
+    path = directory / "hung"
+    if engine != "threads":
+        path = faultfs.path / "hung"
+        faultfs.order(Fault("write", delay_s=4.0))
+    outcome = run(
+        meetings.close_over_hung_writes, path=path, product=product, patience_s=1.0, timeout_s=40
+    )
+    assert outcome["alive"] == [True, True, True]
+    assert any("progress" in text for text in outcome["warnings"]), outcome["warnings"]
+    if engine != "threads" and product == "handle":  # the writes come to their end all the same
+        for index, nbytes in enumerate((4_096, 100_003, 3_000_001)):
+            found = contents(faultfs.backing / f"hung{index}")
+            assert_equal(found, np.full(nbytes, 5, np.uint8))

@@ -1,0 +1,1 @@
+"""Everything at once, at random moments."""

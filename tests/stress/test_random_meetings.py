@@ -1,0 +1,38 @@
+"""Submit, cancel, close, drop, fork and interrupt at random moments from 8 threads.
+
+20 seconds, or TENSORFERRY_STRESS_SECONDS; what is done, though not when, depends on TENSORFERRY_TEST_SEED alone.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+import tensorferry
+from tests.support import child
+from tests.support.data import SEED
+
+if TYPE_CHECKING:
+    import pathlib
+
+SECONDS = float(os.environ.get("TENSORFERRY_STRESS_SECONDS") or 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 240)
+def test_nothing_is_lost_where_threads_meet_at_random_moments(directory: pathlib.Path) -> None:
+    engines = [name for name, refusal in tensorferry.engines().items() if refusal is None]
+    ended = child.call(
+        "tests.stress.meetings:run",
+        timeout_s=SECONDS + 180,
+        directory=directory,
+        engines=engines,
+        seconds=SECONDS,
+        seed=SEED,
+    )
+    counts = ended.result["counts"]
+    print(f"seed {SEED}: {counts}")
+    for kind in ("writes", "reads", "closes", "writes cancelled", "forks", "interrupts"):
+        assert counts.get(kind, 0) > 0, f"no {kind}: {counts}"
