@@ -215,7 +215,6 @@ class Owners {
 struct PyRequest {
   std::shared_ptr<Request> core;
   std::shared_ptr<Owners> owners;
-  size_t transfers = 0;  // handed over so far
 
   // Whoever learns of the end has the memory back.
   bool done() const {
@@ -288,34 +287,44 @@ class PyScheduler {
     return {std::make_shared<Request>(core_, RequestOptions{write, truncate, sync, close_files, background}), owners_};
   }
 
-  // Hands over as many transfers as there are files; the other lists are as long. `last` says of each whether it is
-  // the last one with its file; None: all are, and the request has no further ones.
-  void submit(PyRequest& request, const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
-              const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets, nb::object owner,
-              const std::optional<Locations>& locations, const std::optional<std::vector<bool>>& last) {
+  // Hands over as many transfers as there are files; the other lists are as long. `positions` are theirs in the call,
+  // and `last` says of each whether it is the last one with its file; None: all are, and the request has no further
+  // ones. Returns those refused, which are not handed over, with their positions.
+  nb::list submit(PyRequest& request, const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
+                  const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets,
+                  const std::vector<size_t>& positions, nb::object owner, const std::optional<Locations>& locations,
+                  const std::optional<std::vector<bool>>& last) {
     const size_t count = files.size();
     if ((locations && locations->size() != count) || (last && last->size() != count) || addresses.size() != count ||
-        nbytes.size() != count || offsets.size() != count) {
-      throw nb::value_error("files, addresses, nbytes, offsets, locations and last differ in length");
+        nbytes.size() != count || offsets.size() != count || positions.size() != count) {
+      throw nb::value_error("files, addresses, nbytes, offsets, positions, locations and last differ in length");
     }
     admit(count);
     std::vector<std::shared_ptr<Transfer>> transfers;
-    transfers.reserve(count);
+    std::vector<std::pair<size_t, Fault>> refused;
     std::optional<Fault> fault;
     {
       nb::gil_scoped_release release;
-      fault = create_transfers(files, addresses, nbytes, offsets, locations, request, transfers);
-      if (fault) core_->take_back(count);
+      fault =
+          create_transfers(files, addresses, nbytes, offsets, positions, locations, request.core, transfers, refused);
+      core_->take_back(fault ? count : refused.size());
     }
     if (fault) refuse(*fault);
-    owners_->keep(request.core->id(), std::move(owner));
-    request.transfers += count;
-    nb::gil_scoped_release release;
-    core_->submit(request.core, transfers);
-    for (size_t index = 0; index < count; ++index) {
-      if (!last || (*last)[index]) request.core->seal(*files[index].core);
+    if (!transfers.empty()) {
+      owners_->keep(request.core->id(), std::move(owner));
+      nb::gil_scoped_release release;
+      core_->submit(request.core, transfers);
     }
-    if (!last) request.core->seal();
+    {
+      nb::gil_scoped_release release;
+      for (size_t index = 0; index < count; ++index) {
+        if (!last || (*last)[index]) request.core->seal(*files[index].core);
+      }
+      if (!last) request.core->seal();
+    }
+    nb::list found;
+    for (const auto& [position, why] : refused) found.append(nb::make_tuple(position, exception_of(why)));
+    return found;
   }
 
   // A blocking call's transfer. None: done, and well. Else the request, to wait for or to ask what went wrong.
@@ -330,7 +339,9 @@ class PyScheduler {
     {
       nb::gil_scoped_release release;
       const std::optional<Locations> locations = location ? std::optional(Locations{location}) : std::nullopt;
-      fault = create_transfers({file}, {address}, {nbytes}, {offset}, locations, request, transfers);
+      std::vector<std::pair<size_t, Fault>> refused;
+      fault = create_transfers({file}, {address}, {nbytes}, {offset}, {0}, locations, request.core, transfers, refused);
+      if (!refused.empty()) fault = std::move(refused.front().second);
       if (fault) core_->take_back(1);
       inlined = !fault && core_->try_inline(transfers.front());
       if (inlined) request.core->settle();
@@ -429,14 +440,17 @@ class PyScheduler {
     if (answer == Scheduler::Admission::closed) raise_closed();
   }
 
+  // A fault that is no single transfer's, or goes away with time (too many descriptors), refuses all of them.
   std::optional<Fault> create_transfers(const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
                                         const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets,
-                                        const std::optional<Locations>& locations, const PyRequest& request,
-                                        std::vector<std::shared_ptr<Transfer>>& transfers) const {
-    const bool write = request.core->options().write;
-    if (write) {
-      if (auto fault = reserve_all(files, nbytes, offsets)) return fault;
-    }
+                                        const std::vector<size_t>& positions, const std::optional<Locations>& locations,
+                                        const std::shared_ptr<Request>& request,
+                                        std::vector<std::shared_ptr<Transfer>>& transfers,
+                                        std::vector<std::pair<size_t, Fault>>& refused) const {
+    const bool write = request->options().write;
+    transfers.reserve(files.size());
+    std::map<const File*, Fault> full;
+    if (write) full = reserve_all(files, nbytes, offsets);
     const File* seen = nullptr;
     std::optional<File::Snapshot> snapshot;
     Gates gates;
@@ -449,29 +463,38 @@ class PyScheduler {
         const size_t next = std::min(index + 4, files.size() - 1);
         if (!write && next > index && files[next].core.get() == seen) {
           auto taken = file->snapshot();
-          if (!taken) return taken.fault();
-          snapshot = *taken;
+          if (taken) snapshot = *taken;  // else each of them will say why
         }
       }
+      if (auto found = full.find(file.get()); found != full.end()) {
+        refused.emplace_back(positions[index], found->second);
+        continue;
+      }
       TransferSpec spec{file, reinterpret_cast<char*>(addresses[index]), offsets[index], nbytes[index], write};
-      auto transfer = create_transfer(std::move(spec), locations ? (*locations)[index] : std::nullopt, gates,
-                                      request.core, request.transfers + index, snapshot ? &*snapshot : nullptr);
-      if (!transfer) return transfer.fault();
-      transfers.push_back(*transfer);
+      auto transfer = create_transfer(std::move(spec), locations ? (*locations)[index] : std::nullopt, gates, request,
+                                      positions[index], snapshot ? &*snapshot : nullptr);
+      if (transfer) {
+        transfers.push_back(*transfer);
+        continue;
+      }
+      const Fault& fault = transfer.fault();
+      if (fault.error_number == EMFILE || fault.error_number == ENFILE || fault.error_number == ENODEV) return fault;
+      refused.emplace_back(positions[index], fault);
     }
     return std::nullopt;
   }
 
-  static std::optional<Fault> reserve_all(const std::vector<PyFile>& files, const std::vector<uint64_t>& nbytes,
-                                          const std::vector<uint64_t>& offsets) {
+  static std::map<const File*, Fault> reserve_all(const std::vector<PyFile>& files, const std::vector<uint64_t>& nbytes,
+                                                  const std::vector<uint64_t>& offsets) {
     std::map<File*, std::vector<Range>> pieces;
     for (size_t index = 0; index < files.size(); ++index) {
       pieces[files[index].core.get()].push_back({offsets[index], offsets[index] + nbytes[index]});
     }
+    std::map<const File*, Fault> full;
     for (auto& [file, ranges] : pieces) {
-      if (auto fault = reserve(*file, std::move(ranges))) return fault;
+      if (auto fault = reserve(*file, std::move(ranges))) full.emplace(file, std::move(*fault));
     }
-    return std::nullopt;
+    return full;
   }
 
   Result<std::shared_ptr<Transfer>> create_transfer(TransferSpec spec, const std::optional<Location>& location,
@@ -721,7 +744,13 @@ NB_MODULE(_core, module) {
                    })
       .def("new_request", &PyScheduler::new_request, "write"_a, "truncate"_a, "sync"_a, "close_files"_a, "background"_a)
       .def("submit", &PyScheduler::submit, "request"_a, "files"_a, "addresses"_a, "nbytes"_a, "offsets"_a,
-           "owner"_a.none(), "locations"_a.none() = nb::none(), "last"_a.none() = nb::none())
+           "positions"_a, "owner"_a.none(), "locations"_a.none() = nb::none(), "last"_a.none() = nb::none(),
+           nb::sig("def submit(self, request: Request, files: collections.abc.Sequence[File], "
+                   "addresses: collections.abc.Sequence[int], nbytes: collections.abc.Sequence[int], "
+                   "offsets: collections.abc.Sequence[int], positions: collections.abc.Sequence[int], "
+                   "owner: object | None, locations: collections.abc.Sequence[tuple[int, int] | None] | None = None, "
+                   "last: collections.abc.Sequence[bool] | None = None) "
+                   "-> list[tuple[int, tensorferry.errors.StorageError]]"))
       .def("run", &PyScheduler::run, "file"_a, "address"_a, "nbytes"_a, "offset"_a, "write"_a, "truncate"_a, "sync"_a,
            "close_files"_a, "background"_a, "owner"_a.none(), "location"_a.none() = nb::none())
       .def("reap", &PyScheduler::reap)

@@ -4,6 +4,8 @@
 // Threads start as blocks wait for one, up to a limit: past some tens of them a drive gains nothing, and each
 // costs a stack.
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
@@ -71,7 +73,10 @@ class ThreadsEngine final : public Engine {
  private:
   void start_thread() {
     try {
-      threads_.emplace_back([this] { serve(); });
+      threads_.emplace_back([this] {
+        (void)::pthread_setname_np(::pthread_self(), "tensorferry-io");
+        serve();
+      });
       ++idle_;
     } catch (const std::system_error&) {
       // EAGAIN: the process may not have more threads. Those that run, or the worker itself, will serve.

@@ -34,7 +34,7 @@ void Helpers::post(Job job) {
     SignalsBlocked signals;
     try {
       state.threads.emplace_back([own = state_] {
-        (void)::pthread_setname_np(::pthread_self(), "tensorferry-help");
+        (void)::pthread_setname_np(::pthread_self(), "tensorferry-job");
         serve(own);
       });
       ++state.idle;

@@ -72,10 +72,11 @@ class Scheduler:
         addresses: Sequence[int],
         nbytes: Sequence[int],
         offsets: Sequence[int],
+        positions: Sequence[int],
         owner: object | None,
         locations: Sequence[tuple[int, int] | None] | None = None,
         last: Sequence[bool] | None = None,
-    ) -> None: ...
+    ) -> list[tuple[int, tensorferry.errors.StorageError]]: ...
     def run(
         self,
         file: File,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from tensorferry import _core, runtime
@@ -321,7 +322,8 @@ class File:
             )
         else:
             scheduler = default_scheduler()
-        self._pending: list[Future[Any]] = []
+        # Weak: the core keeps those on their way, and nobody need keep the others' arrays.
+        self._pending: list[weakref.ref[Future[Any]]] = []
         self._look_at = 256
         self._lock, self._closing = threading.Lock(), threading.RLock()
         self._file: _core.File | None = with_descriptors(
@@ -441,7 +443,10 @@ class File:
         with self._lock:
             pending, self._pending = self._pending, []
         try:
-            for future in pending:
+            for reference in pending:
+                future = reference()
+                if future is None:
+                    continue
                 if not _patiently(future._request.wait, self._scheduler):
                     return True
                 future.done()  # sees the end while the array is as it was
@@ -511,9 +516,13 @@ class File:
         with self._lock:
             # Those that are done need no waiting for; looking every so often keeps the list short.
             if len(self._pending) >= self._look_at:
-                self._pending = [pending for pending in self._pending if not pending.done()]
+                self._pending = [
+                    pending
+                    for pending in self._pending
+                    if (known := pending()) is not None and not known.done()
+                ]
                 self._look_at = 2 * len(self._pending) + 256
-            self._pending.append(future)
+            self._pending.append(weakref.ref(future))
         return future
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import sys
 from errno import EMFILE, ENFILE
@@ -134,7 +136,10 @@ def start(
         )
         served = scheduler_of(scheduler, file)
         request = served.new_request(write, False, sync, opened, background)
-        served.submit(request, [file], [address], [nbytes], [offset], future, locations)
+        for _, refusal in served.submit(
+            request, [file], [address], [nbytes], [offset], [0], future, locations
+        ):
+            raise refusal
         return request
 
     request = with_descriptors(scheduler, submit)
@@ -273,8 +278,8 @@ class _Call:
         self._order = _by_path(batch.paths) if write and len(batch.paths) > _CHUNK else None
         self._batch = batch if self._order is None else batch.ordered(self._order)
         self._requests: dict[_core.Scheduler, _core.Request] = {}
-        # Of each request's transfers, by their positions in it: the positions in the batch.
-        self._positions: dict[_core.Scheduler, list[int]] = {}
+        # What was refused before it could be submitted, by position.
+        self._refused: dict[int, StorageError] = {}
         # The file of which a part has been submitted.
         self._begun: tuple[Path, _core.File] | None = None
 
@@ -298,12 +303,11 @@ class _Call:
                 for request in requests.values():
                     request.wait(None)
             raise
-        failures = []
-        for scheduler, request in requests.items():
-            for position, failure in request.failures():
-                at = self._positions[scheduler][position]
-                failures.append((at if self._order is None else self._order[at], failure))
-        return sorted(failures, key=lambda found: found[0])
+        failures = dict(self._refused)
+        for request in requests.values():
+            failures.update(request.failures())
+        order = self._order or range(len(self._batch.paths))
+        return sorted(((order[at], why) for at, why in failures.items()), key=lambda one: one[0])
 
     def _submit(self, begin: int, end: int) -> None:
         """Submit some of the items, or halves of them where descriptors are short."""
@@ -321,45 +325,67 @@ class _Call:
             begin += half
 
     def _submit_once(self, begin: int, end: int) -> int:
-        """Submit items of one scheduler as one; return how many."""
-        opened: dict[Path, _core.File] = {}
+        """Submit items of one scheduler as one; return how many have been dealt with."""
+        paths = self._batch.paths
+        opened: dict[Path, _core.File | StorageError] = {}
         scheduler: _core.Scheduler | None = None
-        part = self._batch.part(begin, end)
-        for index, path in enumerate(part.paths):
+        for at in range(begin, end):
+            path = paths[at]
             if path in opened:
                 continue
-            if self._begun is not None and self._begun[0] == path:
-                file = self._begun[1]
-            else:
-                file = open_for_transfer(path, self._write, self._direct)
-            serving = scheduler_of(self._scheduler, file)
-            if scheduler is not None and serving is not scheduler:
-                part = self._batch.part(begin, begin + index)
-                break
-            scheduler = serving
+            file = self._open(path)
+            if isinstance(file, _core.File):
+                serving = scheduler_of(self._scheduler, file)
+                if scheduler is not None and serving is not scheduler:
+                    end = at
+                    break
+                scheduler = serving
             opened[path] = file
-        assert scheduler is not None
-        count = len(part.paths)
+        positions, files = [], []
+        for at in range(begin, end):
+            file = opened[paths[at]]
+            if isinstance(file, _core.File):
+                positions.append(at)
+                files.append(file)
+            else:
+                self._refused[at] = copy.copy(file)
+        if scheduler is None:
+            return end - begin
         request = self._requests.get(scheduler)
         if request is None:
             request = self._requests[scheduler] = scheduler.new_request(*self._how)
-            self._positions[scheduler] = []
-        continued = self._continued(begin + count)
-        if continued is not None and (self._begun is None or self._begun[0] != continued):
-            self._reserve(continued, opened[continued], begin)
-        scheduler.submit(
+        continued = self._continued(end)
+        begun, self._begun = self._begun, None
+        if continued is not None and isinstance(file := opened[continued], _core.File):
+            self._begun = continued, file
+            if begun is None or begun[0] != continued:
+                self._reserve(continued, file, begin)
+        complete = len(positions) == end - begin
+        part = self._batch.part(begin, end) if complete else self._batch.ordered(positions)
+        refused = scheduler.submit(
             request,
-            [opened[path] for path in part.paths],
+            files,
             part.addresses,
             part.nbytes,
             part.offsets,
+            positions,
             part.owners,
             part.locations,
             [path != continued for path in part.paths],
         )
-        self._begun = None if continued is None else (continued, opened[continued])
-        self._positions[scheduler].extend(range(begin, begin + count))
-        return count
+        self._refused.update(refused)
+        return end - begin
+
+    def _open(self, path: Path) -> _core.File | StorageError:
+        """Return the file of a path, or why it cannot be opened."""
+        if self._begun is not None and self._begun[0] == path:
+            return self._begun[1]
+        try:
+            return open_for_transfer(path, self._write, self._direct)
+        except StorageError as error:
+            if error.errno in _DESCRIPTOR_ERRORS:
+                raise
+            return error.with_traceback(None)
 
     def _continued(self, end: int) -> Path | None:
         """Return the path with items on both sides of a position, if what is submitted is in order of paths."""
@@ -369,10 +395,11 @@ class _Call:
         return paths[end]
 
     def _reserve(self, path: Path, file: _core.File, begin: int) -> None:
-        """Reserve the space of all items of a path at once."""
+        """Reserve the space of all items of a path at once; where there is none, submitting them will tell."""
         batch = self._batch
         pieces = [at for at in range(begin, len(batch.paths)) if batch.paths[at] == path]
-        file.reserve([batch.offsets[at] for at in pieces], [batch.nbytes[at] for at in pieces])
+        with contextlib.suppress(StorageError):
+            file.reserve([batch.offsets[at] for at in pieces], [batch.nbytes[at] for at in pieces])
 
 
 def _by_path(paths: list[Path]) -> list[int] | None:

@@ -224,7 +224,7 @@ def failing_close(engine: str, path: str, error: int, interposed: bool) -> dict[
     calls = slow_calls.attached() if interposed else None
     handle = tensorferry.aio_handle(engine=engine)
     small, large = np.full(5_003, 1, np.uint8), np.full(3_000_001, 2, np.uint8)
-    neighbour = path + "-beside"
+    neighbour = path.replace("victim", "neighbour")
     warm_up = path.replace("victim", "warm-up")
     for array in (small, large):
         tensorferry.write_many([(warm_up, array), (warm_up, array, array.size)])
@@ -297,8 +297,7 @@ def calls_of_workers(engine: str, directory: str) -> list[str]:
     handle = tensorferry.aio_handle(engine=engine)
     calls.watch(path)
     _work_of_all_kinds(handle, path, engine)
-    # The threads engine's own threads are for what blocks.
-    reads = [] if engine == "threads" else ["pread", "preadv2", "pwrite", "pwritev2"]
+    reads = ["pread", "preadv2", "pwrite", "pwritev2"]
     blocking = calls.seen("open", "open_directory", "close", "ftruncate", "fallocate", *reads)
     return sorted({seen.call for seen in blocking if seen.thread_name == WORKER})
 
