@@ -21,6 +21,7 @@
 #include <unordered_map>
 
 #include "bindings/collect.h"
+#include "bindings/without_gil.h"
 #include "device/cufile.h"
 #include "device/gpu.h"
 #include "engine/engine.h"
@@ -60,7 +61,7 @@ nb::object exception_of(const Fault& fault) {
 template <typename Action>
 void raise_fault_of(Action action) {
   const std::optional<Fault> fault = [&] {
-    nb::gil_scoped_release release;
+    WithoutGil release;
     return action();
   }();
   if (fault) raise(*fault);
@@ -87,7 +88,7 @@ bool wait_interruptibly(std::optional<double> timeout_seconds, Step step) {
     }
     bool over;
     {
-      nb::gil_scoped_release release;
+      WithoutGil release;
       over = step(slice);
     }
     if (over) return true;
@@ -152,7 +153,7 @@ PyFile open_file(nb::str path, bool read, bool write, bool create, bool exclusiv
   const std::string name = path_of(path);
   const OpenOptions options{read, write, create, exclusive, truncate, direct_mode_of(direct)};
   auto file = [&] {
-    nb::gil_scoped_release release;
+    WithoutGil release;
     return File::open(name, options);
   }();
   if (!file) raise(file.fault());
@@ -167,7 +168,7 @@ PyFile file_from_descriptor(int descriptor, bool write, const std::string& direc
 
 File::Lease lease_of(const PyFile& file) {
   auto lease = file.core->lease();
-  if (!lease) throw nb::value_error("the file is closed");
+  if (!lease) throw nb::value_error("this file is closed");
   return lease;
 }
 
@@ -235,7 +236,7 @@ struct PyRequest {
   }
 
   void seal() const {
-    nb::gil_scoped_release release;
+    WithoutGil release;
     core->seal();
   }
 
@@ -264,7 +265,7 @@ class PyScheduler {
     options.worker_count = worker_count;
     options.single_submit = single_submit;
     {
-      nb::gil_scoped_release release;
+      WithoutGil release;
       core_ = Scheduler::create(options, refusals_);
     }
     if (core_) return;
@@ -299,24 +300,27 @@ class PyScheduler {
         nbytes.size() != count || offsets.size() != count || positions.size() != count) {
       throw nb::value_error("files, addresses, nbytes, offsets, positions, locations and last differ in length");
     }
+    std::vector<File::Lease> leases;
+    leases.reserve(count);
+    for (const PyFile& file : files) leases.push_back(lease_of(file));
     admit(count);
     std::vector<std::shared_ptr<Transfer>> transfers;
     std::vector<std::pair<size_t, Fault>> refused;
     std::optional<Fault> fault;
     {
-      nb::gil_scoped_release release;
-      fault =
-          create_transfers(files, addresses, nbytes, offsets, positions, locations, request.core, transfers, refused);
+      WithoutGil release;
+      fault = create_transfers(files, leases, addresses, nbytes, offsets, positions, locations, request.core, transfers,
+                               refused);
       core_->take_back(fault ? count : refused.size());
     }
     if (fault) refuse(*fault);
     if (!transfers.empty()) {
       owners_->keep(request.core->id(), std::move(owner));
-      nb::gil_scoped_release release;
+      WithoutGil release;
       core_->submit(request.core, transfers);
     }
     {
-      nb::gil_scoped_release release;
+      WithoutGil release;
       for (size_t index = 0; index < count; ++index) {
         if (!last || (*last)[index]) request.core->seal(*files[index].core);
       }
@@ -332,15 +336,18 @@ class PyScheduler {
                                bool truncate, bool sync, bool close_files, bool background, nb::object owner,
                                std::optional<Location> location) {
     PyRequest request = new_request(write, truncate, sync, close_files, background);
+    std::vector<File::Lease> leases;
+    leases.push_back(lease_of(file));
     admit(1);
     std::vector<std::shared_ptr<Transfer>> transfers;
     std::optional<Fault> fault;
     bool inlined = false;
     {
-      nb::gil_scoped_release release;
+      WithoutGil release;
       const std::optional<Locations> locations = location ? std::optional(Locations{location}) : std::nullopt;
       std::vector<std::pair<size_t, Fault>> refused;
-      fault = create_transfers({file}, {address}, {nbytes}, {offset}, {0}, locations, request.core, transfers, refused);
+      fault = create_transfers({file}, leases, {address}, {nbytes}, {offset}, {0}, locations, request.core, transfers,
+                               refused);
       if (!refused.empty()) fault = std::move(refused.front().second);
       if (fault) core_->take_back(1);
       inlined = !fault && core_->try_inline(transfers.front());
@@ -350,7 +357,7 @@ class PyScheduler {
     if (inlined && request.core->done() && request.core->faults().empty()) return std::nullopt;
     if (!request.core->done()) {
       owners_->keep(request.core->id(), std::move(owner));
-      nb::gil_scoped_release release;
+      WithoutGil release;
       if (!inlined) {
         core_->submit(request.core, transfers);
         request.core->seal(*file.core);
@@ -380,7 +387,7 @@ class PyScheduler {
     closed_ = true;
     bool ended;
     {
-      nb::gil_scoped_release release;
+      WithoutGil release;
       ended = core_->close(milliseconds(static_cast<int64_t>(patience_seconds * 1000)));
     }
     reap();
@@ -441,9 +448,10 @@ class PyScheduler {
   }
 
   // A fault that is no single transfer's, or goes away with time (too many descriptors), refuses all of them.
-  std::optional<Fault> create_transfers(const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
-                                        const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets,
-                                        const std::vector<size_t>& positions, const std::optional<Locations>& locations,
+  std::optional<Fault> create_transfers(const std::vector<PyFile>& files, std::vector<File::Lease>& leases,
+                                        const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& nbytes,
+                                        const std::vector<uint64_t>& offsets, const std::vector<size_t>& positions,
+                                        const std::optional<Locations>& locations,
                                         const std::shared_ptr<Request>& request,
                                         std::vector<std::shared_ptr<Transfer>>& transfers,
                                         std::vector<std::pair<size_t, Fault>>& refused) const {
@@ -471,6 +479,7 @@ class PyScheduler {
         continue;
       }
       TransferSpec spec{file, reinterpret_cast<char*>(addresses[index]), offsets[index], nbytes[index], write};
+      spec.lease = std::move(leases[index]);
       auto transfer = create_transfer(std::move(spec), locations ? (*locations)[index] : std::nullopt, gates, request,
                                       positions[index], snapshot ? &*snapshot : nullptr);
       if (transfer) {
@@ -526,7 +535,7 @@ class PyScheduler {
 };
 
 std::vector<std::pair<std::string, std::optional<std::string>>> probe_engines() {
-  nb::gil_scoped_release release;
+  WithoutGil release;
   std::vector<std::pair<std::string, std::optional<std::string>>> found;
   for (const EngineKind& kind : engine_kinds()) {
     if (kind.on_request_only) continue;
@@ -541,7 +550,7 @@ std::vector<std::pair<std::string, std::optional<std::string>>> probe_engines() 
 std::pair<nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu>, bool> allocate(size_t nbytes, bool lock,
                                                                                             int ordinal) {
   auto allocation = [&] {
-    nb::gil_scoped_release release;
+    WithoutGil release;
     auto made = Allocation::create(nbytes, lock ? Locking::wanted : Locking::none);
     if (made && ordinal >= 0) {
       // Copies from memory that is not registered are slower, not wrong.
@@ -574,12 +583,12 @@ bool is_lent(uintptr_t address, size_t nbytes) {
 bool give_back(uintptr_t address) {
   auto allocation = Allocation::containing(reinterpret_cast<const void*>(address), 1);
   if (!allocation || reinterpret_cast<uintptr_t>(allocation->data()) != address) return false;
-  nb::gil_scoped_release release;
+  WithoutGil release;
   return allocation->give_back();
 }
 
 std::optional<std::string> cuda_refusal() {
-  nb::gil_scoped_release release;
+  WithoutGil release;
   std::string reason;
   return cuda::driver(&reason) ? std::nullopt : std::optional(reason);
 }
@@ -597,7 +606,7 @@ bool is_capturing(int device, uintptr_t stream) {
 
 std::tuple<std::optional<std::string>, bool, std::string> open_cufile(const std::vector<std::string>& folders,
                                                                       int device) {
-  nb::gil_scoped_release release;
+  WithoutGil release;
   const cufile::Status status = cufile::open(folders, device);
   return {status.refusal.empty() ? std::nullopt : std::optional(status.refusal), status.native, status.detail};
 }
@@ -607,7 +616,7 @@ void register_gpu_buffer(uintptr_t address, size_t nbytes, int device) {
 }
 
 bool deregister_gpu_buffer(uintptr_t address) {
-  nb::gil_scoped_release release;
+  WithoutGil release;
   return cufile::deregister_buffer(address);
 }
 
@@ -710,7 +719,7 @@ NB_MODULE(_core, module) {
       .def(
           "wait",
           [](const PyCompletionQueue& queue, double timeout_seconds) {
-            nb::gil_scoped_release release;
+            WithoutGil release;
             queue.core->wait(static_cast<int>(timeout_seconds * 1000));
           },
           "timeout_seconds"_a);

@@ -42,12 +42,8 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     if (fault.path.empty()) fault.path = file.path();
     return fault;
   };
-  auto lease = file.lease();
-  if (!lease)
-    return refused(Fault{.error_number = EBADF,
-                         .operation = spec.write ? "write" : "read",
-                         .offset = spec.offset,
-                         .hint = "the file has been closed"});
+  if (!spec.lease) spec.lease = file.lease();
+  if (!spec.lease) return refused(Fault{.error_number = EBADF, .operation = "use of a closed file"});
   auto pool = spec.gate ? BouncePool::pinned_pool(spec.gate->gpu()) : Result(std::shared_ptr<BouncePool>());
   if (!pool) return refused(pool.fault());
   if (!spec.write) {
@@ -61,7 +57,6 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     }
   }
   std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
-  transfer->lease_ = std::move(lease);
   const TransferSpec& own = transfer->spec_;
   bool direct = file.direct() && own.nbytes > 0;
   const bool may_be_cached = !snapshot || !snapshot->nothing_cached;

@@ -31,6 +31,7 @@ struct TransferSpec {
   bool write = false;
   std::shared_ptr<cuda::Gate> gate = nullptr;  // memory is a GPU's, to be used from then on
   bool use_cufile = false;
+  File::Lease lease = {};  // on the file; without one it is taken
 };
 
 class Transfer;
@@ -107,7 +108,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
   // Once ended: lets go of the file.
   void release_file() {
-    lease_.reset();
+    spec_.lease.reset();
     spec_.file.reset();
   }
 
@@ -133,7 +134,6 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
  private:
   TransferSpec spec_;
-  File::Lease lease_;
   std::shared_ptr<Request> request_;
   Plan plan_;
   std::shared_ptr<BouncePool> pinned_pool_;  // for staged blocks

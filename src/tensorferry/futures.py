@@ -376,6 +376,7 @@ class _CallbackThread:
                     BaseException
                 ):  # SystemExit, say: it is not for others' callbacks to go without
                     _log(callback)
+                del callback  # and what it keeps: the future, and its array
             if not tokens:
                 if self._stopping:
                     return

@@ -310,8 +310,9 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     def wait(self) -> int:
         """Wait for all pending operations.
 
-        Each operation is counted by one call, whichever thread makes it. An interrupted call (Ctrl-C) leaves them
-        pending for the next.
+        Each operation is counted by one call, whichever thread makes it; but operations that another thread's call is
+        about to count are waited for, too, and their failures raised. An interrupted call (Ctrl-C) leaves them pending
+        for the next.
 
         Returns
         -------
@@ -325,11 +326,18 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             handle stays usable.
         """
         self._scheduler.check_usable()
+        return self._wait()
+
+    def _wait(self) -> int:
         with self._lock:
+            elsewhere = [operation for counted in self._awaited.values() for operation in counted]
             operations, self._pending = self._pending, []
             self._awaited[id(operations)] = operations
         failures = []
         try:
+            for operation in elsewhere:
+                if (failure := operation.future.exception()) is not None:
+                    failures.append(failure)
             for operation in operations:
                 operation.future.exception()
             for operation in operations:
@@ -509,7 +517,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     ) -> int:
         if not asynchronous:
             self._transfer(buffer, filename, file_offset, write, validate)
-            return 1 + self.wait() if self._pending else 1
+            return 1 + self._wait() if self._pending else 1
         memory = memory_of(buffer, writable=not write, name="buffer")
         offset = checked_offset(file_offset, memory[1], "file_offset")
         future = start(

@@ -14,7 +14,7 @@ import pytest
 
 import tensorferry
 from tests.support import child, mounts
-from tests.support.expect import contents
+from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.forks import assert_exits_with_zero, in_child
 
@@ -146,4 +146,4 @@ def test_ragged_neighbours_keep_their_bytes_where_blocks_are_larger_than_pages(
             os.fsync(descriptor)  # EIO where the kernel itself saw such a collision
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-            assert contents(path) == expected.tobytes()
+            assert_equal(contents(path), expected)
