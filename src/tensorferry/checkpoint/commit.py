@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import dataclasses
-import errno
 import io
 import os
 import pickle
@@ -38,6 +37,7 @@ from tensorferry.checkpoint.metadata import (
     metadata_path,
     trailer_of,
 )
+from tensorferry.checkpoint.replacement import sync_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,8 +61,6 @@ _UNFINISHED_METADATA = re.compile(r"(?:__(\d+))?\.metadata(?:\.[0-9a-f]{16})?\.t
 _PICKLE_PROTOCOL = 4
 # What TensorProperties pickled to before torch 2.15, which reads it as well; older ones read nothing else.
 _PORTABLE_PROPERTIES = 5
-# What fsync() of a directory says where there is none, as for the core.
-_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 def make_directory(directory: Path) -> None:
@@ -84,16 +82,6 @@ def sync_directory(directory: Path) -> None:
         sync_names(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_names(directory: int) -> None:
-    """Do as :func:`sync_directory` does, with a descriptor."""
-    try:
-        os.fsync(directory)
-    except OSError as error:
-        # Some file systems have no fsync for directories, and then nothing that it could add.
-        if error.errno not in _NO_SYNC:
-            raise
 
 
 def sync_file(path: Path) -> None:
@@ -122,6 +110,7 @@ def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult
             summary: FileSummary | None = info.__dict__.pop("tensorferry_file", None)
             if summary is not None:
                 files[info.relative_path] = (summary.nbytes, summary.chunk_crcs)
+            _complete_place(metadata, result.index, info)
     missing = [index for index in _planned(metadata) if index not in storage_data]
     if missing:
         raise CheckpointError(
@@ -132,9 +121,22 @@ def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult
     if "version" in {field.name for field in dataclasses.fields(metadata)}:  # since torch 2.9
         metadata.version = METADATA_VERSION
     metadata.storage_data = storage_data
+    metadata.__dict__.pop(EXTRAS, None)  # of a save before, where a planner keeps its metadata
     if files:
         extras = {"version": EXTRAS_VERSION, "chunk_nbytes": CHUNK_NBYTES, "files": files}
         metadata.__dict__[EXTRAS] = extras
+
+
+def _complete_place(metadata: Metadata, index: MetadataIndex, info: Any) -> None:
+    """Leave the place of a payload in, if it is of the type that the metadata gives to all parts of its tensor."""
+    place = info.__dict__.get(EXTRAS)
+    if place is None:
+        return
+    entry = metadata.state_dict_metadata.get(index.fqn)
+    if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype == place[2]:
+        info.__dict__[EXTRAS] = place[:2]
+    else:
+        del info.__dict__[EXTRAS]
 
 
 def _planned(metadata: Metadata) -> Iterable[MetadataIndex]:

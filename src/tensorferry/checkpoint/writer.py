@@ -9,11 +9,12 @@ import io
 import os
 import secrets
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -265,8 +266,13 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         """Return whether torch's own code must write the files."""
         transforms = getattr(self, "transforms", None)
         form = getattr(self, "serialization_format", None)
-        return bool(getattr(transforms, "extensions", ())) or (
-            form is not None and form.name != "TORCH_SAVE"
+        own_way = getattr(type(self), "_write_data", None) is not getattr(
+            filesystem.FileSystemWriter, "_write_data", None
+        )
+        return (
+            bool(getattr(transforms, "extensions", ()))
+            or (form is not None and form.name != "TORCH_SAVE")
+            or own_way  # a subclass's, which torch's code calls
         )
 
     def _write(self, plan: SavePlan, planner: SavePlanner, prefix: str) -> list[WriteResult]:
@@ -345,11 +351,15 @@ def _write_item(stream: Stream, name: str, item: WriteItem, planner: SavePlanner
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
             raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for bytes")
-        stream.write(data.getbuffer())
+        stream.write_copied(data.getbuffer())
     else:
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for a tensor")
-        extras = _write_tensor(stream, data.detach().cpu(), item)
+        tensor = data.detach().cpu()
+        lent = tensor.is_cpu and data.is_cpu and not _is_of_state(data, item, planner)
+        extras = _write_tensor(stream, tensor, item)
+        if lent:
+            stream.wait_until_copied()
     length = stream.nbytes - offset
     info = _StorageInfo(name, offset, length)
     if extras is not None:
@@ -357,11 +367,31 @@ def _write_item(stream: Stream, name: str, item: WriteItem, planner: SavePlanner
     return WriteResult(item.index, length, info)
 
 
+def _is_of_state(tensor: torch.Tensor, item: WriteItem, planner: SavePlanner) -> bool:
+    """Return whether a planner gave memory of its state's, not some that it may fill again for the next item."""
+    state: Any = getattr(planner, "state_dict", None)
+    if type(state) not in (dict, OrderedDict):  # others may make what they are asked for
+        return False
+    entry = state.get(item.index.fqn)
+    if isinstance(entry, ShardedTensor):
+        parts = [shard.tensor for shard in entry.local_shards()]
+    else:
+        parts = [getattr(entry, "_local_tensor", entry)]
+    return any(
+        type(part) in (torch.Tensor, torch.nn.Parameter)
+        and part.layout is torch.strided
+        and tensor.layout is torch.strided
+        and part.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+        for part in parts
+    )
+
+
 class _Payload(NamedTuple):
-    """Where in an archive a tensor's elements stand, in C order."""
+    """Where in an archive a tensor's elements stand, in C order, and what they are."""
 
     offset: int
     nbytes: int
+    dtype: torch.dtype
 
 
 def _write_tensor(stream: Stream, tensor: torch.Tensor, item: WriteItem) -> _Payload | None:
@@ -391,7 +421,7 @@ def _write_tensor(stream: Stream, tensor: torch.Tensor, item: WriteItem) -> _Pay
     )
     if not as_planned or not tensor.is_contiguous():
         return None
-    return _Payload(len(archive.pieces[0]), memory[1])
+    return _Payload(len(archive.pieces[0]), memory[1], tensor.dtype)
 
 
 def _archive_of(tensor: torch.Tensor) -> Archive | None:
