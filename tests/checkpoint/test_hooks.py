@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pathlib
 import threading
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, commit, verify
+from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import assert_same, digests, load, metadata_of, save
 
 pytestmark = pytest.mark.filterwarnings(
@@ -161,11 +163,13 @@ def test_metadata_names_no_class_of_paths(directory: pathlib.Path, given: str) -
     assert metadata_of(directory / "checkpoint").storage_meta.checkpoint_id == str(path)
 
 
-def test_an_empty_checkpoint_id_is_none_as_for_torch(directory: pathlib.Path) -> None:
+def test_an_empty_checkpoint_id_is_none_as_for_torch(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(directory)
     writer = FileSystemWriter(directory / "checkpoint")
-    before = {path.name for path in pathlib.Path().iterdir()}
     dcp.save({"a": torch.ones(3)}, checkpoint_id="", storage_writer=writer, no_dist=True)
-    assert {path.name for path in pathlib.Path().iterdir()} == before
+    assert files_of(directory) == {"checkpoint"}
     assert (directory / "checkpoint" / ".metadata").exists()
 
 
@@ -265,20 +269,12 @@ class Mixed(dcp.DefaultSavePlanner):
         return self._parts[tuple(write_item.index.offset)]
 
 
-def test_a_directory_that_cannot_be_synced_is_no_failure(
-    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_synced_is_no_failure() -> None:
     """Some file systems have no fsync for directories; /proc is one."""
-    with pytest.raises(OSError, match="Invalid argument"):
-        fsync_plainly(pathlib.Path("/proc/self/fd"))
-    commit.sync_directory(pathlib.Path("/proc/self/fd"))
-
-
-def fsync_plainly(path: pathlib.Path) -> None:
-    import os
-
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open("/proc", os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    commit.sync_directory(pathlib.Path("/proc"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pathlib
 import random
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -15,15 +17,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpoint import FileSystemWriter
+from tensorferry.checkpoint import load as load_object
+from tensorferry.checkpoint import save as save_object
+from tensorferry.checkpoint.savers import LOCK_NAME
 from tests.checkpoint import ranks
 from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import load, metadata_of, save
 from tests.support.data import SEED
 
 if TYPE_CHECKING:
-    import pathlib
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
+
+    from tests.support.faultfs import FaultFS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
@@ -170,6 +176,82 @@ def test_of_two_saves_that_may_not_overwrite_the_second_fails(directory: pathlib
     with pytest.raises(dcp.api.CheckpointException, match="overwrite"):
         dcp.save(state_of(1), storage_writer=writer, planner=planner, no_dist=True)
     assert step_in(checkpoint) == 2
+
+
+def test_a_save_beside_one_that_cannot_lock_removes_nothing_but_what_it_replaces(
+    directory: pathlib.Path,
+) -> None:
+    checkpoint = directory / "checkpoint"
+    save(state_of(1), checkpoint)
+    replaced = files_of(checkpoint) - {".metadata"}
+    (checkpoint / LOCK_NAME).mkdir()  # what no file system can lock
+    somebodys = checkpoint / "__0_0123456789abcdef_0.distcp"
+    somebodys.write_bytes(b"half")
+    save_meeting(2, checkpoint, lambda: save(state_of(3), checkpoint))
+    assert step_in(checkpoint) == 2
+    assert somebodys.exists()
+    assert not files_of(checkpoint) & replaced
+
+
+def test_where_locks_may_not_reach_others_leftovers_stay(faultfs: FaultFS) -> None:
+    checkpoint = faultfs.path / "checkpoint"
+    save(state_of(1), checkpoint)
+    somebodys = checkpoint / "__0_0123456789abcdef_0.distcp"
+    somebodys.write_bytes(b"half")
+    save(state_of(2), checkpoint)
+    assert step_in(checkpoint) == 2
+    assert somebodys.exists()
+    assert len(files_of(checkpoint)) == 3
+
+
+def fork_and_wait(directory: str) -> None:
+    """Save, and fork in the middle; the child stays."""
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(WAIT_SECONDS)
+            os._exit(0)
+        (pathlib.Path(directory) / "child").write_text(str(pid))
+        time.sleep(WAIT_SECONDS)
+
+    dcp.save(
+        state_of(2),
+        storage_writer=FileSystemWriter(pathlib.Path(directory) / "checkpoint"),
+        planner=Meeting(fork),
+        no_dist=True,
+    )
+
+
+def test_a_child_that_was_forked_in_a_save_does_not_keep_its_leftovers(
+    directory: pathlib.Path,
+) -> None:
+    save(state_of(1), directory / "checkpoint")
+    process = ranks._context.Process(target=fork_and_wait, args=(str(directory),))
+    process.start()
+    try:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (directory / "child").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+        process.join()
+        assert len(files_of(directory / "checkpoint")) > 2
+        save(state_of(3), directory / "checkpoint")
+        assert len(files_of(directory / "checkpoint")) == 2
+    finally:
+        os.kill(int((directory / "child").read_text()), signal.SIGKILL)
+
+
+def test_two_threads_that_save_an_object_to_one_path_leave_one_of_them_whole(
+    directory: pathlib.Path,
+) -> None:
+    for number in range(10):
+        in_threads(
+            *(lambda k=k: save_object(state_of(k), directory / "state.pt") for k in range(2))  # type: ignore[misc]
+        )
+        state = load_object(directory / "state.pt")
+        assert {float(state["step"])} == set(state["0"].unique().tolist()), number
+        assert files_of(directory) == {"state.pt"}
 
 
 @dataclasses.dataclass

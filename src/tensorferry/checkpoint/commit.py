@@ -180,7 +180,7 @@ def replace(
         Files are missing, or there is a checkpoint that must stay.
     """
     path = metadata_path(directory, rank)
-    with saver.turn(), contextlib.ExitStack() as before:
+    with saver.turn(), saver.alone() as alone:
         _check_files(directory, metadata)
         # As when the save began; but others may have come to their end since.
         if rank is not None:
@@ -189,22 +189,15 @@ def replace(
             raise CheckpointError(
                 "there is a checkpoint by now, and overwrite=False", str(directory)
             )
-        replaced = [
-            before.enter_context(old.open("rb")) for old in _metadata_files(directory, rank)
-        ]
+        # Other saves have files that no metadata names yet.
+        removable = None if alone else _names_in(_metadata_files(directory, rank))
         write_metadata(path, metadata, sync=sync)
         referenced = {info.relative_path for info in metadata.storage_data.values()}
         # A save has succeeded even if what it replaces cannot be removed now; the next one tries again.
-        with contextlib.suppress(OSError), saver.alone() as alone:
+        with contextlib.suppress(OSError):
+            remove_replaced(directory, referenced, removable, rank=rank, sync=sync)
             if alone:
                 remove_unfinished(directory, rank=rank)
-                removable = None
-            else:
-                # Other saves have files that no metadata names yet.
-                removable = {
-                    name.decode() for old in replaced for name in _ANY_NAME.findall(old.read())
-                }
-            remove_replaced(directory, referenced, removable, rank=rank, sync=sync)
 
 
 def refuse_beside_all(directory: Path) -> None:
@@ -337,6 +330,15 @@ def remove_unfinished(directory: Path, *, rank: int | None = None) -> None:
         if (match := _UNFINISHED_METADATA.fullmatch(path.name))
         and rank in (None, int(match[1]) if match[1] else None)
     )
+
+
+def _names_in(metadata: Iterable[Path]) -> set[str]:
+    """Return the names of data files in metadata, as far as it can be read; they stand in a pickle as they are."""
+    names: set[str] = set()
+    for path in metadata:
+        with contextlib.suppress(OSError):
+            names.update(name.decode() for name in _ANY_NAME.findall(path.read_bytes()))
+    return names
 
 
 def _metadata_files(directory: Path, rank: int | None) -> list[Path]:

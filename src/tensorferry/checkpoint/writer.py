@@ -57,6 +57,10 @@ class _Save:
     saver: Saver | None = None  # of the coordinator
 
 
+# The coordinator's that has written its own part: of each thread, the last one.
+_finishing = threading.local()
+
+
 class FileSystemWriter(filesystem.FileSystemWriter):
     """Saves checkpoints for torch.distributed.checkpoint, as torch's FileSystemWriter does.
 
@@ -124,6 +128,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse what may not be overwritten."""
         directory = self._directory()
+        if (forgotten := getattr(_finishing, "saver", None)) is not None:
+            forgotten.leave()  # of a save that failed on another rank: nobody told its writer
+            _finishing.saver = None
         self._of_thread.save = _Save(directory)
         self._of_thread.next_directory = None
         self._check_hooks()
@@ -162,7 +169,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         except BaseException:
             self._end_save()
             raise
-        if self._save().saver is None:
+        _finishing.saver = self._save().saver
+        if _finishing.saver is None:
             self._end_save()  # the coordinator goes on
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
@@ -176,6 +184,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         CheckpointError
             Not everything was written, or is there; the checkpoint before stays.
         """
+        _finishing.saver = None
         try:
             save, rank = self._save(), self._alone()
             # A planner may keep what it gives, for the next save, which may be on its way.
