@@ -55,7 +55,7 @@ _DATA_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]{16}_)?\d+\.distcp")
 _OWN_NAME = rb"__\d+_[0-9a-f]{16}_\d+\.distcp"
 _ANY_NAME = re.compile(rb"__\d+_(?:[0-9a-f]{16}_)?\d+\.distcp")
 # Metadata that is being written; that of all ranks, or of one.
-_UNFINISHED_METADATA = re.compile(r"(?:__(\d+))?\.metadata(?:\.[0-9a-f]{16})?\.tmp")
+_UNFINISHED_METADATA = re.compile(r"(?:__(\d+))?\.metadata\.[0-9a-f]{16}\.tmp")
 
 # The latest protocol that every supported Python reads.
 _PICKLE_PROTOCOL = 4

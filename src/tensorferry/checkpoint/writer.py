@@ -66,8 +66,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     Data files have the same bytes as torch's, and other names: each save has its own. Whatever happens in the middle
     of a save, on any rank, the directory keeps the checkpoint that it had; with the end of the save it has the new one.
-    A failure of any rank fails the save, with what went wrong. ``.metadata`` also keeps checksums of the data, which
-    tensorferry's FileSystemReader and ``tensorferry verify`` use and torch ignores.
+    Of saves that go there at the same time the last one to end stays, whole. A failure of any rank fails the save, with
+    what went wrong. ``.metadata`` also keeps checksums of the data, which tensorferry's FileSystemReader and
+    ``tensorferry verify`` use and torch ignores.
 
     Parameters
     ----------
