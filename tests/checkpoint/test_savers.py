@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from tensorferry.checkpoint import FileSystemWriter
 from tensorferry.checkpoint import load as load_object
 from tensorferry.checkpoint import save as save_object
-from tensorferry.checkpoint.savers import LOCK_NAME
+from tensorferry.checkpoint.savers import LOCK_NAME, Saver
 from tests.checkpoint import ranks
 from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import load, metadata_of, save
@@ -204,6 +204,36 @@ def test_where_locks_may_not_reach_others_leftovers_stay(faultfs: FaultFS) -> No
     assert len(files_of(checkpoint)) == 3
 
 
+def test_the_last_of_those_who_leave_at_once_removes_the_file_of_the_locks(
+    directory: pathlib.Path,
+) -> None:
+    for _ in range(200):
+        savers = [Saver(directory, rank) for rank in (None, None, 0, 1)]
+        with savers[0].alone() as alone:
+            assert not alone
+        in_threads(*(saver.leave for saver in savers))
+        assert not files_of(directory)
+    with Saver(directory, None).alone() as alone:
+        assert alone
+
+
+def test_a_rank_that_saves_alone_meets_saves_of_all_and_no_other_ranks(
+    directory: pathlib.Path,
+) -> None:
+    here, other = Saver(directory, 0), Saver(directory, 1)
+    with here.alone() as alone, other.alone() as other_alone:
+        assert alone
+        assert other_alone
+    whole = Saver(directory, None)
+    for saver in (here, other, whole):
+        with saver.alone() as alone:
+            assert not alone
+    here.leave()
+    other.leave()
+    with whole.alone() as alone:
+        assert alone
+
+
 def fork_and_wait(directory: str) -> None:
     """Save, and fork in the middle; the child stays."""
 
@@ -212,7 +242,8 @@ def fork_and_wait(directory: str) -> None:
         if pid == 0:
             time.sleep(WAIT_SECONDS)
             os._exit(0)
-        (pathlib.Path(directory) / "child").write_text(str(pid))
+        (pathlib.Path(directory) / "writing").write_text(str(pid))
+        (pathlib.Path(directory) / "writing").rename(pathlib.Path(directory) / "child")
         time.sleep(WAIT_SECONDS)
 
     dcp.save(
@@ -285,7 +316,7 @@ def save_until_killed(directory: str, step: int) -> None:
 
 
 @contextlib.contextmanager
-def savers(count: int) -> Iterator[list[Connection]]:
+def processes_that_save(count: int) -> Iterator[list[Connection]]:
     """Start processes that save on demand."""
     processes, pipes = [], []
     try:
@@ -308,7 +339,7 @@ def savers(count: int) -> Iterator[list[Connection]]:
 def test_two_savers_and_one_that_is_killed_lose_nothing(directory: pathlib.Path) -> None:
     checkpoint = directory / "checkpoint"
     found = set()
-    with savers(2) as pipes:
+    with processes_that_save(2) as pipes:
         for number in range(ROUNDS):
             choices = random.Random(f"{SEED} savers {number}")
             steps = [10 * number + 1, 10 * number + 2]

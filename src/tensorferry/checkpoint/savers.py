@@ -168,12 +168,13 @@ def _leave(descriptor: int, path: Path, process: int) -> None:
     if os.getpid() != process or descriptor not in _descriptors:
         return
     with contextlib.suppress(OSError):
-        # Nobody else is here, and who comes now finds it removed, and makes another one.
-        if _lock(descriptor, fcntl.F_WRLCK, 0, 0) and _is_at(descriptor, path):
-            path.unlink()
-    with contextlib.suppress(OSError):
-        # Closing does not do it while a child that was forked without Python's knowledge has the file open.
+        # Closing is not enough while a child that was forked without Python's knowledge has the file open.
         _lock(descriptor, fcntl.F_UNLCK, 0, 0)
+        # Where all are gone the last one succeeds; who comes now finds it removed, and makes another one.
+        if _lock(descriptor, fcntl.F_WRLCK, 0, 0):
+            if _is_at(descriptor, path):
+                path.unlink()
+            _lock(descriptor, fcntl.F_UNLCK, 0, 0)
     _descriptors.discard(descriptor)
     os.close(descriptor)
 
