@@ -161,7 +161,8 @@ class FileSystemReader(filesystem.FileSystemReader):
         if type(self.fs) is not filesystem.FileSystem:
             raise TypeError(
                 f"{type(self).__name__} sets fs to a {type(self.fs).__name__}, but tensorferry's FileSystemReader "
-                "reads local files by itself; derive from torch's"
+                "reads local files by itself; derive from "
+                "torch.distributed.checkpoint.filesystem.FileSystemReader"
             )
 
     def _contents(self) -> Contents:

@@ -262,7 +262,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         if type(self.fs) is not filesystem.FileSystem:
             raise TypeError(
                 f"{type(self).__name__} sets fs to a {type(self.fs).__name__}, but tensorferry's FileSystemWriter "
-                "writes to local files by itself; derive from torch's"
+                "writes to local files by itself; derive from "
+                "torch.distributed.checkpoint.filesystem.FileSystemWriter"
             )
 
     def _alone(self) -> int | None:
