@@ -130,3 +130,44 @@ def save_in_a_process(path: str, stager: str) -> None:
             state["large"].zero_()
             getattr(answer, "upload_completion", answer).result(60)
         dist.destroy_process_group()
+
+
+def save_in_a_process_by_default(path: str) -> list[str]:
+    """Save through the process of asynchronous saves, and in threads, naming only folders; return what has staged."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    import tensorferry.checkpoint
+    from tensorferry.checkpoint import Stager
+
+    staged = []
+    stage = Stager.stage
+
+    def watched(self: Any, state: Any, **options: Any) -> Any:
+        result = stage(self, state, **options)
+        staged.append(f"{id(self)} {result['weight'].data_ptr()}")
+        return result
+
+    Stager.stage = watched  # type: ignore[method-assign]
+    tensorferry.checkpoint.install()
+    with tempfile.TemporaryDirectory() as directory:
+        store = dist.FileStore(f"{directory}/store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        for name, kind in (
+            ("thread", AsyncCheckpointerType.THREAD),
+            ("again", AsyncCheckpointerType.THREAD),
+            ("process", AsyncCheckpointerType.PROCESS),
+        ):
+            state = {"weight": torch.arange(1 << 20)}
+            answer: Any = dcp.async_save(
+                state, checkpoint_id=f"{path}/{name}", async_checkpointer_type=kind
+            )
+            state["weight"].zero_()
+            getattr(answer, "upload_completion", answer).result(60)
+            del answer
+        dist.destroy_process_group()
+    return staged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter
 from tensorferry.checkpoint.default import install, installed, uninstall
+from tests.support import child
 
 if TYPE_CHECKING:
     import pathlib
@@ -64,6 +66,36 @@ def test_torchs_come_back(directory: pathlib.Path) -> None:
     assert not installed()
     dcp.save({"weight": torch.zeros(3)}, checkpoint_id=directory / "checkpoint")
     assert not is_ours(directory / "checkpoint")
+
+
+@pytest.mark.skipif(
+    "async_checkpointer_type" not in inspect.signature(dcp.async_save).parameters,
+    reason="this torch saves in threads only (2.7 and later in processes)",
+)
+def test_asynchronous_saves_that_name_only_a_folder_are_staged_and_written_by_ours(
+    directory: pathlib.Path,
+) -> None:
+    ended = child.call(
+        "tests.checkpoint.programs:save_in_a_process_by_default", path=directory, timeout_s=200
+    )
+    for name in ("thread", "again", "process"):
+        assert is_ours(directory / name), name
+        found = {"weight": torch.zeros(1 << 20, dtype=torch.int64)}
+        dcp.load(found, storage_reader=dcp.FileSystemReader(directory / name), no_dist=True)
+        assert torch.equal(found["weight"], torch.arange(1 << 20))
+    assert len(ended.result) == 3
+    assert ended.result[0] == ended.result[1], "the memory of the copy is not used again"
+
+
+@pytest.mark.usefixtures("by_default")
+def test_writers_and_stagers_that_are_given_are_used(directory: pathlib.Path) -> None:
+    writer = importlib.import_module("torch.distributed.checkpoint.filesystem").FileSystemWriter
+    state = {"weight": torch.arange(10.0)}
+    answer: Any = dcp.async_save(
+        state, checkpoint_id=directory / "c", storage_writer=writer(directory / "c")
+    )
+    getattr(answer, "upload_completion", answer).result(60)
+    assert not is_ours(directory / "c")
 
 
 @pytest.mark.usefixtures("by_default")

@@ -120,6 +120,25 @@ def test_one_rank_that_fails_fails_the_save_on_all(directory: pathlib.Path) -> N
     assert not [name for name in files_of(checkpoint) if name.startswith("__1_")][1:]
 
 
+def save_again_at_once(rank: int, directory: str) -> list[str]:
+    try:
+        dcp.save(distributed(1), storage_writer=FileSystemWriter(directory), planner=Failing())
+    except dcp.api.CheckpointException:  # which refers to the writer
+        dcp.save(distributed(2), storage_writer=FileSystemWriter(directory))
+        names = sorted(files_of(pathlib.Path(directory)))
+        dist.barrier()
+        return names
+    raise AssertionError("the save succeeded")
+
+
+def test_a_save_right_after_one_that_failed_elsewhere_leaves_nothing_of_it(
+    directory: pathlib.Path,
+) -> None:
+    names = call_on_ranks(2, save_again_at_once, str(directory / "checkpoint"))[0]
+    assert len(names) == 3, names
+    assert_same(load(directory / "checkpoint", whole(2)), whole(2))
+
+
 def fill_the_disk(rank: int, directory: str) -> Any:
     dcp.save(distributed(1), storage_writer=FileSystemWriter(directory))
     if rank == 1:

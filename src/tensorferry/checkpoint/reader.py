@@ -93,6 +93,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         CheckpointError
             It is damaged, or holds what torch does not put there.
         """
+        self._check_hooks()
         rank = kwargs.get("rank")
         path = metadata_path(self.path, rank)
         try:
@@ -115,6 +116,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Take the metadata that loads will go by."""
+        self._check_hooks()
         if metadata is not self._checked:
             check_metadata(metadata, str(self.path))
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
@@ -153,6 +155,15 @@ class FileSystemReader(filesystem.FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _check_hooks(self) -> None:
+        """Refuse what torch's reader would use, and this one does not."""
+        if type(self.fs) is not filesystem.FileSystem:
+            raise TypeError(
+                f"{type(self).__name__} sets fs to a {type(self.fs).__name__}, but tensorferry's FileSystemReader "
+                "reads local files by itself; derive from "
+                "torch.distributed.checkpoint.filesystem.FileSystemReader"
+            )
 
     def _contents(self) -> Contents:
         if self._metadata is None:

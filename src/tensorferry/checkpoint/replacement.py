@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # What file systems without nameless files say.
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+# What fsync() of a directory says where there is none, as for the core.
+_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 class Replacement:
@@ -145,7 +147,7 @@ class Replacement:
         os.replace(self._name, self._last_name, src_dir_fd=directory, dst_dir_fd=directory)
         self._name = None
         if self._sync:
-            os.fsync(directory)
+            sync_names(directory)
 
     def _give_up(self) -> None:
         self.stream.abort()
@@ -159,6 +161,16 @@ class Replacement:
         if self._name is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._name, dir_fd=self._directory)
+
+
+def sync_names(directory: int) -> None:
+    """Make the names in a directory durable."""
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        # Some file systems have no fsync for directories, and then nothing that it could add.
+        if error.errno not in _NO_SYNC:
+            raise
 
 
 def _mode_of(path: Path) -> int | None:

@@ -9,11 +9,12 @@ import io
 import os
 import secrets
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -28,15 +29,16 @@ from tensorferry.checkpoint.archive import (
 )
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.layout import files_of, max_nbytes
-from tensorferry.checkpoint.metadata import EXTRAS, metadata_path
+from tensorferry.checkpoint.metadata import EXTRAS
 from tensorferry.checkpoint.pipeline import BUFFER_NBYTES, Pipeline
+from tensorferry.checkpoint.savers import Saver
 from tensorferry.checkpoint.stream import Stream, StreamFile
 from tensorferry.checkpoint.watched import WatchedFileSystem, cause_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from tensorferry.checkpoint.archive import Archive
@@ -47,13 +49,26 @@ if TYPE_CHECKING:
 _MAX_UNFINISHED_FILES = 64
 
 
+@dataclasses.dataclass
+class _Save:
+    """A save on its way: asynchronous saves that overlap have a thread each."""
+
+    directory: Path
+    saver: Saver | None = None  # of the coordinator
+
+
+# The coordinator's that has written its own part: of each thread, the last one.
+_finishing = threading.local()
+
+
 class FileSystemWriter(filesystem.FileSystemWriter):
     """Saves checkpoints for torch.distributed.checkpoint, as torch's FileSystemWriter does.
 
     Data files have the same bytes as torch's, and other names: each save has its own. Whatever happens in the middle
     of a save, on any rank, the directory keeps the checkpoint that it had; with the end of the save it has the new one.
-    A failure of any rank fails the save, with what went wrong. ``.metadata`` also keeps checksums of the data, which
-    tensorferry's FileSystemReader and ``tensorferry verify`` use and torch ignores.
+    Of saves that go there at the same time the last one to end stays, whole. A failure of any rank fails the save, with
+    what went wrong. ``.metadata`` also keeps checksums of the data, which tensorferry's FileSystemReader and
+    ``tensorferry verify`` use and torch ignores.
 
     Parameters
     ----------
@@ -108,25 +123,32 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to another directory next, if one is given."""
         super().reset(checkpoint_id)
-        self._of_thread.directory = Path(self.path if checkpoint_id is None else checkpoint_id)
+        # Asynchronous saves that overlap have a thread each, and this object together.
+        self._of_thread.next_directory = Path(checkpoint_id) if checkpoint_id else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse what may not be overwritten."""
         directory = self._directory()
+        if (forgotten := getattr(_finishing, "saver", None)) is not None:
+            forgotten.leave()  # of a save that failed on another rank: nobody told its writer
+            _finishing.saver = None
+        self._of_thread.save = _Save(directory)
+        self._of_thread.next_directory = None
+        self._check_hooks()
         commit.make_directory(directory)
-        if self._alone() is not None and metadata_path(directory).exists():
-            # Every load would go on reading that one, and there is no moment at which it could be removed.
-            raise CheckpointError(
-                "the directory holds a checkpoint of all ranks together, which one saved with use_collectives=False "
-                "cannot take the place of; save to another directory",
-                str(directory),
-            )
-        return super().prepare_local_plan(plan)
+        if self._alone() is not None:
+            commit.refuse_beside_all(directory)
+        own = copy.copy(self)
+        own.path = directory
+        return super(FileSystemWriter, own).prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give back the space of saves that did not come to their end; no rank has begun to write."""
-        with contextlib.suppress(OSError):
-            commit.remove_leftovers(self._directory(), rank=self._alone())
+        save = self._of_thread.save = self._save()
+        save.saver = Saver(save.directory, self._alone())
+        with contextlib.suppress(OSError), save.saver.alone() as alone:
+            if alone:
+                commit.remove_leftovers(save.directory, rank=self._alone())
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
@@ -140,10 +162,17 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         # Names are made here, not with the plan: a planner may use a plan again for the next save.
         save_id = secrets.token_hex(8)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self._rank()}_"
-        if self._is_torchs():
-            results = self._write_by_torch(plan, planner, f"{prefix}{save_id}_")
-        else:
-            results = self._write(plan, planner, f"{prefix}{save_id}_")
+        try:
+            if self._is_torchs():
+                results = self._write_by_torch(plan, planner, f"{prefix}{save_id}_")
+            else:
+                results = self._write(plan, planner, f"{prefix}{save_id}_")
+        except BaseException:
+            self._end_save()
+            raise
+        _finishing.saver = self._save().saver
+        if _finishing.saver is None:
+            self._end_save()  # the coordinator goes on
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
         return future
@@ -154,16 +183,39 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         Raises
         ------
         CheckpointError
-            Not everything was written; the checkpoint before stays.
+            Not everything was written, or is there; the checkpoint before stays.
         """
-        commit.complete_metadata(metadata, results)
-        metadata.storage_meta = self.storage_meta()
-        directory, rank = self._directory(), self._alone()
-        commit.write_metadata(metadata_path(directory, rank), metadata, sync=self.sync_files)
-        referenced = {info.relative_path for info in metadata.storage_data.values()}
-        # A save has succeeded even if what it replaces cannot be removed now; the next one tries again.
-        with contextlib.suppress(OSError):
-            commit.remove_replaced(directory, referenced, rank=rank, sync=self.sync_files)
+        _finishing.saver = None
+        try:
+            save, rank = self._save(), self._alone()
+            # A planner may keep what it gives, for the next save, which may be on its way.
+            own = copy.copy(metadata)
+            commit.complete_metadata(own, results)
+            own.storage_meta = self.storage_meta()
+            commit.replace(
+                save.directory,
+                own,
+                save.saver or Saver(save.directory, rank),
+                rank=rank,
+                overwrite=self.overwrite,
+                sync=self.sync_files,
+            )
+            metadata.__dict__.update(own.__dict__)
+        finally:
+            self._end_save()
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return what `.metadata` says of the save."""
+        meta = super().storage_meta()
+        if meta is not None and meta.checkpoint_id is not None:
+            # The class of a path is whoever's, and where that is missing nobody could read the metadata.
+            meta.checkpoint_id = os.fspath(meta.checkpoint_id)
+        return meta
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The directory of the present thread's save."""
+        return self._directory()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state for an asynchronous save; see :class:`Stager`."""
@@ -189,8 +241,30 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self.__dict__.update(state, _of_thread=threading.local())
 
     def _directory(self) -> Path:
-        """Return where the present thread's save goes: asynchronous saves that overlap have a thread each."""
-        return getattr(self._of_thread, "directory", None) or Path(self.path)
+        """Return where the present thread's save goes."""
+        return self._save().directory
+
+    def _save(self) -> _Save:
+        """Return the present thread's save; it goes to the directory of its last reset(), else to anyone's."""
+        save: _Save | None = getattr(self._of_thread, "save", None)
+        if save is None:
+            save = _Save(getattr(self._of_thread, "next_directory", None) or Path(self.path))
+        return save
+
+    def _end_save(self) -> None:
+        saver = self._save().saver
+        self._of_thread.save = self._of_thread.next_directory = None
+        if saver is not None:
+            saver.leave()
+
+    def _check_hooks(self) -> None:
+        """Refuse what torch's writer would use, and this one does not."""
+        if type(self.fs) is not filesystem.FileSystem:
+            raise TypeError(
+                f"{type(self).__name__} sets fs to a {type(self.fs).__name__}, but tensorferry's FileSystemWriter "
+                "writes to local files by itself; derive from "
+                "torch.distributed.checkpoint.filesystem.FileSystemWriter"
+            )
 
     def _alone(self) -> int | None:
         """Return this rank if it saves without the others (use_collectives=False), else None."""
@@ -203,8 +277,13 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         """Return whether torch's own code must write the files."""
         transforms = getattr(self, "transforms", None)
         form = getattr(self, "serialization_format", None)
-        return bool(getattr(transforms, "extensions", ())) or (
-            form is not None and form.name != "TORCH_SAVE"
+        own_way = getattr(type(self), "_write_data", None) is not getattr(
+            filesystem.FileSystemWriter, "_write_data", None
+        )
+        return (
+            bool(getattr(transforms, "extensions", ()))
+            or (form is not None and form.name != "TORCH_SAVE")
+            or own_way  # a subclass's, which torch's code calls
         )
 
     def _write(self, plan: SavePlan, planner: SavePlanner, prefix: str) -> list[WriteResult]:
@@ -283,11 +362,15 @@ def _write_item(stream: Stream, name: str, item: WriteItem, planner: SavePlanner
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
             raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for bytes")
-        stream.write(data.getbuffer())
+        stream.write_copied(data.getbuffer())
     else:
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for a tensor")
-        extras = _write_tensor(stream, data.detach().cpu(), item)
+        tensor = data.detach().cpu()
+        lent = tensor.is_cpu and data.is_cpu and not _is_of_state(data, item, planner)
+        extras = _write_tensor(stream, tensor, item)
+        if lent:
+            stream.wait_until_copied()
     length = stream.nbytes - offset
     info = _StorageInfo(name, offset, length)
     if extras is not None:
@@ -295,11 +378,31 @@ def _write_item(stream: Stream, name: str, item: WriteItem, planner: SavePlanner
     return WriteResult(item.index, length, info)
 
 
+def _is_of_state(tensor: torch.Tensor, item: WriteItem, planner: SavePlanner) -> bool:
+    """Return whether a planner gave memory of its state's, not some that it may fill again for the next item."""
+    state: Any = getattr(planner, "state_dict", None)
+    if type(state) not in (dict, OrderedDict):  # others may make what they are asked for
+        return False
+    entry = state.get(item.index.fqn)
+    if isinstance(entry, ShardedTensor):
+        parts = [shard.tensor for shard in entry.local_shards()]
+    else:
+        parts = [getattr(entry, "_local_tensor", entry)]
+    return any(
+        type(part) in (torch.Tensor, torch.nn.Parameter)
+        and part.layout is torch.strided
+        and tensor.layout is torch.strided
+        and part.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+        for part in parts
+    )
+
+
 class _Payload(NamedTuple):
-    """Where in an archive a tensor's elements stand, in C order."""
+    """Where in an archive a tensor's elements stand, in C order, and what they are."""
 
     offset: int
     nbytes: int
+    dtype: torch.dtype
 
 
 def _write_tensor(stream: Stream, tensor: torch.Tensor, item: WriteItem) -> _Payload | None:
@@ -329,7 +432,7 @@ def _write_tensor(stream: Stream, tensor: torch.Tensor, item: WriteItem) -> _Pay
     )
     if not as_planned or not tensor.is_contiguous():
         return None
-    return _Payload(len(archive.pieces[0]), memory[1])
+    return _Payload(len(archive.pieces[0]), memory[1], tensor.dtype)
 
 
 def _archive_of(tensor: torch.Tensor) -> Archive | None:
