@@ -355,7 +355,7 @@ _NAMES = table(
 
 
 def _check(metadata: Any) -> None:
-    if type(metadata) is not Metadata:
+    if not isinstance(metadata, Metadata):
         raise MalformedError(f"it holds no Metadata but {type(metadata).__name__}")
     state = getattr(metadata, "state_dict_metadata", None)
     infos = getattr(metadata, "storage_data", None)
