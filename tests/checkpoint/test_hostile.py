@@ -262,6 +262,24 @@ def test_hostile_tensors_and_files_of_torch_do_nothing(tmp_path: pathlib.Path, c
             load(tmp_path / "file.pt")
 
 
+def test_hostile_objects_do_nothing_that_went_through_extensions(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("torch.distributed.checkpoint._extension")
+    from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+    from tests.checkpoint.test_writer_options import Inverting
+
+    registry = ExtensionRegistry()
+    registry.extensions[Inverting.registry_name()] = Inverting
+    state = {"a": Calling(os.system, f"touch {TARGET}")}
+    writer = dcp.FileSystemWriter(tmp_path / "c", _extensions=[Inverting()])
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    with nothing_happens(), pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load({"a": 0}, storage_reader=FileSystemReader(tmp_path / "c", registry), no_dist=True)
+    ((error, _),) = caught.value.failures.values()
+    assert "system" in str(error)
+    assert isinstance(error, CheckpointError)
+
+
 def test_refused_class_and_remedy_are_named_and_trust_is_one(tmp_path: pathlib.Path) -> None:
     torch.save({"a": Calling(complex, "1j"), "b": pathlib.PurePath}, stream := io.BytesIO())
     path = placed(tmp_path / "c", stream.getvalue(), BytesStorageMetadata())

@@ -352,8 +352,10 @@ def _torchs_refusal() -> type[Exception] | None:
             yield io.BytesIO(blob.getvalue())
 
     class Planner(DefaultLoadPlanner):
+        dtype = torch.float32
+
         def resolve_tensor(self, _item: ReadItem) -> torch.Tensor:
-            return torch.zeros(1, dtype=torch.float64)
+            return torch.zeros(1, dtype=self.dtype)
 
     torch.save(torch.zeros(1), blob := io.BytesIO())
     origin, size = torch.Size([0]), torch.Size([1])
@@ -362,8 +364,14 @@ def _torchs_refusal() -> type[Exception] | None:
     reader = filesystem.FileSystemReader("")
     reader.fs = Memory()
     reader.storage_data = {index: filesystem._StorageInfo("a", 0, len(blob.getvalue()))}
+    plan, planner = LoadPlan([item]), Planner()
     try:
-        reader.read_data(LoadPlan([item]), Planner()).wait()
+        reader.read_data(plan, planner).wait()
+    except Exception:  # it is not about dtypes, then
+        return None
+    planner.dtype = torch.float64
+    try:
+        reader.read_data(plan, planner).wait()
     except Exception as error:
         return type(error)
     return None
