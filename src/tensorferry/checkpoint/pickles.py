@@ -147,7 +147,13 @@ class _Anything(dict[str, Maker]):
     """Every name there may be."""
 
     def get(self, name: str, _default: Any = None) -> Maker:
-        return Maker(name, _blank)
+        return Maker(name, _not_by_number if name.endswith(".bytearray") else _blank)
+
+
+def _not_by_number(*arguments: Any) -> Blank:
+    if any(type(each) is int for each in arguments):
+        raise MalformedError("memory that is asked for by a number")
+    return Blank()
 
 
 def _blank(*_arguments: Any) -> Blank:
@@ -155,7 +161,7 @@ def _blank(*_arguments: Any) -> Blank:
 
 
 def screen(data: bytes, count: int = 1) -> None:
-    """Refuse a pickle that would crash torch's unpickler, or any: it recurses without limit to hash a deep key.
+    """Refuse a pickle that would crash torch's unpickler: deep keys are hashed without a limit, memory taken by number.
 
     Raises
     ------
