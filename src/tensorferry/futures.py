@@ -294,6 +294,7 @@ _unseen: weakref.WeakSet[Future] = weakref.WeakSet()
 
 
 def _call(callback: Callable[[Future[_T_co]], object], future: Future[_T_co]) -> None:
+    future.done()  # gives its memory back, whether the callback asks for the outcome or not
     try:
         callback(future)
     except Exception:

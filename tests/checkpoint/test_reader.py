@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 import tensorferry
 from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
+from tensorferry.checkpoint import reader as reader_module
 from tests.checkpoint.states import (
     LAYOUTS,
     assert_same,
@@ -509,6 +510,56 @@ def test_file_names_that_lead_elsewhere_are_refused(directory: pathlib.Path) -> 
     assert loaded["a"].tolist() == [0, 0, 0]
     load(loaded, checkpoint, trust_pickle=True)
     assert loaded["a"].tolist() == [1, 1, 1]
+
+
+def test_arguments_of_torchs_to_come_are_taken(directory: pathlib.Path) -> None:
+    save(mixed_state(), directory)
+    for reader in (
+        FileSystemReader(directory, thread_count=8),
+        FileSystemReader(directory, None, 8),
+    ):
+        loaded = empty_like(mixed_state())
+        dcp.load(loaded, storage_reader=reader, no_dist=True)
+        assert_same(loaded, mixed_state())
+
+
+def test_whether_a_checkpoint_may_be_overwritten_is_as_the_installed_torch_has_it() -> None:
+    ours, theirs = (
+        inspect.signature(kind.__init__).parameters["overwrite"].default
+        for kind in (FileSystemWriter, dcp.FileSystemWriter)
+    )
+    assert ours is theirs
+
+
+class Strict(dcp.FileSystemReader):
+    """A reader of torch to come."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        for request in plan.items:
+            if planner.resolve_tensor(request).dtype is not torch.float32:
+                raise RuntimeError("mismatch dtypes")
+        return super().read_data(plan, planner)
+
+
+def test_other_dtypes_are_converted_or_refused_as_the_installed_torch_does(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"a": torch.ones(3)}, directory)
+    loaded = {"a": torch.zeros(3, dtype=torch.float64)}
+    outcomes = []
+    for kind in (dcp.FileSystemReader, FileSystemReader):
+        try:
+            dcp.load(loaded, storage_reader=kind(directory), no_dist=True)
+            outcomes.append(loaded["a"].tolist())
+        except dcp.api.CheckpointException as error:
+            outcomes.append([type(failure) for failure, _ in error.failures.values()])
+    assert outcomes[0] == outcomes[1]
+    reader_module._torchs_refusal.cache_clear()
+    monkeypatch.setattr(reader_module.filesystem, "FileSystemReader", Strict)
+    with fails(RuntimeError, "mismatch dtypes"):
+        load(loaded, directory)
+    load({"a": torch.zeros(3)}, directory)
+    reader_module._torchs_refusal.cache_clear()
 
 
 def test_unknown_level_is_refused(directory: pathlib.Path) -> None:

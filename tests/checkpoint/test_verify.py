@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pickle
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +16,14 @@ import torch.distributed.checkpoint as dcp
 import typer
 from typer.testing import CliRunner
 
-from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
+from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter, blobs
 from tensorferry.checkpoint.audit import verify
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.listing import list_checkpoint
 from tensorferry.checkpoint.metadata import payload_of, read_metadata
 from tensorferry.cli.ls import ls as ls_command
 from tensorferry.cli.verify import verify as verify_command
-from tests.checkpoint.states import assert_same, empty_like, mixed_state, save
+from tests.checkpoint.states import assert_same, empty_like, flipped, metadata_of, mixed_state, save
 from tests.checkpoint.test_reader import LEVELS, WRITERS, fails, load
 
 if TYPE_CHECKING:
@@ -254,6 +257,69 @@ def test_torchs_checkpoint_without_checksums_is_said_to_have_none(directory: pat
         assert_same(loaded, state())
 
 
+BITS_APART = int(os.environ.get("TENSORFERRY_TEST_BITS_APART", "13"))
+
+
+def test_flips_after_which_torch_fails_are_found(
+    directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    small = {"a": torch.arange(5.0), "b": {"c": "text"}}
+    dcp.save(small, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+    file = data_file_of(directory)
+    data = file.read_bytes()
+    for info in read_metadata(directory / ".metadata").storage_data.values():
+        blob = data[info.offset : info.offset + info.length]
+        first = int(random_bytes.generator.integers(BITS_APART))
+        for bit in range(first, 8 * len(blob), BITS_APART):
+            damaged = flipped(blob, bit)
+            problem, verified = blobs.examine(io.BytesIO(damaged))
+            if problem is None and verified:
+                torch.load(io.BytesIO(damaged), weights_only=False)
+
+
+def test_flips_in_torchs_files_are_reported_and_never_a_traceback(
+    directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    small = {"a": torch.arange(5.0), "b": {"c": "text"}}
+    dcp.save(small, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+    for file in (data_file_of(directory), directory / ".metadata"):
+        for bit in random_bytes.generator.integers(8 * file.stat().st_size, size=60):
+            flip(file, int(bit))
+            report = verify(directory)
+            loaded = empty_like(small)
+            try:
+                dcp.load(loaded, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+            except BaseException:  # CheckpointException is one
+                assert report.problems or ".metadata" in report.unverified
+                assert report.problems or file.name == ".metadata"
+            flip(file, int(bit))
+    assert run("verify", directory).exit_code == 0
+
+
+def test_what_cannot_be_verified_is_named(directory: pathlib.Path) -> None:
+    file = save_by_torch(directory)
+    with file.open("ab") as stream:
+        stream.write(b"more")
+    nbytes = file.stat().st_size
+    report = verify(directory)
+    assert report.sound
+    assert report.unverified == [".metadata", f"bytes {nbytes - 4} to {nbytes} of {file.name}"]
+    result = run("verify", directory)
+    assert "could not be verified, for want of a checksum: '.metadata'" in result.stdout
+    assert "nothing is wrong with what can be verified" in result.stdout
+
+
+def test_sizes_that_contradict_the_metadata_are_found(directory: pathlib.Path) -> None:
+    save_by_torch(directory)
+    metadata = metadata_of(directory)
+    last = metadata.state_dict_metadata["last"]
+    last.size = last.chunks[0].sizes = torch.Size([501])
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    (problem,) = verify(directory).problems
+    assert problem.names == ("last",)  # type: ignore[union-attr]
+    assert "[500] and not [501]" in str(problem)
+
+
 # --- verify() and the commands ---
 
 
@@ -266,7 +332,7 @@ def test_sound_checkpoints_are_sound(
     calls: list[tuple[int, int]] = []
     report = verify(directory, progress=lambda done, total: calls.append((done, total)))
     assert report.sound
-    assert report.unverified == []
+    assert report.unverified == ([".metadata"] if writer is dcp.FileSystemWriter else [])
     sizes = [file.stat().st_size for file in directory.glob("*.distcp")]
     assert report.nbytes == sum(sizes)
     assert calls == sorted(calls)

@@ -304,7 +304,7 @@ def directory_records(last: bytes | bytearray, last_start: int) -> list[Record]:
         name_at = position + _DIRECTORY_ENTRY.size
         name = bytes(last[name_at : name_at + name_nbytes])
         extra = last[name_at + name_nbytes : name_at + name_nbytes + extra_nbytes]
-        nbytes, packed_nbytes, header = _widened(extra, [nbytes, packed_nbytes, header])
+        nbytes, packed_nbytes, header = widened(extra, [nbytes, packed_nbytes, header])
         if entry[4] != 0 or nbytes != packed_nbytes:
             raise UnknownArchiveError("a compressed record")
         records.append(Record(name, crc, nbytes, header, last_start + position + 16))
@@ -312,14 +312,14 @@ def directory_records(last: bytes | bytearray, last_start: int) -> list[Record]:
     return records
 
 
-def _widened(extra: bytes | bytearray, values: list[int]) -> list[int]:
+def widened(extra: bytes | bytearray, values: list[int]) -> list[int]:
     """Return 32-bit numbers of an entry with those replaced that stand in its zip64 field."""
     position = 0
     while position + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<2H", extra, position)
         if kind == 1:
             wide = iter(struct.unpack_from(f"<{nbytes // 8}Q", extra, position + 4))
-            return [next(wide) if value == _MAX_32 else value for value in values]
+            return [next(wide, value) if value == _MAX_32 else value for value in values]
         position += 4 + nbytes
     return values
 

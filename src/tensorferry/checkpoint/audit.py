@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
     from tensorferry.checkpoint.sweep import DataFile
 
@@ -45,7 +45,8 @@ class Report:
     problems : list of CheckpointError or OSError
         What is damaged, missing or unreadable; each names tensors, file and range where it can.
     unverified : list of str
-        Names of what has no checksum to verify it by.
+        Names of what has no checksum to verify it by: tensors and objects, and files of metadata, which torch's own
+        writer never gives one.
     """
 
     path: str
@@ -107,11 +108,19 @@ class _Audit:
             except (CheckpointError, OSError) as error:
                 self._report.problems.append(error)
                 continue
+            except Exception as error:  # a trusted pickle may do anything
+                self._report.problems.append(_unexpected(error, str(file)))
+                continue
             checkpoints.append((file, metadata))
+            if not file_checksums(metadata):
+                self._report.unverified.append(file.name)
             self._total += sum(info.length for info in metadata.storage_data.values())
         for file, metadata in checkpoints:
-            self._check_complete(file, metadata)
-            self._check_files(metadata)
+            try:
+                self._check_complete(file, metadata)
+                self._check_files(metadata)
+            except Exception as error:
+                self._report.problems.append(_unexpected(error, str(file)))
         return self._report
 
     def _check_complete(self, file: Path, metadata: Metadata) -> None:
@@ -127,11 +136,11 @@ class _Audit:
 
     def _check_files(self, metadata: Metadata) -> None:
         contents = Contents(self._report.path, metadata, trusted=self._trusted)
-        by_file: dict[str, list[tuple[str, _StorageInfo]]] = {
+        by_file: dict[str, list[tuple[MetadataIndex, _StorageInfo]]] = {
             name: [] for name in file_checksums(metadata)
         }
         for index, info in metadata.storage_data.items():
-            by_file.setdefault(info.relative_path, []).append((index.fqn, info))
+            by_file.setdefault(info.relative_path, []).append((index, info))
         for name, infos in sorted(by_file.items()):
             infos.sort(key=lambda each: each[1].offset)
             begin = self._done
@@ -139,18 +148,26 @@ class _Audit:
                 self._check_file(contents, name, infos)
             except (CheckpointError, OSError) as error:
                 self._report.problems.append(error)
+            except Exception as error:
+                self._report.problems.append(_unexpected(error, f"{self._report.path}/{name}"))
             self._advance(begin + sum(info.length for _, info in infos) - self._done)
 
     def _check_file(
-        self, contents: Contents, name: str, infos: list[tuple[str, _StorageInfo]]
+        self, contents: Contents, name: str, infos: list[tuple[MetadataIndex, _StorageInfo]]
     ) -> None:
         file = contents.open(name, damaged=self._report.problems.append)
         if contents.has_checksums(name):
             self._check_chunks(file)
             return
         try:
-            for fqn, info in infos:
-                self._check_blob(file, fqn, info)
+            end = 0
+            for index, info in infos:
+                if info.offset > end:
+                    self._report.unverified.append(f"bytes {end} to {info.offset} of {name}")
+                self._check_blob(contents, file, index, info)
+                end = max(end, info.offset + info.length)
+            if file.nbytes > end:
+                self._report.unverified.append(f"bytes {end} to {file.nbytes} of {name}")
         finally:
             file.file.close()
 
@@ -164,7 +181,9 @@ class _Audit:
             sweep.finish()
         self._report.nbytes += file.nbytes
 
-    def _check_blob(self, file: DataFile, fqn: str, info: _StorageInfo) -> None:
+    def _check_blob(
+        self, contents: Contents, file: DataFile, index: MetadataIndex, info: _StorageInfo
+    ) -> None:
         end = info.offset + info.length
         try:
             file.require(end)
@@ -174,14 +193,16 @@ class _Audit:
         view = _View(file.path, info.offset, info.length)
         with io.BufferedReader(view, _READ_NBYTES) as stream:  # type: ignore[type-var]
             problem, verified = blobs.examine(stream)
+            if problem is None and verified:
+                problem = contents.contradiction(index, info, stream)
         if problem is not None:
             self._report.problems.append(
-                CheckpointError(problem, file.path, names=(fqn,), begin=info.offset, end=end)
+                CheckpointError(problem, file.path, names=(index.fqn,), begin=info.offset, end=end)
             )
         elif verified:
             self._report.nbytes += info.length
         else:
-            self._report.unverified.append(fqn)
+            self._report.unverified.append(index.fqn)
         self._advance(info.length)
 
     def _advance(self, nbytes: int) -> None:
@@ -191,6 +212,11 @@ class _Audit:
 
 
 _READ_NBYTES = 1 << 20
+
+
+def _unexpected(error: Exception, path: str) -> CheckpointError:
+    """Return as damage what no check has foreseen."""
+    return CheckpointError(f"it cannot be read ({type(error).__name__}: {error})", path)
 
 
 class _View(io.RawIOBase):

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import struct
-import zipfile
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tensorferry.checkpoint.archive import UnknownArchiveError, directory_records
+from tensorferry.checkpoint import pickles
+from tensorferry.checkpoint.archive import UnknownArchiveError, directory_records, widened
 from tensorferry.checkpoint.checksums import crc32
+from tensorferry.checkpoint.pickles import Maker, MalformedError, RefusedError, table
 from tensorferry.checkpoint.ranges import memory_order
 
 if TYPE_CHECKING:
@@ -27,22 +27,28 @@ if TYPE_CHECKING:
 HEAD_NBYTES = TAIL_NBYTES = 4096
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-_END_NBYTES = 22
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_END = struct.Struct("<4s4H2LH")
+_LOCATOR = struct.Struct("<4sLQL")
+_ZIP64_END = struct.Struct("<4sQ2H2L4Q")
+_MAX_32 = 0xFFFFFFFF
+_MAX_DIRECTORY_NBYTES = 256 << 20
 _READ_NBYTES = 1 << 20
 
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
+STORAGES = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.storage.UntypedStorage": torch.uint8,
 }
 
 
@@ -80,7 +86,7 @@ def parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:
     """Return where in a blob of ``nbytes`` bytes the elements lie; None if it is not what is known here."""
     try:
         return _parse(head, tail, nbytes)
-    except (UnknownArchiveError, pickle.UnpicklingError, ArithmeticError):
+    except (UnknownArchiveError, RefusedError, MalformedError, ArithmeticError):
         return None
     except (struct.error, ValueError, LookupError, TypeError, AttributeError, EOFError):
         return None
@@ -101,36 +107,139 @@ class Verdict(NamedTuple):
     verified: bool
 
 
+class Place(NamedTuple):
+    """Where a record's bytes lie in an archive, and their CRC-32: 0 where there may be none."""
+
+    name: str
+    begin: int
+    nbytes: int
+    crc: int
+
+
 def examine(stream: IO[bytes]) -> Verdict:
-    """Verify a blob by its own checksums, if it is a zip archive, as what torch.save writes is."""
-    if not _is_archive(stream):
+    """Verify a blob by its own checksums, if it is a zip archive, as what torch.save writes is.
+
+    Nothing that torch.load goes by is without a check: all that stands in the archive twice is compared, and records
+    fill it without gaps.
+    """
+    nbytes = stream.seek(0, io.SEEK_END)
+
+    def read(begin: int, end: int) -> bytes:
+        stream.seek(begin)
+        return stream.read(end - begin)
+
+    # One of the two may be damaged.
+    if read(0, 4) != b"PK\3\4" and read(max(0, nbytes - _END.size), nbytes)[:4] != b"PK\5\6":
         return Verdict(None, False)
-    verified = True
     try:
-        with zipfile.ZipFile(stream) as archive:
-            for entry in archive.infolist():
-                crc, expected = 0, entry.CRC
-                entry.CRC = None  # type: ignore[assignment]  # zipfile's own check is slower
-                with archive.open(entry) as record:
-                    while data := record.read(_READ_NBYTES):
-                        crc = crc32(data, crc)
-                if crc != expected == 0:  # torch's compute_crc32 was off
-                    verified = False
-                elif crc != expected:
-                    problem = f"the record {entry.filename!r} has the CRC-32 {crc:08x} instead of {expected:08x}"
-                    return Verdict(problem, verified)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, struct.error) as error:
-        return Verdict(f"the archive is damaged: {error}", verified)
+        places = layout(read, nbytes)
+    except (UnknownArchiveError, struct.error, UnicodeDecodeError) as error:
+        return Verdict(f"the archive is damaged: {error}", False)
+    verified = True
+    for place in places:
+        crc, at, end = 0, place.begin, place.begin + place.nbytes
+        while at < end:
+            data = read(at, min(end, at + _READ_NBYTES))
+            if not data:
+                return Verdict(f"the archive is cut short in the record {place.name!r}", False)
+            crc = crc32(data, crc)
+            at += len(data)
+        if crc != place.crc == 0:  # torch's compute_crc32 was off
+            verified = False
+        elif crc != place.crc:
+            problem = (
+                f"the record {place.name!r} has the CRC-32 {crc:08x} instead of {place.crc:08x}"
+            )
+            return Verdict(problem, False)
     return Verdict(None, verified)
 
 
-def _is_archive(stream: IO[bytes]) -> bool:
-    """Return whether a blob begins or ends as an archive does: one of the two may be damaged."""
-    nbytes = stream.seek(0, io.SEEK_END)
-    stream.seek(0)
-    begins = stream.read(4) == b"PK\3\4"
-    stream.seek(max(0, nbytes - _END_NBYTES))
-    return begins or stream.read(4) == b"PK\5\6"
+def layout(read: Callable[[int, int], bytes], nbytes: int) -> list[Place]:
+    """Return where the records of an archive lie, and check all that says so.
+
+    Parameters
+    ----------
+    read : function of (begin, end)
+        Returns bytes of the archive.
+    nbytes : int
+        Its size.
+
+    Raises
+    ------
+    UnknownArchiveError, struct.error, UnicodeDecodeError
+        It is not as torch writes archives.
+    """
+    count, begin, end = _directory(read, nbytes)
+    directory = read(begin, end)
+    entries, at = [], 0
+    for _ in range(count):
+        entry = _ENTRY.unpack_from(directory, at)
+        name_nbytes, extra_nbytes, comment_nbytes = entry[10:13]
+        at += _ENTRY.size
+        name = directory[at : at + name_nbytes]
+        extra = directory[at + name_nbytes : at + name_nbytes + extra_nbytes]
+        size, packed, header = widened(extra, [entry[9], entry[8], entry[16]])
+        _require(entry[0] == b"PK\1\2", "an entry of the directory does not begin as one")
+        _require(entry[4] == 0 and size == packed, f"the record {name!r} is compressed")
+        _require(not any((comment_nbytes, *entry[13:16])), f"the entry of {name!r} has odd fields")
+        at += name_nbytes + extra_nbytes
+        # (local header, name, fields that stand there as well, CRC-32, size)
+        entries.append((header, name, (entry[2], entry[3], *entry[4:7]), entry[7], size))
+    _require(at == end - begin, "the directory has another size than it says")
+    entries.sort()
+    places = []
+    next_headers = [entry[0] for entry in entries[1:]] + [begin]
+    _require(not entries or entries[0][0] == 0, "it does not begin with a record")
+    for (header, name, fields, crc, size), next_header in zip(entries, next_headers, strict=True):
+        local = _LOCAL_HEADER.unpack(read(header, header + _LOCAL_HEADER.size))
+        at = header + _LOCAL_HEADER.size
+        data = at + local[9] + local[10]
+        _require(local[0] == b"PK\3\4", f"the record {name!r} does not begin as one")
+        _require(local[1:6] == fields, f"the header of {name!r} is not what the directory says")
+        _require(read(at, at + local[9]) == name, f"the name of {name!r} is another in its header")
+        _require(local[6] in (0, crc), f"the CRC-32 of {name!r} is another in its header")
+        _require({local[7], local[8]} <= {0, size, _MAX_32}, f"the size of {name!r} is another")
+        descriptor = read(data + size, next_header) if data + size <= next_header else b"?"
+        _require(len(descriptor) <= 24, f"there is something behind {name!r}")
+        if descriptor:
+            sizes = struct.pack("<2L" if len(descriptor) == 16 else "<2Q", size, size)
+            wanted = struct.pack("<4sL", b"PK\7\10", crc) + sizes
+            _require(descriptor == wanted, f"what stands behind {name!r} is damaged")
+        else:
+            _require(not size or not fields[1] & 8, f"the checksum behind {name!r} is missing")
+        places.append(Place(name.decode(), data, size, crc))
+    return places
+
+
+def _directory(read: Callable[[int, int], bytes], nbytes: int) -> tuple[int, int, int]:
+    """Return how many entries the central directory has, and where it begins and ends."""
+    at = nbytes - _END.size
+    end = _END.unpack(read(max(0, at), nbytes))
+    count, size, begin = end[4], end[5], end[6]
+    _require(end[0] == b"PK\5\6" and not any((*end[1:3], end[7])), "its end is damaged")
+    _require(end[3] == count, "its end is damaged")
+    locator = read(at - _LOCATOR.size, at) if at >= _LOCATOR.size else b""
+    where = at
+    if locator[:4] == b"PK\6\7" or _MAX_32 in (size, begin) or count == 0xFFFF:
+        _, disk, where, disks = _LOCATOR.unpack(locator)
+        _require(locator[:4] == b"PK\6\7" and (disk, disks) == (0, 1), "its locator is damaged")
+        _require(where + _ZIP64_END.size + _LOCATOR.size == at, "its locator is damaged")
+        wide = _ZIP64_END.unpack(read(where, where + _ZIP64_END.size))
+        _require(wide[:2] == (b"PK\6\6", _ZIP64_END.size - 12), "its zip64 end is damaged")
+        _require(not any(wide[4:6]) and wide[6] == wide[7], "its zip64 end is damaged")
+        for short, most, long in zip(
+            (count, size, begin), (0xFFFF, _MAX_32, _MAX_32), wide[7:], strict=True
+        ):
+            _require(short in (long, most), "its two ends say different things")
+        count, size, begin = wide[7:]
+    _require(begin + size == where and size <= _MAX_DIRECTORY_NBYTES, "its directory is not there")
+    _require(count * _ENTRY.size <= size, "its directory is too short")
+    return count, begin, begin + size
+
+
+def _require(fact: bool, otherwise: str) -> None:
+    if not fact:
+        raise UnknownArchiveError(otherwise)
 
 
 class _Tensor(NamedTuple):
@@ -165,7 +274,7 @@ def _parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:
 
     if "byteorder" in by_name and small("byteorder") != b"little":
         return None
-    tensor = _Unpickler(io.BytesIO(small("data.pkl"))).load()
+    tensor, _ = pickles.loads(small("data.pkl"), _NAMES, _storage)
     if type(tensor) is not _Tensor:
         return None
     _, kind, key, _, count = tensor.storage
@@ -187,26 +296,11 @@ def _parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:
     )
 
 
-class _Unpickler(pickle.Unpickler):
-    """Describes the tensor that a pickle of torch's would make."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        stand_in = _FUNCTIONS.get(f"{module}.{name}")
-        if stand_in is not None:
-            return lambda *arguments: stand_in(*arguments)
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.uint8
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-    def persistent_load(self, identity: Any) -> Any:
-        if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
-            raise pickle.UnpicklingError("an unknown persistent object")
-        return identity
+def _storage(identity: Any) -> Any:
+    if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
+        raise MalformedError("an unknown persistent object")
+    _, kind, *rest = identity
+    return ("storage", STORAGES.get(kind.name) if type(kind) is Maker else None, *rest)
 
 
 def _checked(
@@ -222,7 +316,7 @@ def _checked(
         or not isinstance(dtype, torch.dtype)
         or any(type(count) is not int or count < 0 for count in counts)
     ):
-        raise pickle.UnpicklingError("an unknown kind of tensor")
+        raise MalformedError("an unknown kind of tensor")
     return _Tensor(storage, offset, sizes, strides, dtype)
 
 
@@ -245,8 +339,19 @@ def _tensor_v3(
     return _checked(storage, offset, sizes, strides, dtype, (hooks, *rest))
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "collections.OrderedDict": dict,
-}
+def _no_hooks(*_arguments: Any) -> dict[str, Any]:
+    return {}
+
+
+def _nothing(*_arguments: Any) -> Any:
+    raise MalformedError("a storage made by the pickle")
+
+
+_NAMES = table(
+    [
+        Maker("torch._utils._rebuild_tensor_v2", _tensor_v2),
+        Maker("torch._utils._rebuild_tensor_v3", _tensor_v3),
+        Maker("collections.OrderedDict", _no_hooks),
+        *(Maker(name, _nothing) for name in STORAGES),
+    ]
+)

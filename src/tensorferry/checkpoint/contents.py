@@ -9,12 +9,14 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from tensorferry.checkpoint import blobs, delivery
+from tensorferry.checkpoint import blobs, delivery, plain_objects
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.metadata import chunk_of, data_file, file_checksums, payload_of
+from tensorferry.checkpoint.pickles import MalformedError, RefusedError, screen
 from tensorferry.checkpoint.pipeline import READING_BUFFER_COUNT, Pipeline
 from tensorferry.checkpoint.ranges import is_inside
 from tensorferry.checkpoint.sweep import DataFile, Queue, Sweep, cuts
@@ -197,13 +199,57 @@ class Contents:
             return
         problem = blobs.examine(data).problem
         if problem is not None:
-            raise CheckpointError(
-                problem,
-                file.path,
-                names=(item.request.storage_index.fqn,),
-                begin=item.info.offset,
-                end=item.info.offset + item.info.length,
+            raise self._damage(problem, item, file)
+
+    def harmless(self, index: MetadataIndex, data: BinaryIO) -> BinaryIO:
+        """Return a blob that a planner may unpickle: what torch's planners do with it runs any code that is in it."""
+        if self._trusted:
+            return data
+        info = self._info(index)
+        try:
+            return io.BytesIO(plain_objects.harmless(data.read()))
+        except RefusedError as error:
+            reason = (
+                f"it asks for {error}, which is no plain value and may run any code; if you trust whoever made this "
+                "checkpoint, read it with trust_pickle=True"
             )
+        except MalformedError as error:
+            reason = f"it is damaged, or no object of torch.save's ({error})"
+        path = data_file(self._folder, info.relative_path, trusted=self._trusted)
+        end = info.offset + info.length
+        raise CheckpointError(reason, path, names=(index.fqn,), begin=info.offset, end=end)
+
+    def contradiction(self, index: MetadataIndex, info: _StorageInfo, blob: BinaryIO) -> str | None:
+        """Return what a sound blob has that the metadata says otherwise, and torch's reader would stumble over."""
+        chunk = chunk_of(self._metadata, index)
+        ends = []
+        for begin, end in _ends(0, info.length):
+            blob.seek(begin)
+            ends.append(blob.read(end - begin))
+        payload = blobs.parse(ends[0], ends[-1], info.length)
+        if chunk is None or payload is None or tuple(chunk.sizes) == payload.sizes:
+            return None
+        return f"it has the size {list(payload.sizes)} and not {list(chunk.sizes)}, as the metadata says"
+
+    def check_tensor_blob(self, item: Item, file: DataFile, data: BinaryIO) -> None:
+        """Refuse what would crash torch.load(weights_only=True), or what it may run, as before torch 2.6."""
+        try:
+            reader = torch._C.PyTorchFileReader(data)
+            if "constants.pkl" in reader.get_all_records():
+                raise MalformedError("a program of TorchScript's")
+            screen(reader.get_record("data.pkl"))
+        except (RuntimeError, MalformedError) as error:
+            raise self._damage(f"it is no tensor of torch.save's ({error})", item, file) from None
+        data.seek(0)
+
+    def _damage(self, reason: str, item: Item, file: DataFile) -> CheckpointError:
+        return CheckpointError(
+            reason,
+            file.path,
+            names=(item.request.storage_index.fqn,),
+            begin=item.info.offset,
+            end=item.info.offset + item.info.length,
+        )
 
     def has_only_payload_crc(self, item: Item, file: DataFile) -> bool:
         """Return whether an item can be verified, but only by reading its payload whole."""

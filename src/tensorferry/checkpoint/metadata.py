@@ -10,10 +10,12 @@ lies in the blob, to `Metadata` the checksums of the data files, and behind the 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pathlib
 import pickle
 import re
+import stat
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,15 +28,24 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
+from tensorferry.checkpoint import pickles
 from tensorferry.checkpoint.checksums import crc32
 from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.pickles import (
+    Maker,
+    MalformedError,
+    RefusedError,
+    checked_keys,
+    record,
+    table,
+)
 
 if TYPE_CHECKING:
-    import enum
     from collections.abc import Callable
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -52,8 +63,8 @@ TRAILER_NBYTES = 27
 _MAX_FILE_NBYTES = (1 << 63) - 1
 _MIN_CHUNK_NBYTES, _MAX_CHUNK_NBYTES = 4096, 4 << 20
 _PAGE_NBYTES = 4096
-# Up to here the slow unpickler takes some tenths of a second. What has a checksum is known not to be damaged.
-_SMALL_NBYTES = 1 << 20
+# A list index in `planner_data`: torch makes lists of that length.
+_MAX_INDEX = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,8 @@ def read_metadata(path: pathlib.Path, *, trust_pickle: bool = False) -> Metadata
     CheckpointError
         It is damaged, or holds what torch does not put there.
     """
+    if not is_regular(path):
+        raise CheckpointError("it is no regular file", str(path))
     return parse_metadata(path.read_bytes(), str(path), trust_pickle=trust_pickle)
 
 
@@ -112,16 +125,14 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
     body = memoryview(data)[: -TRAILER_NBYTES if trailer else None]
     if trailer and crc32(body) != int(trailer[1], 16):
         raise CheckpointError("it is not what was written (its checksum is another)", path)
-    stream = io.BytesIO(body)
-    kind: Any = _Unpickler
-    if trust_pickle:
-        kind = pickle.Unpickler
-    elif trailer is None and len(body) <= _SMALL_NBYTES:
-        kind = _FrugalUnpickler
     try:
-        metadata = kind(stream).load()
-        rest = len(body) - stream.tell()
-    except _RefusedError as error:
+        if trust_pickle:
+            stream = io.BytesIO(body)
+            metadata, end = pickle.Unpickler(stream).load(), stream.tell()
+            _of_today(metadata)
+        else:
+            metadata, end = pickles.loads(bytes(body), _NAMES, older=OLDER_MODULES)
+    except RefusedError as error:
         raise CheckpointError(
             f"it asks for {error}, which is no part of torch's metadata and may run any code; if you trust whoever "
             "made this checkpoint, read it with trust_pickle=True",
@@ -132,7 +143,7 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
             raise
         raise CheckpointError(f"it is damaged ({type(error).__name__}: {error})", path) from error
     check_metadata(metadata, path)
-    if trailer is None and (rest or EXTRAS in metadata.__dict__):
+    if trailer is None and (end < len(body) or EXTRAS in metadata.__dict__):
         raise CheckpointError("its end, with the checksum, is damaged or missing", path)
     return metadata  # type: ignore[no-any-return]
 
@@ -147,7 +158,7 @@ def check_metadata(metadata: Any, path: str) -> None:
     """
     try:
         _check(metadata)
-    except _MalformedError as error:
+    except MalformedError as error:
         raise CheckpointError(str(error), path) from None
 
 
@@ -202,87 +213,58 @@ def data_file(folder: str | os.PathLike[str], relative_path: str, *, trusted: bo
                 f"the checkpoint names a file outside of its folder: {relative_path!r} is {real!r}",
                 str(folder),
             )
+        if not is_regular(path):
+            raise CheckpointError("it is no regular file", str(path))
     return str(path)
 
 
-class _RefusedError(Exception):
-    """A class or function that no metadata of torch's has."""
+def is_regular(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a file whose bytes end: no pipe, device or folder. What is missing may be one."""
+    try:
+        return stat.S_ISREG(pathlib.Path(path).stat().st_mode)
+    except OSError:
+        return True
 
 
-class _MalformedError(Exception):
-    """The right classes with wrong contents."""
+def _build_properties(properties: TensorProperties, state: Any) -> None:
+    """Take the state that any version of torch writes: 2.15 added the strides."""
+    if type(state) is not tuple or len(state) < 5:
+        raise MalformedError("tensor properties that no version of torch writes")
+    dtype, layout, requires_grad, encoding, pin_memory, *more = state
+    strides = more[0] if more else None
+    if (
+        not isinstance(dtype, torch.dtype)
+        or not isinstance(layout, torch.layout)
+        or type(requires_grad) is not bool
+        or type(encoding) is not int
+        or type(pin_memory) is not bool
+        or not (strides is None or _is_size(strides) or type(strides) is tuple)
+        or any(type(stride) is not int for stride in strides or ())
+    ):
+        raise MalformedError("damaged tensor properties")
+    member = torch_metadata._MEM_FORMAT_ENCODING(encoding)
+    known = (dtype, layout, requires_grad, member, pin_memory)
+    if more and "strides" in getattr(TensorProperties, "__dataclass_fields__", {}):
+        known = (*known, strides)  # type: ignore[assignment]
+    TensorProperties.__setstate__(properties, known)  # type: ignore[no-untyped-call]
 
 
-class _Restricted:
-    """Makes what torch's own metadata consists of, and nothing else.
-
-    What the pickle gets hold of are stand-ins made for this one load, so that it cannot change torch's classes either.
-    """
-
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream)  # type: ignore[call-arg]
-        self._stand_ins: dict[str, Any] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        full_name = f"{module}.{name}"
-        stand_in = self._stand_ins.get(full_name)
-        if stand_in is None:
-            stand_in = self._stand_ins[full_name] = _stand_in(module, name)
-        return stand_in
-
-    def persistent_load(self, _identity: Any) -> Any:
-        raise _RefusedError("a persistent object")
-
-
-class _Unpickler(_Restricted, pickle.Unpickler):
-    """The fast one, which a single damaged byte may have allocate tens of GB (for the index of a memo)."""
-
-
-class _FrugalUnpickler(_Restricted, pickle._Unpickler):
-    """The one written in Python, which does not."""
-
-
-def _stand_in(module: str, name: str) -> Any:
-    full_name = f"{module}.{name}"
-    if full_name in _RECORDS:
-        return _maker_of(_RECORDS[full_name])
-    if full_name == f"{_TORCH}.metadata._MEM_FORMAT_ENCODING":
-        return _MemoryFormats()
-    if full_name in _FUNCTIONS:
-        function = _FUNCTIONS[full_name]
-        return lambda *arguments: function(*arguments)
-    if full_name in _IMMUTABLE:
-        return _IMMUTABLE[full_name]
-    if module == "torch":
-        value = getattr(torch, name, None)
-        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-            return value
-    raise _RefusedError(full_name)
-
-
-def _maker_of(kind: type) -> type:
-    """Return a class whose instances are empty ones of another."""
-
-    def make(_cls: type) -> Any:
-        return object.__new__(kind)
-
-    return type(kind.__name__, (), {"__new__": make})
-
-
-class _AnyProperties(TensorProperties):
-    """TensorProperties that take the state of any version of torch: 2.15 added the strides."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.__class__ = TensorProperties  # type: ignore[assignment]
-        if not isinstance(state, tuple) or len(state) < 5:
-            raise _MalformedError("tensor properties that no version of torch writes")
-        fields = getattr(TensorProperties, "__dataclass_fields__", {})
-        known = state[:6] if "strides" in fields else state[:5]
-        TensorProperties.__setstate__(self, known)  # type: ignore[no-untyped-call]
+def _of_today(metadata: Any) -> None:
+    """Replace the properties of torch up to 2.2, which come where a pickle is trusted."""
+    entries = getattr(metadata, "state_dict_metadata", None)
+    for entry in entries.values() if isinstance(entries, dict) else ():
+        old: Any = getattr(entry, "properties", None)
+        if f"{type(old).__module__}.{type(old).__name__}" == f"{_UP_TO_2_2}.TensorProperties":
+            values = (old.dtype, old.layout, old.requires_grad, old.memory_format, old.pin_memory)
+            entry.properties = TensorProperties(*values)
 
 
 def _path(*parts: Any) -> pathlib.Path:
     return pathlib.Path(*map(_text, parts))
+
+
+def _pure_path(*parts: Any) -> pathlib.PurePath:
+    return pathlib.PurePosixPath(*map(_text, parts))
 
 
 def _windows_path(*parts: Any) -> pathlib.PurePath:
@@ -290,95 +272,126 @@ def _windows_path(*parts: Any) -> pathlib.PurePath:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _MalformedError(f"a path of {value!r}")
+    if type(value) is not str:
+        raise MalformedError(f"{type(value).__name__} instead of text")
     return value
 
 
 def _layout(name: Any) -> torch.layout:
-    layout = getattr(torch, _text(name).removeprefix("torch."), None)
+    layout = vars(torch).get(_text(name).removeprefix("torch."))
     if not isinstance(layout, torch.layout):
-        raise _MalformedError(f"no layout: {name!r}")
+        raise MalformedError("an unknown layout")
     return layout
 
 
-class _MemoryFormats:
-    """Stands for the enumeration of memory formats."""
+def _memory_format(value: Any) -> int:
+    """Stand for the enumeration: its members belong to the process, and a pickle could change them."""
+    if type(value) is not int or not 0 <= value < len(torch_metadata._MEM_FORMAT_ENCODING):
+        raise MalformedError("an unknown memory format")
+    return value
 
-    def __call__(self, value: Any) -> enum.Enum:
-        return torch_metadata._MEM_FORMAT_ENCODING(value)
 
-
-def _member(kind: Any, name: Any) -> enum.Enum:
+def _member(kind: Any, name: Any) -> int:
     """Stand for getattr(), by which some versions of Python pickle members of enumerations."""
-    if type(kind) is not _MemoryFormats:
-        raise _RefusedError("builtins.getattr")
-    return torch_metadata._MEM_FORMAT_ENCODING[_text(name)]
+    if type(kind) is not Maker or kind.make is not _memory_format:
+        raise RefusedError("builtins.getattr")
+    return int(torch_metadata._MEM_FORMAT_ENCODING[_text(name)].value)
+
+
+def _hashed(kind: type) -> Callable[..., Any]:
+    def make(*arguments: Any) -> Any:
+        if len(arguments) > 1 or not all(type(values) in (list, tuple) for values in arguments):
+            raise MalformedError(f"a {kind.__name__} of what is no list")
+        return kind(*map(checked_keys, arguments))
+
+    return make
+
+
+def _ordered(*arguments: Any) -> OrderedDict[Any, Any]:
+    if arguments:
+        raise MalformedError("an OrderedDict made of arguments")
+    return OrderedDict()
 
 
 _TORCH = "torch.distributed.checkpoint"
-_RECORDS: dict[str, type] = {
-    f"{_TORCH}.filesystem._StorageInfo": filesystem._StorageInfo,
-    f"{_TORCH}.metadata.TensorProperties": _AnyProperties,
-    **{
-        f"{_TORCH}.metadata.{name}": getattr(torch_metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-        )
-    },
+_UP_TO_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
+OLDER_MODULES = {
+    "__builtin__": "builtins",
+    "copy_reg": "copyreg",
+    "pathlib._local": "pathlib",  # the name in Python 3.13
 }
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "torch.serialization._get_layout": _layout,
-    "builtins.getattr": _member,
-    **{
-        f"{module}.{name}": function
-        for module in ("pathlib", "pathlib._local")  # the latter in Python 3.13
-        for name, function in {
-            "Path": _path,
-            "PosixPath": _path,
-            "PurePath": _path,
-            "PurePosixPath": _path,
-            "WindowsPath": _windows_path,
-            "PureWindowsPath": _windows_path,
-        }.items()
-    },
-}
-# C types, which cannot be changed.
-_IMMUTABLE: dict[str, Any] = {
-    "torch.Size": torch.Size,
-    "collections.OrderedDict": OrderedDict,
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-}
+SIMPLE_MAKERS = [
+    Maker("torch.Size", torch.Size),
+    Maker("torch.serialization._get_layout", _layout),
+    Maker("builtins.set", _hashed(set)),
+    Maker("builtins.frozenset", _hashed(frozenset)),
+    Maker("collections.OrderedDict", _ordered),
+    *(Maker(f"pathlib.{name}", _path) for name in ("Path", "PosixPath")),
+    *(Maker(f"pathlib.{name}", _pure_path) for name in ("PurePath", "PurePosixPath")),
+    *(Maker(f"pathlib.{name}", _windows_path) for name in ("WindowsPath", "PureWindowsPath")),
+]
+_NAMES = table(
+    [
+        *SIMPLE_MAKERS,
+        Maker("builtins.getattr", _member),
+        Maker(f"{_TORCH}.metadata._MEM_FORMAT_ENCODING", _memory_format),
+        Maker(f"{_UP_TO_2_2}.MEM_FORMAT_ENCODING", _memory_format),
+        record(f"{_TORCH}.metadata.TensorProperties", TensorProperties, _build_properties),
+        record(f"{_UP_TO_2_2}.TensorProperties", TensorProperties, _build_properties),
+        record(f"{_TORCH}.filesystem._StorageInfo", filesystem._StorageInfo),
+        *(
+            record(f"{_TORCH}.metadata.{kind.__name__}", kind)
+            for kind in (
+                BytesStorageMetadata,
+                ChunkStorageMetadata,
+                Metadata,
+                MetadataIndex,
+                StorageMeta,
+                TensorStorageMetadata,
+            )
+        ),
+    ]
+)
 
 
 def _check(metadata: Any) -> None:
     if not isinstance(metadata, Metadata):
-        raise _MalformedError(f"it holds no Metadata but {type(metadata).__name__}")
+        raise MalformedError(f"it holds no Metadata but {type(metadata).__name__}")
     state = getattr(metadata, "state_dict_metadata", None)
     infos = getattr(metadata, "storage_data", None)
     if not isinstance(state, dict) or not isinstance(infos, dict):
-        raise _MalformedError("it lists no tensors")
+        raise MalformedError("it lists no tensors")
+    if not isinstance(getattr(metadata, "storage_meta", None), (StorageMeta, type(None))):
+        raise MalformedError("what it says of its storage is damaged")
+    _check_planner_data(getattr(metadata, "planner_data", None), state)
     for name, entry in state.items():
         if not isinstance(name, str):
-            raise _MalformedError(f"the name of an entry is {name!r}")
+            raise MalformedError(f"the name of an entry is of type {type(name).__name__}")
         if isinstance(entry, TensorStorageMetadata):
             _check_tensor(name, entry)
         elif not isinstance(entry, BytesStorageMetadata):
-            raise _MalformedError(f"{name!r} is neither tensor nor bytes")
+            raise MalformedError(f"{name!r} is neither tensor nor bytes")
     files = _checked_extras(metadata)
     for index, info in infos.items():
         if not isinstance(index, MetadataIndex) or not isinstance(info, filesystem._StorageInfo):
-            raise _MalformedError("the places of its tensors are damaged")
+            raise MalformedError("the places of its tensors are damaged")
         _check_place(index, info, files)
 
 
+def _check_planner_data(planner_data: Any, state: dict[str, Any]) -> None:
+    """Check the paths by which torch puts entries into dicts and lists, which it makes as long as an index says."""
+    if type(planner_data) is not dict:
+        return
+    for name, path in planner_data.items():
+        if name in state and type(path) is tuple:
+            for part in path:
+                if type(part) is int and abs(part) > _MAX_INDEX:
+                    raise MalformedError(f"the place of {name!r} in the state is damaged")
+
+
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
+    properties: Any
+    size: Any
     properties, size, chunks = (entry.__dict__.get(key) for key in ("properties", "size", "chunks"))
     if (
         not isinstance(properties, TensorProperties)
@@ -386,15 +399,17 @@ def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
         or not isinstance(chunks, list)
         or not _is_size(size)
     ):
-        raise _MalformedError(f"the properties of {name!r} are damaged")
+        raise MalformedError(f"the properties of {name!r} are damaged")
+    if not _is_count(math.prod(size) * properties.dtype.itemsize):
+        raise MalformedError(f"{name!r} is larger than any file")
     for chunk in chunks:
         if (
             not isinstance(chunk, ChunkStorageMetadata)
             or not _is_size(chunk.__dict__.get("offsets"))
             or not _is_size(chunk.__dict__.get("sizes"))
-            or len(chunk.offsets) != len(chunk.sizes)
+            or not len(chunk.offsets) == len(chunk.sizes) == len(size)
         ):
-            raise _MalformedError(f"the chunks of {name!r} are damaged")
+            raise MalformedError(f"the chunks of {name!r} are damaged")
 
 
 def _is_size(value: Any) -> bool:
@@ -421,9 +436,14 @@ def _check_place(index: MetadataIndex, info: _StorageInfo, files: dict[str, int]
         or not _is_count(length)
         or offset + length > files.get(relative_path, _MAX_FILE_NBYTES)
     ):
-        raise _MalformedError(f"the place of {name!r} is damaged")
-    if relative_path in ("", ".") or "\0" in relative_path:
-        raise _MalformedError(f"{name!r} lies in a file named {relative_path!r}")
+        raise MalformedError(f"the place of {name!r} is damaged")
+    if relative_path in ("", ".") or "\0" in relative_path or not _can_be_named(relative_path):
+        raise MalformedError(f"{name!r} lies in a file named {relative_path!r}")
+    transforms = values.get("transform_descriptors")
+    if transforms is not None and not (
+        type(transforms) in (list, tuple) and all(type(each) is str for each in transforms)
+    ):
+        raise MalformedError(f"the transformations of {name!r} are damaged")
     payload = values.get(EXTRAS)
     if payload is not None and not (
         type(payload) is tuple
@@ -432,7 +452,15 @@ def _check_place(index: MetadataIndex, info: _StorageInfo, files: dict[str, int]
         and _is_count(payload[1])
         and payload[0] + payload[1] <= length
     ):
-        raise _MalformedError(f"the place of the payload of {name!r} is damaged")
+        raise MalformedError(f"the place of the payload of {name!r} is damaged")
+
+
+def _can_be_named(relative_path: str) -> bool:
+    try:
+        os.fsencode(relative_path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked_extras(metadata: Metadata) -> dict[str, int]:
@@ -442,8 +470,8 @@ def _checked_extras(metadata: Metadata) -> dict[str, int]:
         return {}
     version = extras.get("version") if isinstance(extras, dict) else None
     if version != EXTRAS_VERSION:
-        raise _MalformedError(
-            f"its checksums are of version {version!r}, known here is version {EXTRAS_VERSION}"
+        raise MalformedError(
+            f"its checksums are of another version than {EXTRAS_VERSION}, which is the one known here"
         )
     chunk_nbytes, files = extras.get("chunk_nbytes"), extras.get("files")
     if (
@@ -452,7 +480,7 @@ def _checked_extras(metadata: Metadata) -> dict[str, int]:
         or chunk_nbytes % _PAGE_NBYTES
         or not isinstance(files, dict)
     ):
-        raise _MalformedError("its checksums are damaged")
+        raise MalformedError("its checksums are damaged")
     for name, entry in files.items():
         if (
             not isinstance(name, str)
@@ -462,5 +490,5 @@ def _checked_extras(metadata: Metadata) -> dict[str, int]:
             or not isinstance(entry[1], bytes)
             or len(entry[1]) != 4 * -(-entry[0] // chunk_nbytes)
         ):
-            raise _MalformedError(f"the checksums of {name!r} are damaged")
+            raise MalformedError(f"the checksums of {name!r} are damaged")
     return {name: entry[0] for name, entry in files.items()}

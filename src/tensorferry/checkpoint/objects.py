@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap as mmap_module
+import os
 import pickle
 import threading
 import types
@@ -22,14 +24,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorferry.checkpoint.archive import Archive, UnknownArchiveError, archive_of
+from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.file_writer import FileWriter
 from tensorferry.checkpoint.payloads import OWN_FILES, Directory, Payloads
+from tensorferry.checkpoint.pickles import MalformedError, screen
 from tensorferry.checkpoint.replacement import Replacement
 from tensorferry.checkpoint.skeleton import Skeleton
 from tensorferry.transfers import checked_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import BinaryIO
 
     from tensorferry.checkpoint.stream import Checksum
     from tensorferry.transfers import Path
@@ -124,16 +129,44 @@ def load(
     options: dict[str, Any] = {"weights_only": weights_only, "map_location": map_location}
     with _named(text), open(text, "rb") as file:
         if file.read(4) != b"PK\3\4":
+            if weights_only:
+                _screen_old(text, file)
             return torch.load(text, mmap=mmap, **options)
         directory = Directory(text, file)
         if directory.foreign:
             directory.check_all()
+        if weights_only:
+            _screen(text, directory, by_torch=directory.foreign or mmap)
         if directory.foreign or mmap:
             return torch.load(text, mmap=mmap, **options)
         with Payloads(directory) as payloads, _Loading(directory, payloads) as loading:
             if callable(map_location):
                 options["map_location"] = loading.filling(map_location)
             return torch.load(loading.path, mmap=True, **options)
+
+
+def _screen(path: str, directory: Directory, *, by_torch: bool) -> None:
+    """Refuse what would crash torch.load(weights_only=True)."""
+    found = [data for name, _, data in directory.contents if name.endswith("/data.pkl")]
+    try:
+        if by_torch:  # which may see other records
+            found = [torch._C.PyTorchFileReader(path).get_record("data.pkl")]
+        for pickled in found:
+            screen(pickled)
+    except MalformedError as error:
+        raise CheckpointError(f"its pickle is damaged ({error})", path) from None
+    except RuntimeError:  # torch says it in its own words
+        return
+
+
+def _screen_old(path: str, file: BinaryIO) -> None:
+    """Do the same with the formats before torch 1.6: five pickles, then payloads."""
+    if os.fstat(file.fileno()).st_size:
+        with mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_READ) as data:
+            try:
+                screen(data, 5)  # type: ignore[arg-type]
+            except MalformedError as error:
+                raise CheckpointError(f"its pickle is damaged ({error})", path) from None
 
 
 @contextlib.contextmanager

@@ -6,13 +6,16 @@ are asked for destinations only shortly before their bytes come, and told when t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import io
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -43,13 +46,16 @@ class FileSystemReader(filesystem.FileSystemReader):
         The checkpoint's folder.
     _extension_registry : optional
         As torch's (from 2.7 on). What went through extensions is read by torch's own code.
+    thread_count : int, optional
+        As versions of torch to come have it. Without effect: speed does not depend on it.
     verify : "read", "before" or "off"
         "read": all that is read is verified on its way, and nothing that is damaged gets into a tensor; but tensors
         loaded before the damage is met keep what they got. "before": all ranks verify what they need before any of
         them changes its first tensor, which reads it twice. "off": no checksums are computed.
     trust_pickle : bool
-        Let `.metadata` hold any object (which may run any code when it is read), and data files be links that lead out
-        of the folder.
+        Let `.metadata` and what is no tensor be any object (which may run any code when it is read), and data files be
+        links that lead out of the folder. Else objects are plain values: numbers, text, bytes, None, containers of the
+        standard library, times, NumPy's arrays and scalars, tensors; anything else is refused, by name.
 
     Attributes
     ----------
@@ -66,6 +72,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         self,
         path: str | os.PathLike[str],
         _extension_registry: Any = None,
+        thread_count: int | None = None,  # noqa: ARG002 (what torch takes)
         *,
         verify: Verify = "read",
         trust_pickle: bool = False,
@@ -151,7 +158,8 @@ class FileSystemReader(filesystem.FileSystemReader):
             load.run([request for request in plan.items if id(request) not in chosen])
             self.nbytes_read = sweep.nbytes_read
         if by_torch:
-            super().read_data(dataclasses.replace(plan, items=by_torch), planner).wait()
+            checked: Any = planner if self._trust_pickle else _Checked(planner, contents)
+            super().read_data(dataclasses.replace(plan, items=by_torch), checked).wait()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -202,14 +210,18 @@ class _Load:
         """Return an item's pieces."""
         request = item.request
         if request.type == LoadItemType.BYTE_IO:
-            return self._blob(item, file, lambda data: self._planner.load_bytes(request, data))
+            return self._blob(item, file, lambda data: self._load_bytes(request, data))
         target = self._planner.resolve_tensor(request).detach()
+        if item.payload is not None and target.dtype != item.payload.dtype:
+            _refuse_as_torch_does(request, target.dtype, item.payload.dtype)
         if target.size() != torch.Size(request.lengths):
             raise AssertionError(
                 f"req {request.storage_index} mismatch sizes {target.size()} vs {torch.Size(request.lengths)}"
             )
         if item.payload is None:
-            return self._blob(item, file, lambda data: self._copy_by_torch(request, data, target))
+            return self._blob(
+                item, file, lambda data: self._copy_by_torch(item, file, data, target)
+            )
         return self._tensor(item, item.payload, file, target)
 
     def _tensor(
@@ -264,8 +276,16 @@ class _Load:
             yield begin, end, sink, begin - item.info.offset
         counter.close()
 
-    def _copy_by_torch(self, request: ReadItem, data: io.BytesIO, target: torch.Tensor) -> None:
+    def _load_bytes(self, request: ReadItem, data: io.BytesIO) -> None:
+        checked: Any = self._contents.harmless(request.storage_index, data)
+        self._planner.load_bytes(request, checked)
+
+    def _copy_by_torch(
+        self, item: Item, file: DataFile, data: io.BytesIO, target: torch.Tensor
+    ) -> None:
         """Do as torch's reader does, with what it alone knows to read."""
+        request = item.request
+        self._contents.check_tensor_blob(item, file, data)
         tensor = torch.load(data, map_location="cpu", weights_only=True)
         for dim, (offset, length) in enumerate(
             zip(request.storage_offsets, request.lengths, strict=True)
@@ -278,6 +298,21 @@ class _Load:
             )
         target.copy_(tensor)
         self._planner.commit_tensor(request, target)
+
+
+class _Checked:
+    """A planner that gets no blob unchecked from torch's code."""
+
+    def __init__(self, planner: LoadPlanner, contents: Contents) -> None:
+        self._planner = planner
+        self._contents = contents
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        checked: Any = self._contents.harmless(read_item.storage_index, value)
+        self._planner.load_bytes(read_item, checked)
 
 
 class _HeldMemory:
@@ -309,6 +344,48 @@ class _HeldMemory:
             begin < other_end and other_begin < end
             for other_begin, other_end, _ in self._ranges.get(key, ())
         )
+
+
+def _refuse_as_torch_does(request: ReadItem, wanted: torch.dtype, stored: torch.dtype) -> None:
+    """Refuse a tensor of another dtype where torch's reader does; versions up to 2.15 convert it."""
+    kind = _torchs_refusal()
+    if kind is not None:
+        raise kind(f"req {request.storage_index} mismatch dtypes {wanted} vs {stored}")
+
+
+@functools.cache
+def _torchs_refusal() -> type[Exception] | None:
+    """Have torch's reader load one number into another dtype, and return what it raises."""
+
+    class Memory(filesystem.FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, *_arguments: Any) -> Any:
+            yield io.BytesIO(blob.getvalue())
+
+    class Planner(DefaultLoadPlanner):
+        dtype = torch.float32
+
+        def resolve_tensor(self, _item: ReadItem) -> torch.Tensor:
+            return torch.zeros(1, dtype=self.dtype)
+
+    torch.save(torch.zeros(1), blob := io.BytesIO())
+    origin, size = torch.Size([0]), torch.Size([1])
+    index = MetadataIndex("a", origin)
+    item = ReadItem(LoadItemType.TENSOR, index, origin, index, origin, size)
+    reader = filesystem.FileSystemReader("")
+    reader.fs = Memory()
+    reader.storage_data = {index: filesystem._StorageInfo("a", 0, len(blob.getvalue()))}
+    plan, planner = LoadPlan([item]), Planner()
+    try:
+        reader.read_data(plan, planner).wait()
+    except Exception:  # it is not about dtypes, then
+        return None
+    planner.dtype = torch.float64
+    try:
+        reader.read_data(plan, planner).wait()
+    except Exception as error:
+        return type(error)
+    return None
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import io
 import os
 import secrets
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
 
 # Files that are being finished while the next ones are written (single_file_per_rank=False).
 _MAX_UNFINISHED_FILES = 64
+# Torch has announced that it will be False.
+_OVERWRITE: bool = (
+    inspect.signature(filesystem.FileSystemWriter.__init__).parameters["overwrite"].default
+)
 
 
 @dataclasses.dataclass
@@ -85,7 +90,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     cache_staged_state_dict : bool
         Without effect: asynchronous saves always stage into memory that is kept for the next one; see :class:`Stager`.
     overwrite : bool
-        Whether a checkpoint that is there may be replaced.
+        Whether a checkpoint that is there may be replaced; by default what it is for the installed torch's writer.
     **options
         Further arguments of torch's FileSystemWriter: ``_extensions``, ``serialization_format``. With extensions, or
         another format than torch.save's, torch's own code writes the files; all else stays as said above.
@@ -104,7 +109,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         thread_count: int = 1,
         per_thread_copy_ahead: int = 10_000_000,
         cache_staged_state_dict: bool = False,
-        overwrite: bool = True,
+        overwrite: bool = _OVERWRITE,
         **options: Any,
     ) -> None:
         super().__init__(

@@ -17,3 +17,10 @@ TrustPickle = Annotated[
 
 NO_CHECKPOINT = 2
 """The exit code where there is none."""
+
+
+def printable(text: str) -> str:
+    """Return text with what would not be shown, or would move a terminal's cursor, as an escape sequence."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )

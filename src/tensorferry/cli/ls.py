@@ -12,7 +12,12 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from tensorferry.cli.checkpoint_arguments import NO_CHECKPOINT, CheckpointPath, TrustPickle
+from tensorferry.cli.checkpoint_arguments import (
+    NO_CHECKPOINT,
+    CheckpointPath,
+    TrustPickle,
+    printable,
+)
 from tensorferry.cli.consoles import make_console
 from tensorferry.cli.leaving import leaving_well
 
@@ -40,8 +45,8 @@ def ls(
         except (FileNotFoundError, NotADirectoryError) as error:
             typer.echo(f"tensorferry ls: {error}", err=True)
             raise typer.Exit(NO_CHECKPOINT) from None
-        except CheckpointError as error:
-            typer.echo(f"tensorferry ls: {error}", err=True)
+        except (CheckpointError, OSError) as error:
+            typer.echo(printable(f"tensorferry ls: {error}"), err=True)
             raise typer.Exit(_FAILED) from None
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2))
@@ -60,11 +65,15 @@ def _show(entries: list[Entry], with_shards: bool, console: Console) -> None:
         shape = str(list(entry.shape)) if entry.dtype else ""
         size = decimal(entry.nbytes)
         table.add_row(
-            Text(entry.name), entry.dtype or "object", shape, size, str(len(entry.shards))
+            Text(printable(entry.name)),
+            entry.dtype or "object",
+            shape,
+            size,
+            str(len(entry.shards)),
         )
         if with_shards:
             for shard in entry.shards:
-                table.add_row(Text(f"  {_place(shard)}"), "", _box(shard), style="dim")
+                table.add_row(Text(printable(f"  {_place(shard)}")), "", _box(shard), style="dim")
     console.print(table)
     total = sum(entry.nbytes for entry in entries)
     console.print(f"{len(entries)} entries, {decimal(total)}", highlight=False)

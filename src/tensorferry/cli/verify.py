@@ -10,7 +10,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tensorferry.cli.checkpoint_arguments import NO_CHECKPOINT, CheckpointPath, TrustPickle
+from tensorferry.cli.checkpoint_arguments import (
+    NO_CHECKPOINT,
+    CheckpointPath,
+    TrustPickle,
+    printable,
+)
 from tensorferry.cli.leaving import leaving_well
 
 if TYPE_CHECKING:
@@ -29,8 +34,8 @@ def verify(
 ) -> None:
     """Read a whole checkpoint and compare every byte with the checksums made when it was written.
 
-    Works for checkpoints of tensorferry and of torch. Exit codes: 0 nothing is wrong, 1 something is damaged, missing
-    or unreadable, 2 there is no checkpoint.
+    Works for checkpoints of tensorferry and of torch; what has no checksum is named. Exit codes: 0 nothing is wrong, 1
+    something is damaged, missing or unreadable, 2 there is no checkpoint.
     """
     from tensorferry.checkpoint import audit
 
@@ -41,6 +46,9 @@ def verify(
         except (FileNotFoundError, NotADirectoryError) as error:
             typer.echo(f"tensorferry verify: {error}", err=True)
             raise typer.Exit(NO_CHECKPOINT) from None
+        except OSError as error:
+            typer.echo(f"tensorferry verify: {error}", err=True)
+            raise typer.Exit(_DAMAGED) from None
     if as_json:
         typer.echo(json.dumps(_plain(report), indent=2))
     else:
@@ -51,13 +59,17 @@ def verify(
 
 def _show(report: Report) -> None:
     for problem in report.problems[:_SHOWN]:
-        typer.echo(f"damaged: {problem}")
+        typer.echo(printable(f"damaged: {problem}"))
     if len(report.problems) > _SHOWN:
         typer.echo(f"and {len(report.problems) - _SHOWN} more")
     if report.unverified:
         shown = ", ".join(map(repr, report.unverified[:_SHOWN]))
-        typer.echo(f"has no checksum to verify it by: {shown}")
+        more = len(report.unverified) - _SHOWN
+        shown += f" and {more} more" if more > 0 else ""
+        typer.echo(f"could not be verified, for want of a checksum: {shown}")
     found = "nothing is wrong" if report.sound else f"{len(report.problems)} problems"
+    if report.sound and report.unverified:
+        found += " with what can be verified"
     typer.echo(
         f"{report.path}: {report.entries} entries, {report.nbytes:,} bytes verified: {found}"
     )

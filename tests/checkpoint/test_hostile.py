@@ -1,0 +1,566 @@
+"""Files made by an attacker, and files damaged at random: no code runs, nothing changes in the process, or crashes.
+
+TENSORFERRY_TEST_MUTATIONS=50000 tries that many, TENSORFERRY_TEST_SEED=0 others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import pathlib
+import pickle
+import struct
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tensorferry.checkpoint import (
+    CheckpointError,
+    FileSystemReader,
+    blobs,
+    listing,
+    load,
+    plain_objects,
+    verify,
+)
+from tensorferry.checkpoint.metadata import parse_metadata, trailer_of
+from tensorferry.checkpoint.pickles import MalformedError, RefusedError
+from tests.checkpoint.canary import nothing_happens
+from tests.checkpoint.test_metadata import ATTACKS, TARGET, Calling, some_metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TORCH = "torch.distributed.checkpoint"
+NOTHING = b"N."
+
+
+def name_of(module: str, name: str) -> bytes:
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+SYSTEM = name_of("os", "system") + text(f"touch {TARGET}") + b"\x85R"
+MEMBER = name_of(f"{TORCH}.metadata", "_MEM_FORMAT_ENCODING") + b"K\0\x85R"
+POLLUTION = b"}" + text("_value_") + b"K\7s"
+# Pickles without their PROTO and STOP, each of which leaves one value.
+CODES: dict[str, bytes] = {
+    "a call": SYSTEM,
+    "an old instance": b"(ios\nsystem\n",
+    "an old object": b"(" + name_of("os", "system") + text("true") + b"o",
+    "keywords": name_of("subprocess", "Popen") + b")}\x92",
+    "an extension": b"\x82\1",
+    "a long extension": b"\x84\1\0\0\0",
+    "a persistent name": b"Pos.system\n",
+    "a persistent object": text("os.system") + b"Q",
+    "a buffer": b"\x97",
+    "a state of an enumeration's member": MEMBER + POLLUTION + b"b",
+    "slots of an enumeration's member": MEMBER + b"N" + POLLUTION + b"\x86b",
+    "a state of an enumeration": name_of(f"{TORCH}.metadata", "_MEM_FORMAT_ENCODING")
+    + POLLUTION
+    + b"b",
+    "a state of an old enumeration's member": name_of(
+        "torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"
+    )
+    + b"K\0\x85R"
+    + POLLUTION
+    + b"b",
+    "a state of a class": name_of(f"{TORCH}.metadata", "Metadata") + b"N" + POLLUTION + b"\x86b",
+    "a state of a dtype": name_of("torch", "float32") + POLLUTION + b"b",
+    "a state of a layout": name_of("torch", "strided") + POLLUTION + b"b",
+    "a state of a NumPy dtype": name_of("numpy", "dtype")
+    + text("f8")
+    + b"\x89\x89\x87R("
+    + b"K\3"
+    + text("<")
+    + b"NNN"
+    + b"K\1K\1K\0tb"
+    + POLLUTION
+    + b"b",
+    "an attribute": name_of("builtins", "getattr") + MEMBER + text("__class__") + b"\x86R",
+    "a method": name_of("builtins", "str.format") + b")R",
+    "a method of a dtype": name_of("torch", "float32.__reduce__") + b")R",
+    "torch's own loader": name_of("torch", "load") + text(TARGET) + b"\x85R",
+    "torch's hub": name_of("torch.hub", "load") + text(TARGET) + b"\x85R",
+    "a module of torch": name_of("torch", "os"),
+    "a stack of names": text("os") + text("system") + b"\x93",
+    "names that are none": b"K\1K\2\x93",
+    "a memo of 32 GB": b"Nr\xff\xff\xff\x7f",
+    "bytes that are not there": b"\x8e" + struct.pack("<Q", 1 << 60),
+    "text that is not there": b"\x8d" + struct.pack("<Q", 1 << 60),
+    "bytes by number": name_of("builtins", "bytearray") + b"J\0\0\0\x7f\x85R",
+    "bytes by number in Python 2": name_of("__builtin__", "bytes") + b"J\0\0\0\x7f\x85R",
+    "a deep key": b"}" + b")" + b"\x85" * 200_000 + b"Ns",
+    "a key that takes for ever to hash": b"}" + b"K\1" + b"2\x86" * 70 + b"Ns",
+    "a set of it": b"\x8f(" + b"K\1" + b"2\x86" * 70 + b"\x90",
+    "a huge array": name_of("numpy.core.multiarray", "scalar")
+    + name_of("numpy", "dtype")
+    + text("S999999999")
+    + b"\x89\x89\x87RC\1a\x86R",
+    "an array of objects": name_of("numpy", "dtype") + text("O") + b"\x89\x89\x87R",
+    "a time that is none": name_of("datetime", "datetime") + b"C\x0a" + b"\xff" * 10 + b"\x85R",
+    "a time zone": name_of("datetime", "datetime")
+    + b"C\x0a\x07\xe0\1\1\0\0\0\0\0\0"
+    + SYSTEM
+    + b"\x86R",
+    "a factory": name_of("collections", "defaultdict") + name_of("os", "system") + b"\x85R",
+    "a subclass of arrays": name_of("numpy.core.multiarray", "_reconstruct")
+    + name_of("numpy", "matrix")
+    + b"K\0\x85C\1b\x87R",
+    "hooks": name_of("torch._utils", "_rebuild_parameter") + SYSTEM + b"\x88}\x87R",
+}
+CODES |= {name: pickle.dumps(each, 4)[:-1] for name, each in ATTACKS.items()}
+HARMLESS_CODES = {"class", "defaultdict", "a memo of 32 GB"}  # in objects of a checkpoint
+
+
+def placed(path: pathlib.Path, blob: bytes, entry: Any, **changes: Any) -> pathlib.Path:
+    """Make a checkpoint of one entry, "a", whose blob is given."""
+    path.mkdir(exist_ok=True)
+    (path / "__0_0.distcp").write_bytes(blob)
+    offset = None if isinstance(entry, BytesStorageMetadata) else [0]
+    info = filesystem._StorageInfo("__0_0.distcp", 0, len(blob))
+    info.__dict__.update(changes)
+    metadata = Metadata({"a": entry}, {"a": ("a",)}, {MetadataIndex("a", offset): info})
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def a_tensor() -> TensorStorageMetadata:
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))
+    return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([3]), [chunk])
+
+
+def load_checkpoint(path: pathlib.Path, value: Any, **options: Any) -> Any:
+    state = {"a": value}
+    dcp.load(state, storage_reader=FileSystemReader(path, **options), no_dist=True)
+    return state["a"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, warm: None) -> Any:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Have everything imported that a load needs."""
+    tmp_path = tmp_path_factory.mktemp("warm")
+    "zip".encode("cp437")
+    value = {"a": np.float64(1), "b": torch.ones(2), "c": {1}}
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    found = load_checkpoint(
+        placed(tmp_path / "first", stream.getvalue(), BytesStorageMetadata()), 0
+    )
+    assert found["a"] == 1
+    torch.save(torch.ones(3), stream := io.BytesIO())
+    load_checkpoint(placed(tmp_path / "first", stream.getvalue(), a_tensor()), torch.zeros(3))
+    (tmp_path / "first.pt").write_bytes(stream.getvalue())
+    load(tmp_path / "first.pt")
+    verify(tmp_path / "first")
+    for pickled in (b"\x80\2" + SYSTEM + b".", b"no pickle"):
+        for file in (plain_objects._archive(pickled), pickled):
+            (tmp_path / "first.pt").write_bytes(file)
+            with contextlib.suppress(Exception):
+                load(tmp_path / "first.pt")
+
+
+def deed_of_pickle() -> None:
+    pickle.loads(b"cos\ngetpid\n)R.")
+
+
+def change_of_a_member() -> None:
+    vars(_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST)["polluted"] = 1
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        lambda: os.system("true"),
+        lambda: exec("1"),
+        lambda: pathlib.Path(TARGET).touch(),
+        deed_of_pickle,
+        change_of_a_member,
+    ],
+)
+def test_the_canary_notices_what_happens(deed: Any) -> None:
+    with pytest.raises(AssertionError), nothing_happens():
+        deed()
+    vars(_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST).pop("polluted", None)
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())
+def test_hostile_metadata_does_nothing(tmp_path: pathlib.Path, code: bytes) -> None:
+    good = pickle.dumps(some_metadata(planner_data="here"), 4)
+    place = good.index(b"\x8c\x04here")
+    whole = b"\x80\4" + code + b"."
+    inside = b"\x80\4" + good[11:place] + code + b"0N" + good[place + 6 :]
+    for data in (whole, inside, b"\x80\4" + code + b"0" + good[11:]):
+        for pickled in (data, data + trailer_of(data)):
+            (tmp_path / ".metadata").write_bytes(pickled)
+            with nothing_happens(), pytest.raises(CheckpointError):
+                parse_metadata(pickled, ".metadata")
+            with nothing_happens():
+                assert not verify(tmp_path).sound
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())
+@pytest.mark.parametrize("where", ["an object", "a tensor made an object", "transformed"])
+def test_hostile_objects_do_nothing(
+    tmp_path: pathlib.Path, code: bytes, where: str, request: Any
+) -> None:
+    for pickled in (b"\x80\2" + code + b".", b"\x80\2" + code + b"0N."):
+        blob = plain_objects._archive(pickled)
+        changes = {"transform_descriptors": ["none"]} if where == "transformed" else {}
+        path = placed(tmp_path / "c", blob, BytesStorageMetadata(), **changes)
+        value = torch.zeros(3) if where == "a tensor made an object" else 0
+        with nothing_happens():
+            if any(request.node.name.endswith(f"-{name}]") for name in HARMLESS_CODES):
+                with contextlib.suppress(dcp.api.CheckpointException):
+                    load_checkpoint(path, value)
+            else:
+                with pytest.raises(dcp.api.CheckpointException):
+                    load_checkpoint(path, value)
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())
+def test_hostile_tensors_and_files_of_torch_do_nothing(tmp_path: pathlib.Path, code: bytes) -> None:
+    blob = plain_objects._archive(b"\x80\2" + code + b".")
+    path = placed(tmp_path / "c", blob, a_tensor())
+    with nothing_happens(), pytest.raises(dcp.api.CheckpointException):
+        load_checkpoint(path, torch.zeros(3))
+    for file in (blob, b"\x80\2" + code + b"."):
+        (tmp_path / "file.pt").write_bytes(file)
+        with nothing_happens(), contextlib.suppress(Exception):
+            load(tmp_path / "file.pt")
+
+
+def test_hostile_objects_do_nothing_that_went_through_extensions(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("torch.distributed.checkpoint._extension")
+    from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+    from tests.checkpoint.test_writer_options import Inverting
+
+    registry = ExtensionRegistry()
+    registry.extensions[Inverting.registry_name()] = Inverting
+    state = {"a": Calling(os.system, f"touch {TARGET}")}
+    writer = dcp.FileSystemWriter(tmp_path / "c", _extensions=[Inverting()])
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    with nothing_happens(), pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load({"a": 0}, storage_reader=FileSystemReader(tmp_path / "c", registry), no_dist=True)
+    ((error, _),) = caught.value.failures.values()
+    assert "system" in str(error)
+    assert isinstance(error, CheckpointError)
+
+
+def test_refused_class_and_remedy_are_named_and_trust_is_one(tmp_path: pathlib.Path) -> None:
+    torch.save({"a": Calling(complex, "1j"), "b": pathlib.PurePath}, stream := io.BytesIO())
+    path = placed(tmp_path / "c", stream.getvalue(), BytesStorageMetadata())
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        load_checkpoint(path, 0)
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, CheckpointError)
+    torch.save(Calling(os.path.basename, "a/b"), stream := io.BytesIO())
+    path = placed(tmp_path / "c", stream.getvalue(), BytesStorageMetadata())
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        load_checkpoint(path, 0)
+    ((error, _),) = caught.value.failures.values()
+    assert "posixpath.basename" in str(error)
+    assert "trust_pickle=True" in str(error)
+    assert "'a'" in str(error)
+    assert load_checkpoint(path, 0, trust_pickle=True) == "b"
+
+
+def plain_values() -> dict[str, Any]:
+    """What programs put into their checkpoints."""
+    import argparse
+    import collections
+    import datetime
+    import decimal
+    import random
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "numbers": [1, -1, 10**50, 2.5, float("inf"), True, None, 1j, "text", b"bytes"],
+        "containers": (
+            {1, 2},
+            frozenset([3]),
+            {"a": [(), {}]},
+            range(3),
+            slice(1, 2),
+            bytearray(b"b"),
+        ),
+        "collections": [
+            collections.OrderedDict(a=1),
+            collections.Counter("aab"),
+            collections.defaultdict(list, {1: [2]}),
+            collections.deque([1, 2], 5),
+        ],
+        "torch": [torch.Size([2, 3]), torch.float32, torch.strided, torch.device("cuda", 1)],
+        "numpy": [np.float64(2.5), np.int32(3), np.bool_(True), np.dtype(">f8"), np.str_("ab")],
+        "times": [now, now.date(), datetime.timedelta(1, 2, 3), datetime.datetime(2020, 1, 2)],
+        "others": [
+            decimal.Decimal("1.50"),
+            pathlib.PurePath("a/b"),
+            argparse.Namespace(lr=1, b=[2]),
+        ],
+        "random": [random.getstate(), repr(np.random.get_state())],
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+    }
+
+
+@pytest.mark.parametrize("name", plain_values())
+def test_what_programs_save_is_loaded_as_it_was(tmp_path: pathlib.Path, name: str) -> None:
+    value = plain_values()[name]
+    writer = dcp.FileSystemWriter(tmp_path / "c")
+    dcp.save({"a": (value,)}, storage_writer=writer, no_dist=True)
+    found = {"a": (None,)}
+    torch.save(value, stream := io.BytesIO())
+    path = placed(tmp_path / "d", stream.getvalue(), BytesStorageMetadata())
+    found = load_checkpoint(path, 0)
+    assert repr(found) == repr(value)
+    assert type(found) is type(value)
+
+
+def test_arrays_and_tensors_in_objects_are_loaded_as_they_were(tmp_path: pathlib.Path) -> None:
+    matrix = torch.arange(12.0).reshape(3, 4)
+    value = {
+        "arrays": [
+            np.arange(6).reshape(2, 3),
+            np.asfortranarray(np.ones((2, 3))),
+            np.array(["a", "bc"]),
+        ],
+        "matrix": matrix,
+        "row": matrix.t()[1],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "empty": torch.empty(0, 3),
+        "byte": torch.get_rng_state(),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+    }
+    torch.save(value, stream := io.BytesIO())
+    found = load_checkpoint(placed(tmp_path / "d", stream.getvalue(), BytesStorageMetadata()), 0)
+    assert found.keys() == value.keys()
+    for mine, theirs in zip(found.pop("arrays"), value.pop("arrays"), strict=True):
+        assert np.array_equal(mine, theirs)
+        assert (mine.dtype, mine.flags.f_contiguous) == (theirs.dtype, theirs.flags.f_contiguous)
+    for key, tensor in value.items():
+        assert torch.equal(found[key], tensor)
+        assert type(found[key]) is type(tensor)
+        assert found[key].stride() == tensor.stride()
+    found["matrix"][0, 1] = 77
+    assert found["row"][0] == 77  # they share their memory, as before
+
+
+def test_tensors_beyond_their_storage_are_refused(tmp_path: pathlib.Path) -> None:
+    for size, stride in (
+        ((4,), (1,)),
+        ((1 << 40,), (0,)),
+        ((2,), (1 << 62,)),
+        ((1 << 62, 0), (1, 1)),
+    ):
+        code = name_of("torch._utils", "_rebuild_tensor_v2") + b"((" + text("storage")
+        code += name_of("torch", "FloatStorage") + text("0") + text("cpu") + b"K\3tQK\0"
+        for numbers in (size, stride):
+            code += b"(" + b"".join(pickle.dumps(n, 2)[2:-1] for n in numbers) + b"t"
+        pickled = b"\x80\2" + code + b"\x89}tR."
+        assert plain_objects._archive(pickled)
+        with pytest.raises((MalformedError, RefusedError)):
+            plain_objects.harmless(plain_objects._archive(pickled))
+
+
+def test_metadata_that_asks_for_endless_lists_or_odd_files_is_refused(
+    tmp_path: pathlib.Path,
+) -> None:
+    def place(name: str) -> Any:
+        return {MetadataIndex("a", [0]): filesystem._StorageInfo(name, 0, 1)}
+
+    for changes in (
+        {"planner_data": {"a": ("list", 1 << 62)}},
+        {"storage_data": place("\ud800")},
+        {"storage_meta": 5},
+        {
+            "state_dict_metadata": {
+                "a": TensorStorageMetadata(
+                    TensorProperties(torch.float32), torch.Size([1 << 62] * 20), []
+                )
+            }
+        },
+    ):
+        with pytest.raises(CheckpointError):
+            parse_metadata(pickle.dumps(some_metadata(**changes), 4), "m")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_pipe_among_the_files_is_refused_and_not_waited_for(
+    tmp_path: pathlib.Path, name: str
+) -> None:
+    path = placed(tmp_path / "c", b"", BytesStorageMetadata())
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    (problem,) = verify(path).problems
+    assert "no regular file" in str(problem)
+    with pytest.raises(dcp.api.CheckpointException, match="no regular file"):
+        load_checkpoint(path, 0)
+
+
+def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: pathlib.Path) -> None:
+    from tests.checkpoint.test_verify import run
+
+    torch.save(1, stream := io.BytesIO())
+    path = placed(tmp_path / "c", stream.getvalue(), BytesStorageMetadata())
+    info = filesystem._StorageInfo("\x1b[2Jfile", 0, 5)
+    name = "\x1b]0;title\x07\ud800"
+    metadata = Metadata({name: BytesStorageMetadata()}, None, {MetadataIndex(name): info})
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    for command in (("ls", path, "--shards"), ("verify", path)):
+        result = run(*command)
+        assert "\x1b" not in result.output
+        assert "\\x1b" in result.output
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert json.loads(run("ls", path, "--json").stdout)[0]["name"] == name
+
+
+# --- at random ---
+
+MUTATIONS = int(os.environ.get("TENSORFERRY_TEST_MUTATIONS", "1000"))
+SEED = int(os.environ.get("TENSORFERRY_TEST_SEED", str(time.time_ns() % 10**9)))
+OBJECT = {"a": [1, 2.5, "text"], "b": np.arange(4.0), "c": {1, 2}, "d": torch.Size([2])}
+
+
+_WATCHED_TOGETHER = 50
+FREQUENT = b"()tRb\x81\x93cuesh0q}]Nj.Qa\x85\x86\x87\x94\x88\x8f\x90"
+
+
+def mutated(data: bytes, random: np.random.Generator) -> bytes:
+    """Change some bytes: bits, pieces that go, come twice or move, and codes that attackers use."""
+    result = bytearray(data)
+    for _ in range(random.integers(1, 5)):
+        at = int(random.integers(len(result) + 1))
+        end = at + int(random.integers(1, 9))
+        kind = random.integers(7)
+        if kind <= 1 and at < len(result):
+            result[at] ^= 1 << int(random.integers(8))
+        elif kind == 2:
+            del result[at:end]
+        elif kind == 3:
+            result[at:at] = result[at:end]
+        elif kind == 4:
+            result[at:end] = random.bytes(end - at)
+        elif kind == 5:
+            codes = list(CODES.values())
+            code = codes[random.integers(len(codes))]
+            result[at:at] = code if len(code) < 1000 else b"2\x86" * 30
+        elif at < len(result):
+            result[at] = FREQUENT[random.integers(len(FREQUENT))]
+    return bytes(result)
+
+
+def attempt_metadata(data: bytes, path: pathlib.Path) -> None:
+    for pickled in (data, data + trailer_of(data)):
+        with contextlib.suppress(CheckpointError):
+            listing.entries_of(parse_metadata(pickled, "m"))
+
+
+def attempt_object(data: bytes, path: pathlib.Path) -> None:
+    with contextlib.suppress(MalformedError, RefusedError):
+        safe = plain_objects.harmless(plain_objects._archive(data))
+        torch.load(io.BytesIO(safe), weights_only=False)
+
+
+def attempt_blob(data: bytes, path: pathlib.Path) -> None:
+    blobs.examine(io.BytesIO(data))
+    blobs.parse(data[: blobs.HEAD_NBYTES], data[-blobs.TAIL_NBYTES :], len(data))
+    with contextlib.suppress(MalformedError, RefusedError):
+        plain_objects.harmless(data)
+
+
+def attempt_description(data: bytes, path: pathlib.Path) -> None:
+    blob = plain_objects._archive(data)
+    blobs.parse(blob, blob, len(blob))
+
+
+def attempt_file(data: bytes, path: pathlib.Path) -> None:
+    (path / "file.pt").write_bytes(data)
+    with contextlib.suppress(Exception):
+        load(path / "file.pt")
+
+
+def attempt_checkpoint(data: bytes, path: pathlib.Path) -> None:
+    (path / "c" / ".metadata").write_bytes(data)
+    assert isinstance(verify(path / "c").problems, list)
+    with contextlib.suppress(dcp.api.CheckpointException):
+        load_checkpoint(path / "c", 0)
+
+
+# Every nth mutation is one of them.
+ATTEMPTS: list[tuple[int, str, Callable[[bytes, pathlib.Path], None]]] = [
+    (100, "metadata", attempt_checkpoint),
+    (25, "file", attempt_file),
+    (5, "file", attempt_blob),
+    (4, "tensor", attempt_description),
+    (2, "object", attempt_object),
+    (1, "metadata", attempt_metadata),
+]
+
+
+def test_mutated_files_do_nothing(tmp_path: pathlib.Path) -> None:
+    torch.save(OBJECT, stream := io.BytesIO())
+    file = stream.getvalue()
+    placed(tmp_path / "c", file, BytesStorageMetadata())
+    tensor = io.BytesIO()
+    torch.save(torch.ones(3), tensor)
+    sources = {
+        "metadata": pickle.dumps(some_metadata(storage_meta=StorageMeta("x")), 4),
+        "object": pickle.dumps(OBJECT | {"d": np.float32(1)}, 2),
+        "file": file,
+        "tensor": blobs_pickle(tensor.getvalue()),
+    }
+    for first in range(0, MUTATIONS, _WATCHED_TOGETHER):
+        with nothing_happens():
+            for number in range(first, min(first + _WATCHED_TOGETHER, MUTATIONS)):
+                random = np.random.default_rng([SEED, number])
+                _, source, attempt = next(each for each in ATTEMPTS if number % each[0] == 0)
+                data = mutated(sources[source], random)
+                try:
+                    attempt(data, tmp_path)
+                except BaseException as error:
+                    note = f"TENSORFERRY_TEST_SEED={SEED}, mutation {number}: {attempt.__name__}({data!r})"
+                    raise AssertionError(note) from error
+
+
+def blobs_pickle(blob: bytes) -> bytes:
+    """The pickle in a blob of torch.save's."""
+    places = blobs.layout(lambda begin, end: blob[begin:end], len(blob))
+    (place,) = (each for each in places if each.name.endswith("/data.pkl"))
+    return blob[place.begin : place.begin + place.nbytes]
