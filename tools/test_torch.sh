@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Runs the checkpoint tests with another version of torch, in an environment of its own below build/.
+#
+#     tools/test_torch.sh VERSION [PYTEST ARGUMENTS...]
+#
+# It gets the ordinary package from pip, some GB with the CUDA libraries that it needs for its import, even without a GPU.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+version=${1:?usage: tools/test_torch.sh VERSION [PYTEST ARGUMENTS...]}
+shift
+environment=build/torch-$version
+python=$environment/bin/python
+
+if [[ ! -e $environment/.ready ]]; then
+  "${PYTHON:-python3}" -m venv "$environment"
+  "$python" -m pip install --quiet --upgrade 'pip>=25.1'
+  # torch comes first. Before 2.5 it knows no NumPy 2.
+  numpy=numpy
+  if [[ $(printf '%s\n' 2.5 "$version" | sort -V | head -1) != 2.5 ]]; then numpy='numpy<2'; fi
+  "$python" -m pip install --quiet "torch==$version" "$numpy"
+  "$python" -m pip install --quiet "torch==$version" "$numpy" --group build --group test
+  touch "$environment/.ready"
+fi
+"$python" -m pip install --quiet --no-build-isolation --no-deps \
+  --config-settings=build-dir="$environment/core" --editable .
+exec "$python" -m pytest tests/checkpoint "$@"
