@@ -16,11 +16,9 @@ python=$environment/bin/python
 if [[ ! -e $environment/.ready ]]; then
   "${PYTHON:-python3}" -m venv "$environment"
   "$python" -m pip install --quiet --upgrade 'pip>=25.1'
-  # torch comes first. Before 2.5 it knows no NumPy 2.
-  numpy=numpy
-  if [[ $(printf '%s\n' 2.5 "$version" | sort -V | head -1) != 2.5 ]]; then numpy='numpy<2'; fi
-  "$python" -m pip install --quiet "torch==$version" "$numpy"
-  "$python" -m pip install --quiet "torch==$version" "$numpy" --group build --group test
+  # Older versions need not know the newest NumPy.
+  "$python" -m pip install --quiet "torch==$version" 'numpy<2.3'
+  "$python" -m pip install --quiet "torch==$version" 'numpy<2.3' --group build --group test
   touch "$environment/.ready"
 fi
 "$python" -m pip install --quiet --no-build-isolation --no-deps \

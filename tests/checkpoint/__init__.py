@@ -11,11 +11,6 @@ def _complete_torch() -> None:
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     if "no_dist" not in inspect.signature(dcp.save).parameters:  # before 2.7, where it is inferred
         dcp.save, dcp.load = _taking_no_dist(dcp.save), _taking_no_dist(dcp.load)
-    if importlib.import_module("torch").__version__ < (2, 5):
-        private = importlib.import_module("torch.distributed._tensor")
-        public = importlib.import_module("torch.distributed.tensor")
-        for name in ("DTensor", "Replicate", "Shard", "distribute_tensor"):
-            setattr(public, name, getattr(private, name))
 
 
 def _taking_no_dist(function: Any) -> Any:
