@@ -29,7 +29,7 @@ PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo test test-cpp test-gpu bench-gpu test-deepspeed lint format stub sanitize bench wheel clean
+.PHONY: help setup build demo test test-cpp test-torch test-gpu bench-gpu test-deepspeed lint format stub sanitize bench wheel clean
 
 help: ## List these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' \
@@ -48,6 +48,10 @@ test: test-cpp $(VENV)/.core.stamp deepspeed ## Run all tests that need no GPU
 
 test-cpp: $(VENV)/.deps.stamp ## Build and run the C++ tests
 	$(call cpp_tests,cpp-tests,)
+
+test-torch: ## Run the checkpoint tests with another torch: TORCH_VERSION=2.6.0
+	@test -n "$(TORCH_VERSION)" || { echo "make $@ TORCH_VERSION=2.6.0"; exit 2; }
+	PYTHON="$(PYTHON)" tools/test_torch.sh "$(TORCH_VERSION)" $(PYTEST_ARGS)
 
 test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.core.stamp) ## Run the tests that need a GPU: TORCH=torch for one with CUDA
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu --ignore tests/standin $(PYTEST_ARGS)

@@ -111,6 +111,27 @@ def test_a_failed_save_is_told_and_leaves_the_checkpoint_before(tmp_path: pathli
         writer.close()
 
 
+class FailingPlanner(dcp.DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        raise ZeroDivisionError
+
+
+@pytest.mark.timeout(120)
+def test_failed_saves_of_which_the_exceptions_are_kept_do_not_stop_later_ones(
+    directory: pathlib.Path,
+) -> None:
+    writer, kept = FileSystemWriter(directory / "checkpoint"), []
+    for _ in range(3):
+        answer = dcp.async_save(mixed_state(), storage_writer=writer, planner=FailingPlanner())
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            done(answer)
+        kept.append((answer, caught.value))
+    done(dcp.async_save(mixed_state(4), storage_writer=writer))
+    assert_same(load(directory / "checkpoint", mixed_state(4)), mixed_state(4))
+    assert all(isinstance(error.failures[0][0], ZeroDivisionError) for _, error in kept)
+    writer.close()
+
+
 def save_over_and_over(rank: int, directory: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -123,6 +123,40 @@ def test_memory_in_use_is_left_alone_and_a_third_stage_waits(shared: bool) -> No
     assert bool((second["a"] == 2).all())
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_states_in_reference_cycles_are_not_waited_for(shared: bool) -> None:
+    stager, addresses = Stager(shared=shared), set()
+    for step in range(4):
+        staged = stager.stage({"a": torch.full((1000,), step)})
+        addresses.add(staged["a"].data_ptr())
+        staged["itself"] = staged
+        del staged
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_views_of_one_storage_take_its_memory_once(shared: bool) -> None:
+    flat = torch.arange(1 << 20, dtype=torch.float32)
+    state: dict[str, Any] = {str(k): flat[k << 18 : (k + 1) << 18] for k in range(4)}
+    state |= {
+        "flat": flat,
+        "odd": flat.view(torch.uint8)[5:9],
+        "complex": flat[2:6].view(torch.complex64),
+    }
+    state |= {"grad": flat.view(-1).requires_grad_(), "steps": flat.detach()[::2]}
+    staged = Stager(shared=shared).stage(state)
+    wanted = {key: bits_of(value) for key, value in state.items()}
+    with torch.no_grad():
+        flat.zero_()
+    assert {key: bits_of(value) for key, value in staged.items()} == wanted
+    begin = staged["flat"].data_ptr()
+    for key in state.keys() - {"steps"}:  # whose elements alone are copied
+        assert staged[key].data_ptr() - begin == state[key].data_ptr() - flat.data_ptr(), key
+        assert shared or staged[key].untyped_storage().nbytes() == state[key].nbytes, key
+    assert staged["grad"].requires_grad
+    assert not staged["flat"].requires_grad
+
+
 def test_states_may_grow_and_shrink() -> None:
     stager = Stager()
     for count in (10, 1 << 20, 5, 3 << 20, 0):

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from tests.support.child import ROOT
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < (2, 7), reason="the example's FSDP came with torch 2.7")
 def test_training_killed_in_a_save_goes_on_with_one_rank_and_with_three(
     directory: pathlib.Path,
 ) -> None:

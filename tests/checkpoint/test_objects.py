@@ -17,8 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tensorferry
 from tensorferry.checkpoint import CheckpointError, load, save
 from tests.checkpoint.states import assert_same, flipped, mixed_state
+from tests.support import mounts
 from tests.support.faultfs import Fault, FaultFS
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ OBJECTS: dict[str, Any] = {
     "module": lambda: torch.nn.Linear(30, 40).state_dict(),
     "no tensors": lambda: {"a": [1, 2.5, "x", None], "b": (True, b"bytes")},
     "many small": lambda: {str(k): torch.full((k,), k) for k in range(500)},
+    "many of one size": lambda: {str(k): torch.full((4,), float(k)) for k in range(12)},
     "small between large": lambda: [torch.ones(n) for n in (3, 1 << 19, 5, 1, 1 << 19, 6, 7, 0)],
     "storages": lambda: [torch.ones(100).untyped_storage()],
     "bytes of an odd length": lambda: torch.ones((1 << 20) + 1, dtype=torch.uint8),
@@ -243,6 +246,21 @@ def test_objects_that_no_pickle_takes_are_refused_and_leave_nothing(
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         save({"tensor": torch.ones(10), "f": lambda: None}, directory / "object.pt")
     assert list(directory.iterdir()) == []
+
+
+@pytest.mark.root
+def test_what_torch_must_write_tells_of_a_full_disk_as_such(tmp_path: pathlib.Path) -> None:
+    with mounts.tmpfs(tmp_path / "small", 2 << 20) as mount:
+        save({"step": 1}, mount / "object.pt")
+        before = (mount / "object.pt").read_bytes()
+        # There is no way without payloads for quantized tensors.
+        obj = torch.quantize_per_tensor(torch.zeros(4 << 20), 0.1, 0, torch.qint8)
+        with pytest.raises(tensorferry.StorageError) as caught:
+            save(obj, mount / "object.pt")
+        assert caught.value.errno == errno.ENOSPC
+        assert str(caught.value.filename) == str(mount / "object.pt")
+        assert (mount / "object.pt").read_bytes() == before
+        assert [path.name for path in mount.iterdir()] == ["object.pt"]
 
 
 def test_missing_file_is_reported_as_such(directory: pathlib.Path) -> None:

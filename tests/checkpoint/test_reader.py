@@ -27,6 +27,7 @@ from tests.checkpoint.states import (
     assert_same,
     bits_of,
     empty_like,
+    flipped,
     metadata_of,
     mixed_state,
     save,
@@ -467,6 +468,14 @@ def test_missing_data_file_is_named(directory: pathlib.Path) -> None:
 def test_missing_checkpoint_is_refused(directory: pathlib.Path) -> None:
     with pytest.raises(dcp.api.CheckpointException, match=r"\.metadata"):
         load({"a": torch.ones(1)}, directory)
+
+
+def test_damaged_metadata_is_told_with_its_name(directory: pathlib.Path) -> None:
+    save({"a": torch.ones(1)}, directory)
+    path = directory / ".metadata"
+    path.write_bytes(flipped(path.read_bytes(), 800))
+    with fails(CheckpointError, str(path)):
+        load({"a": torch.zeros(1)}, directory)
 
 
 def test_read_error_reaches_the_caller(directory: pathlib.Path) -> None:

@@ -59,10 +59,13 @@ class Archive:
         them yet.
     payload_nbytes : tuple of int
         The payloads' sizes.
+    payload_keys: tuple of str
+        What the pickle calls the payloads' storages: torch before 2.7 writes them in the order of these as text.
     """
 
     pieces: tuple[bytes, ...]
     payload_nbytes: tuple[int, ...]
+    payload_keys: tuple[str, ...]
     _descriptors: tuple[int, ...]  # where in pieces[k + 1] the CRC-32 of payload k stands
     _entries: tuple[int, ...]  # where in the last piece it stands again
     _crcs: tuple[int | None, ...]  # of all records that the id is made of; None: the next payload's
@@ -226,6 +229,7 @@ def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
 
     descriptors: list[int] = []
     entries: list[int] = []
+    keys: list[str] = []
     crcs: list[int | None] = []
     written: list[int] = []
     identity: _Identity | None = None
@@ -255,6 +259,7 @@ def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
                 raise UnknownArchiveError("payloads in another order than their records")
             descriptors.append(descriptor + 4)
             entries.append(entry)
+            keys.append(record.name.decode().partition("/data/")[2])
             crcs.append(None)
             continue
         content_piece, content = find(data, record.nbytes)
@@ -274,6 +279,7 @@ def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
     return Archive(
         tuple(map(bytes, pieces)),
         tuple(gaps),
+        tuple(keys),
         tuple(descriptors),
         tuple(entries),
         tuple(crcs),

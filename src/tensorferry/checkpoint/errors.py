@@ -53,6 +53,14 @@ class CheckpointError(ValueError):
         return _rebuild, (self.reason, self.path, self.names, self.begin, self.end)
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """Return what the system refused: torch.save, told of it, fails once more as it closes the archive."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause or error
+
+
 _SHOWN_NAMES = 4
 
 

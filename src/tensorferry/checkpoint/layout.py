@@ -43,7 +43,8 @@ def files_of(
 def max_nbytes(item: WriteItem) -> int:
     """Return what an item takes at most, as far as it is known."""
     if item.tensor_data is None:
-        return max(0, item.bytes_io_data.nbytes) if item.bytes_io_data is not None else 0
+        data = getattr(item, "bytes_io_data", None)  # torch 2.8 and later
+        return max(0, data.nbytes) if data is not None else 0
     nbytes = math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
     return nbytes + MAX_OVERHEAD_NBYTES
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorferry.checkpoint.archive import Archive, UnknownArchiveError, archive_of
-from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.file_writer import FileWriter
 from tensorferry.checkpoint.payloads import OWN_FILES, Directory, Payloads
 from tensorferry.checkpoint.pickles import MalformedError, screen
@@ -70,8 +70,11 @@ def save(obj: object, path: Path, *, sync: bool = True) -> None:
     except (UnknownArchiveError, RuntimeError):
         # There is no way without payloads in this torch, or for this object (quantized tensors). What is wrong with
         # the object itself is raised here.
-        with FileWriter(path, sync=sync) as file:
-            torch.save(obj, file)  # type: ignore[arg-type]
+        try:
+            with FileWriter(path, sync=sync) as file:
+                torch.save(obj, file)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise cause_of(error) from None
         return
     with Replacement(path, sync=sync, reserve_nbytes=archive.nbytes) as new, new.named():
         crcs = _Crcs()
@@ -199,14 +202,15 @@ def _archive_and_storages(obj: object) -> tuple[Archive, list[torch.UntypedStora
 
     module = types.SimpleNamespace(__name__="pickle", Pickler=Pickler)
     archive = archive_of(obj, module)
-    storages = [
-        item._untyped_storage if isinstance(item, torch.TypedStorage) else item
-        for item in found.values()
-    ]
-    storages = [storage for storage in storages if storage.nbytes() > 0]
-    if tuple(storage.nbytes() for storage in storages) != archive.payload_nbytes:
+    storages = {
+        key: item._untyped_storage if isinstance(item, torch.TypedStorage) else item
+        for key, item in found.items()
+    }
+    nbytes = {key: storage.nbytes() for key, storage in storages.items() if storage.nbytes() > 0}
+    # By their names, in whatever order torch writes them.
+    if dict(zip(archive.payload_keys, archive.payload_nbytes, strict=True)) != nbytes:
         raise UnknownArchiveError("payloads that are not the storages")
-    return archive, storages
+    return archive, [storages[key] for key in archive.payload_keys]
 
 
 class _Crcs(Sequence[int]):

@@ -102,6 +102,16 @@ class FileSystemReader(filesystem.FileSystemReader):
         """
         self._check_hooks()
         rank = kwargs.get("rank")
+        try:
+            return self._read_metadata(rank)
+        except Exception as error:
+            if rank is None:
+                raise
+            # torch would catch it, and raise an AssertionError, which says nothing in torch 2.9.
+            unread: Any = _Unread(error)
+            return unread  # type: ignore[no-any-return]
+
+    def _read_metadata(self, rank: int | None) -> Metadata:
         path = metadata_path(self.path, rank)
         try:
             metadata = read_metadata(path, trust_pickle=self._trust_pickle)
@@ -124,6 +134,8 @@ class FileSystemReader(filesystem.FileSystemReader):
     ) -> None:
         """Take the metadata that loads will go by."""
         self._check_hooks()
+        if isinstance(metadata, _Unread):
+            raise metadata.error
         if metadata is not self._checked:
             check_metadata(metadata, str(self.path))
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
@@ -179,6 +191,16 @@ class FileSystemReader(filesystem.FileSystemReader):
         return Contents(
             self.path, self._metadata, verify=self._verify != "off", trusted=self._trust_pickle
         )
+
+
+class _Unread:
+    """What stands for metadata that could not be read, until torch uses it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.error
 
 
 class _Load:

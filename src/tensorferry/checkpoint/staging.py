@@ -5,14 +5,18 @@ next ones, so that only the copy itself blocks training; threads copy in paralle
 copied by copy.deepcopy().
 
 An image is lent to what stage() returns and comes back when that is gone. Who stages again before gets a second image;
-a third is not made, the caller waits.
+a third is not made, the caller waits. What only seems to be in use is let go of first: torch leaves staged states in
+reference cycles (up to 2.9 after each save, later after failed ones), and failed saves keep theirs in the traceback
+of their exception.
 """
 
 from __future__ import annotations
 
 import abc
+import bisect
 import copy
 import ctypes
+import gc
 import math
 import os
 import threading
@@ -20,27 +24,34 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import checkpoint
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tensorferry import _core
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Callable, Iterator
 
 _MAX_IMAGES = 2
 # How long a save may take that another one waits for; torch's process groups give up after the same time.
 _MAX_WAIT_SECONDS = 1800.0
 _POLL_SECONDS = 0.005
+# Garbage is looked for at growing intervals while one waits.
+_FIRST_SEARCH_SECONDS = 0.1
+_MAX_SEARCH_SECONDS = 10.0
+_CHECKPOINT_CODE = os.path.join(os.path.dirname(checkpoint.__file__), "")  # noqa: PTH118, PTH120
 _MAX_THREADS = 16
 _SHARED_MEMORY = "/dev/shm"
 _PIECE_NBYTES = 8 << 20
 # Large tensors begin with a page.
 _PAGE_NBYTES = 4096
 _SMALL_ALIGNMENT = 64
+_MAX_ITEM_NBYTES = 16
 
 
 class Stager:
@@ -135,16 +146,12 @@ class Stager:
     def _take_image(self, plan: _Plan) -> _Image:
         """Return an image that nobody uses, reserved."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
+        search = _Search()
         while True:
+            if any(image.in_use() for image in tuple(self._images)):
+                search.go_on()
             with self._lock:
-                free = [image for image in self._images if not image.in_use()]
-                # Those that are too small go before a new one comes.
-                self._images = [i for i in self._images if i not in free or i.nbytes >= plan.nbytes]
-                image = next((i for i in free if i.nbytes >= plan.nbytes), None)
-                if image is None and len(self._images) < _MAX_IMAGES:
-                    del free
-                    image = (_SharedImage if self.shared else _PrivateImage)(plan.nbytes)
-                    self._images.append(image)
+                image = self._free_image(plan.nbytes)
                 if image is not None:
                     image.reserved = True
                     break
@@ -158,6 +165,77 @@ class Stager:
             image.lock_pages()
         return image
 
+    def _free_image(self, nbytes: int) -> _Image | None:
+        """Return an image that nobody uses, a new one if there may be one more."""
+        free = [image for image in self._images if not image.in_use()]
+        # Those that are too small go before a new one comes.
+        self._images = [i for i in self._images if i not in free or i.nbytes >= nbytes]
+        image = next((i for i in free if i.nbytes >= nbytes), None)
+        if image is None and len(self._images) < _MAX_IMAGES:
+            del free
+            image = (_SharedImage if self.shared else _PrivateImage)(nbytes)
+            self._images.append(image)
+        return image
+
+
+class _Search:
+    """Looks for states that are kept by garbage and by tracebacks alone, and lets go of them."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._interval_seconds = 0.0
+
+    def go_on(self) -> None:
+        """Search at once when first called, for garbage alone, and then every now and then."""
+        begin = time.monotonic()
+        if begin < self._next:
+            return
+        gc.collect()
+        if self._interval_seconds > 0:
+            _forget_failed_saves()
+        took_seconds = time.monotonic() - begin
+        self._interval_seconds = max(
+            min(2 * self._interval_seconds, _MAX_SEARCH_SECONDS),
+            10 * took_seconds,  # others need the GIL
+            _FIRST_SEARCH_SECONDS,
+        )
+        self._next = begin + took_seconds + self._interval_seconds
+
+
+def _forget_failed_saves() -> None:
+    """Cut the tracebacks of exceptions that somebody keeps where they go through torch's code for checkpoints.
+
+    Its frames and functions refer to staged states. What went wrong, and where, stays in the text of torch's exception.
+    """
+    for tracked in gc.get_objects():
+        if issubclass(type(tracked), BaseException):
+            above, here = None, tracked.__traceback__
+            while here is not None and not _is_torchs_checkpointing(here):
+                above, here = here, here.tb_next
+            if above is None:
+                tracked.__traceback__ = None
+            elif here is not None:
+                above.tb_next = None
+
+
+def _is_torchs_checkpointing(here: types.TracebackType) -> bool:
+    return here.tb_frame.f_code.co_filename.startswith(_CHECKPOINT_CODE)
+
+
+@dataclass
+class _Region:
+    """Bytes of a storage that go to an image together: tensors that overlap here overlap there."""
+
+    storage: torch.UntypedStorage
+    begin: int  # in the storage
+    end: int
+    offset: int = 0  # in the image
+
+    def bytes(self) -> torch.Tensor:
+        """Return them."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return empty.set_(self.storage, self.begin, (self.end - self.begin,), (1,))
+
 
 class _Plan:
     """Which tensors of a state go where in an image."""
@@ -165,14 +243,25 @@ class _Plan:
     def __init__(self, state: object) -> None:
         self.nbytes = 0
         self.has_accelerator_tensors = False
-        self._places: dict[tuple[object, ...], int] = {}  # offsets in the image
-        self._copied: dict[int, torch.Tensor] = {}  # by offset
+        # Of contiguous tensors, by storage and in its order. Others have an offset of their own.
+        self._regions: dict[tuple[object, ...], list[_Region]] = {}
+        self._offsets: dict[tuple[object, ...], int] = {}
+        self._copied: dict[tuple[object, ...], torch.Tensor] = {}
         self._moves: list[tuple[torch.Tensor, torch.Tensor]] = []
         # How to make the copy of each tensor, by its id.
         self._recipes = {id(tensor): self._recipe(tensor) for tensor in _tensors_in(state)}
+        for regions in self._regions.values():
+            regions[:] = _united(regions)
+            for region in regions:
+                region.offset = self._reserve(region.end - region.begin)
 
     def copy_into(self, image: _Image) -> dict[int, Any]:
         """Copy the tensors, and return a memo for copy.deepcopy() that has the copies."""
+        for regions in self._regions.values():
+            for region in regions:
+                source = region.bytes()
+                copied = image.tensor(region.offset, source.dtype, source.size(), source.stride())
+                self._moves.append((copied, source))
         memo = {key: recipe(image) for key, recipe in self._recipes.items()}
         _copy_all(self._moves, image.pages_locked)
         self._recipes.clear()  # they refer to this plan, which has the copies
@@ -192,15 +281,33 @@ class _Plan:
                 return make(inner, context, tensor.size(), tensor.stride())
 
             return rebuild
-        if isinstance(tensor, ShardedTensor):
-            return lambda _: BlockingAsyncStager().stage({"": tensor})[""]
+        if isinstance(tensor, ShardedTensor):  # which cpu() may return as it is
+            return lambda _: copy.deepcopy(tensor.cpu())
         if not _is_plain(tensor):  # sparse, quantized, ...
             return lambda _: tensor.detach().to("cpu", copy=True)
-        offset = self._place(tensor)
-        return lambda image: self._begin_copy(image, tensor, offset)
+        if tensor.numel() == 0:
+            return lambda _: torch.empty_like(tensor, device="cpu")
+        self.has_accelerator_tensors |= not tensor.is_cpu
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            find = self._add_to_region(tensor)
+            return lambda image: self._tensor(image, find(), tensor, tensor.stride())
+        return self._own_place(tensor)
 
-    def _place(self, tensor: torch.Tensor) -> int:
-        """Return where a tensor goes; the same for tensors that are the same memory."""
+    def _add_to_region(self, tensor: torch.Tensor) -> Callable[[], int]:
+        """Return a function that tells the tensor's offset, once all are known."""
+        storage = tensor.untyped_storage()
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        key = (tensor.device, storage.data_ptr(), storage.nbytes())
+        regions = self._regions.setdefault(key, [])
+        regions.append(_Region(storage, begin, begin + tensor.nbytes))
+
+        def find() -> int:
+            region = regions[bisect.bisect(regions, begin, key=lambda one: one.begin) - 1]
+            return region.offset + begin - region.begin
+
+        return find
+
+    def _own_place(self, tensor: torch.Tensor) -> Callable[[_Image], Any]:
         key = (
             tensor.device,
             tensor.data_ptr(),
@@ -209,30 +316,51 @@ class _Plan:
             tensor.stride(),
             tensor.is_conj(),
             tensor.is_neg(),
-            tensor.requires_grad,
         )
-        if key not in self._places:
-            alignment = _PAGE_NBYTES if tensor.nbytes >= _PAGE_NBYTES else _SMALL_ALIGNMENT
-            self._places[key] = -(-self.nbytes // alignment) * alignment
-            self.nbytes = self._places[key] + tensor.nbytes
-            self.has_accelerator_tensors |= not tensor.is_cpu
-        return self._places[key]
+        if key not in self._offsets:
+            self._offsets[key] = self._reserve(tensor.nbytes)
+        offset = self._offsets[key]
 
-    def _begin_copy(self, image: _Image, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-        if tensor.numel() == 0:
-            return torch.empty_like(tensor, device="cpu")
-        copied = self._copied.get(offset)
-        if copied is None:
+        def begin_copy(image: _Image) -> torch.Tensor:
             # The strides of clone(): as they are where the elements fill their memory, else as for a new tensor.
-            stride = (
-                tensor.stride()
-                if tensor.is_contiguous()
-                else torch.empty_like(tensor, device="meta").stride()
-            )
-            copied = image.tensor(offset, tensor.dtype, tensor.size(), stride)
-            self._copied[offset] = copied
-            self._moves.append((copied, tensor))
-        return copied.requires_grad_(tensor.requires_grad)
+            stride = torch.empty_like(tensor, device="meta").stride()
+            known = len(self._copied)
+            copied = self._tensor(image, offset, tensor, stride)
+            if len(self._copied) > known:
+                self._moves.append((copied, tensor))
+            return copied
+
+        return begin_copy
+
+    def _reserve(self, nbytes: int) -> int:
+        """Return the offset of that many bytes."""
+        alignment = _PAGE_NBYTES if nbytes >= _PAGE_NBYTES else _SMALL_ALIGNMENT
+        offset = -(-self.nbytes // alignment) * alignment
+        self.nbytes = offset + nbytes
+        return offset
+
+    def _tensor(
+        self, image: _Image, offset: int, like: torch.Tensor, stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Return the tensor in the image at an offset; the same for tensors that are the same memory."""
+        key = (offset, like.dtype, like.size(), stride, like.requires_grad)
+        if key not in self._copied:
+            copied = image.tensor(offset, like.dtype, like.size(), stride)
+            self._copied[key] = copied.requires_grad_(like.requires_grad)
+        return self._copied[key]
+
+
+def _united(regions: list[_Region]) -> list[_Region]:
+    """Return regions of a storage in its order, those that overlap as one."""
+    united: list[_Region] = []
+    for region in sorted(regions, key=lambda one: one.begin):
+        last = united[-1] if united else None
+        if last is None or region.begin >= last.end:
+            united.append(region)
+        elif (region.begin, region.end) != (last.begin, last.end):
+            last.begin -= last.begin % _MAX_ITEM_NBYTES  # so that elements of all are aligned
+            last.end = max(last.end, region.end)
+    return united
 
 
 def _tensors_in(state: object) -> Iterator[torch.Tensor]:

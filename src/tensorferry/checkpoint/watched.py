@@ -16,14 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def cause_of(error: BaseException) -> BaseException:
-    """Return what the system refused: torch.save, told of it, fails once more as it closes the archive."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__context__
-    return cause or error
-
-
 class WatchedFileSystem(filesystem.FileSystem):
     """torch's files, of which failures are kept, also those of threads that nobody asks."""
 

@@ -28,13 +28,13 @@ from tensorferry.checkpoint.archive import (
     plain_memory,
     tensor_archive,
 )
-from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.layout import files_of, max_nbytes
 from tensorferry.checkpoint.metadata import EXTRAS
 from tensorferry.checkpoint.pipeline import BUFFER_NBYTES, Pipeline
 from tensorferry.checkpoint.savers import Saver
 from tensorferry.checkpoint.stream import Stream, StreamFile
-from tensorferry.checkpoint.watched import WatchedFileSystem, cause_of
+from tensorferry.checkpoint.watched import WatchedFileSystem
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

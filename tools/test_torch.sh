@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Runs the checkpoint tests with another version of torch, in an environment of its own below build/.
+#
+#     tools/test_torch.sh VERSION [PYTEST ARGUMENTS...]
+#
+# It gets the ordinary package from pip, some GB with the CUDA libraries that it needs for its import, even without a GPU.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+version=${1:?usage: tools/test_torch.sh VERSION [PYTEST ARGUMENTS...]}
+shift
+environment=build/torch-$version
+python=$environment/bin/python
+
+if [[ ! -e $environment/.ready ]]; then
+  "${PYTHON:-python3}" -m venv "$environment"
+  "$python" -m pip install --quiet --upgrade 'pip>=25.1'
+  # Older versions need not know the newest NumPy.
+  "$python" -m pip install --quiet "torch==$version" 'numpy<2.3'
+  "$python" -m pip install --quiet "torch==$version" 'numpy<2.3' --group build --group test
+  touch "$environment/.ready"
+fi
+"$python" -m pip install --quiet --no-build-isolation --no-deps \
+  --config-settings=build-dir="$environment/core" --editable .
+exec "$python" -m pytest tests/checkpoint "$@"
