@@ -181,8 +181,8 @@ class Actor {
     auto scheduler = schedulers_[random_() % schedulers_.size()]->get();
     auto [bytes, offset] = piece();
     const RequestOptions options{.write = true, .sync = random_() % 16 == 0, .close_files = random_() % 4 == 0};
-    const TransferSpec spec{file(options.close_files), bytes.data(), offset, bytes.size(), true};
-    const auto request = begin(*scheduler, spec, options, blocking);
+    TransferSpec spec{file(options.close_files), bytes.data(), offset, bytes.size(), true};
+    const auto request = begin(*scheduler, std::move(spec), options, blocking);
     if (!request) {
       ++counts_.refused;
       return;
