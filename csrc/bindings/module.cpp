@@ -213,9 +213,24 @@ class Owners {
   std::unordered_map<uint64_t, std::vector<nb::object>> by_request_;
 };
 
+// Ends a request that an exception has kept from being completed.
+struct Sealer {
+  std::shared_ptr<Request> core;
+
+  explicit Sealer(std::shared_ptr<Request> request) : core(std::move(request)) {}
+  ~Sealer() {
+    if (core->done() || core->fork_generation() != fork_generation()) return;
+    if (!core->sealed()) core->cancel();
+    core->seal();
+  }
+  Sealer(const Sealer&) = delete;
+  Sealer& operator=(const Sealer&) = delete;
+};
+
 struct PyRequest {
   std::shared_ptr<Request> core;
   std::shared_ptr<Owners> owners;
+  std::shared_ptr<Sealer> sealer = std::make_shared<Sealer>(core);
 
   // Whoever learns of the end has the memory back.
   bool done() const {
@@ -303,7 +318,7 @@ class PyScheduler {
     std::vector<File::Lease> leases;
     leases.reserve(count);
     for (const PyFile& file : files) leases.push_back(lease_of(file));
-    admit(count);
+    Admitted admitted(*this, count);
     std::vector<std::shared_ptr<Transfer>> transfers;
     std::vector<std::pair<size_t, Fault>> refused;
     std::optional<Fault> fault;
@@ -311,11 +326,11 @@ class PyScheduler {
       WithoutGil release;
       fault = create_transfers(files, leases, addresses, nbytes, offsets, positions, locations, request.core, transfers,
                                refused);
-      core_->take_back(fault ? count : refused.size());
     }
     if (fault) refuse(*fault);
     if (!transfers.empty()) {
       owners_->keep(request.core->id(), std::move(owner));
+      admitted.handed_over(transfers.size());
       WithoutGil release;
       core_->submit(request.core, transfers);
     }
@@ -338,7 +353,7 @@ class PyScheduler {
     PyRequest request = new_request(write, truncate, sync, close_files, background);
     std::vector<File::Lease> leases;
     leases.push_back(lease_of(file));
-    admit(1);
+    Admitted admitted(*this, 1);
     std::vector<std::shared_ptr<Transfer>> transfers;
     std::optional<Fault> fault;
     bool inlined = false;
@@ -349,14 +364,17 @@ class PyScheduler {
       fault = create_transfers({file}, leases, {address}, {nbytes}, {offset}, {0}, locations, request.core, transfers,
                                refused);
       if (!refused.empty()) fault = std::move(refused.front().second);
-      if (fault) core_->take_back(1);
       inlined = !fault && core_->try_inline(transfers.front());
-      if (inlined) request.core->settle();
+      if (inlined) {
+        admitted.handed_over(1);
+        request.core->settle();
+      }
     }
     if (fault) refuse(*fault);
     if (inlined && request.core->done() && request.core->faults().empty()) return std::nullopt;
     if (!request.core->done()) {
       owners_->keep(request.core->id(), std::move(owner));
+      if (!inlined) admitted.handed_over(1);
       WithoutGil release;
       if (!inlined) {
         core_->submit(request.core, transfers);
@@ -436,16 +454,31 @@ class PyScheduler {
  private:
   [[noreturn]] static void raise_closed() { throw nb::value_error("this handle or file is closed"); }
 
-  void admit(size_t count) {
-    check_usable();
-    reap();
-    auto answer = Scheduler::Admission::full;
-    wait_interruptibly(std::nullopt, [&](milliseconds slice) {
-      answer = core_->admit(count, slice);
-      return answer != Scheduler::Admission::full;
-    });
-    if (answer == Scheduler::Admission::closed) raise_closed();
-  }
+  // Room for transfers; what is not handed over is taken back.
+  class Admitted {
+   public:
+    Admitted(PyScheduler& scheduler, size_t count) : core_(*scheduler.core_), count_(count) {
+      scheduler.check_usable();
+      scheduler.reap();
+      auto answer = Scheduler::Admission::full;
+      wait_interruptibly(std::nullopt, [&](milliseconds slice) {
+        answer = core_.admit(count, slice);
+        return answer != Scheduler::Admission::full;
+      });
+      if (answer == Scheduler::Admission::closed) raise_closed();
+    }
+    ~Admitted() {
+      if (count_ > 0) core_.take_back(count_);
+    }
+    Admitted(const Admitted&) = delete;
+    Admitted& operator=(const Admitted&) = delete;
+
+    void handed_over(size_t count) { count_ -= count; }
+
+   private:
+    Scheduler& core_;
+    size_t count_;
+  };
 
   // A fault that is no single transfer's, or goes away with time (too many descriptors), refuses all of them.
   std::optional<Fault> create_transfers(const std::vector<PyFile>& files, std::vector<File::Lease>& leases,
@@ -475,6 +508,7 @@ class PyScheduler {
         }
       }
       if (auto found = full.find(file.get()); found != full.end()) {
+        request->refuse(file);
         refused.emplace_back(positions[index], found->second);
         continue;
       }
@@ -488,6 +522,7 @@ class PyScheduler {
       }
       const Fault& fault = transfer.fault();
       if (fault.error_number == EMFILE || fault.error_number == ENFILE || fault.error_number == ENODEV) return fault;
+      request->refuse(file);
       refused.emplace_back(positions[index], fault);
     }
     return std::nullopt;

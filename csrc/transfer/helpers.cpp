@@ -20,7 +20,9 @@ struct Helpers::State {
   std::condition_variable news;
   std::deque<Job> jobs;
   std::vector<std::thread> threads;
-  size_t idle = 0;
+  size_t running = 0;  // threads, those left behind too
+  size_t idle = 0;     // of them
+  bool abandoned = false;
   bool stopping = false;
 };
 
@@ -30,16 +32,22 @@ Helpers::~Helpers() = default;
 void Helpers::post(Job job) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  if (state.idle <= state.jobs.size() && state.threads.size() < max_threads) {
+  if (state.idle <= state.jobs.size() && state.running < max_threads) {
     SignalsBlocked signals;
     try {
-      state.threads.emplace_back([own = state_] {
+      std::thread thread([own = state_] {
         (void)::pthread_setname_np(::pthread_self(), "tensorferry-job");
         serve(own);
       });
+      ++state.running;
       ++state.idle;
+      if (state.abandoned) {
+        thread.detach();
+      } else {
+        state.threads.push_back(std::move(thread));
+      }
     } catch (const std::system_error&) {
-      if (state.threads.empty()) {
+      if (state.running == 0) {
         lock.unlock();
         return job();
       }
@@ -55,7 +63,7 @@ void Helpers::serve(const std::shared_ptr<State>& own) {
   std::unique_lock lock(state.mutex);
   while (true) {
     state.news.wait(lock, [&] { return !state.jobs.empty() || state.stopping; });
-    if (state.jobs.empty()) return;
+    if (state.jobs.empty()) break;
     Job job = std::move(state.jobs.front());
     state.jobs.pop_front();
     --state.idle;
@@ -65,6 +73,8 @@ void Helpers::serve(const std::shared_ptr<State>& own) {
     lock.lock();
     ++state.idle;
   }
+  --state.idle;
+  --state.running;
 }
 
 void Helpers::stop() {
@@ -78,15 +88,19 @@ void Helpers::stop() {
   for (auto& thread : threads) thread.join();
   std::lock_guard lock(state_->mutex);
   state_->stopping = false;
-  state_->idle = 0;
 }
 
 void Helpers::abandon() {
+  std::lock_guard lock(state_->mutex);
+  state_->abandoned = true;
+  for (auto& thread : state_->threads) thread.detach();
+  state_->threads.clear();
+}
+
+void Helpers::release() {
   {
     std::lock_guard lock(state_->mutex);
     state_->stopping = true;
-    for (auto& thread : state_->threads) thread.detach();
-    state_->threads.clear();
   }
   state_->news.notify_all();
 }

@@ -25,8 +25,9 @@ class Helpers {
   // Waits for all jobs and ends the threads.
   void stop();
 
-  // Leaves the threads behind; they end when they can.
+  // Nobody will wait for the threads; they go on with jobs until release().
   void abandon();
+  void release();
 
  private:
   struct State;

@@ -15,7 +15,12 @@ void Line::add(std::shared_ptr<Transfer> transfer) {
     Ring& ring = rings_[in];
     found = requests_.emplace(&request, ring.insert(ring.end(), Turn{in, {}, turn_nbytes})).first;
   }
-  found->second->transfers.push_back(std::move(transfer));
+  const auto turn = found->second;
+  if (turn->in == small && request.nbytes() > small_request_nbytes) {  // more of it has come
+    turn->in = normal;
+    rings_[normal].splice(rings_[normal].end(), rings_[small], turn);
+  }
+  turn->transfers.push_back(std::move(transfer));
 }
 
 Line::Class Line::next_class() const {

@@ -8,6 +8,12 @@
 #include "transfer/transfer.h"
 
 namespace tensorferry {
+namespace {
+
+// Files whose directories are still to be synced.
+constexpr size_t max_kept_open = 64;
+
+}  // namespace
 
 // All behind the last byte written is cut off: see write_order.h.
 class Request::Cut final : public OrderedWrite {
@@ -63,7 +69,10 @@ void Request::add(const std::vector<std::shared_ptr<Transfer>>& transfers) {
     Use& use = use_of(transfer->file());
     ++use.open;
     use.begin = std::min(use.begin, transfer->begin());
-    use.end = std::max(use.end, transfer->end());
+    if (options_.truncate) {
+      auto& end = ends_[transfer->identity()];
+      end = std::max(end, transfer->end());
+    }
     use.nbytes += transfer->nbytes();
     use.index = std::min(use.index, transfer->index);
   }
@@ -88,6 +97,7 @@ void Request::seal(const File& file) {
   if (use.sealed) return;
   use.sealed = true;
   if (options_.truncate) {
+    use.end = ends_[file.identity()];
     use.cut = std::make_shared<Cut>(shared_from_this(), file, use.end);
     ++use.open;
     lock.unlock();
@@ -103,7 +113,8 @@ void Request::seal() {
   std::vector<const File*> given_up;
   for (auto& [file, use] : uses_) {
     if (use->sealed) continue;
-    use->failed = true;  // not all of it has come: neither cut it nor call it durable
+    use->failed = true;  // not all of it has come
+    incomplete_.insert(file->identity());
     given_up.push_back(file);
   }
   for (const File* file : given_up) {
@@ -114,6 +125,11 @@ void Request::seal() {
   const Next then = next();
   lock.unlock();
   follow(then);
+}
+
+bool Request::sealed() {
+  std::lock_guard lock(mutex_);
+  return sealed_;
 }
 
 void Request::release(const File& file, std::unique_lock<std::mutex>& lock) {
@@ -129,7 +145,14 @@ void Request::release(const File& file, std::unique_lock<std::mutex>& lock) {
   follow(then);
 }
 
-void Request::transfer_ended(const Transfer& transfer, const File* file) {
+void Request::refuse(const std::shared_ptr<File>& file) {
+  if (!uses_files()) return;
+  std::lock_guard lock(mutex_);
+  use_of(file).failed = true;
+  incomplete_.insert(file->identity());
+}
+
+void Request::transfer_ended(const Transfer& transfer, const File* file, File::Lease lease) {
   std::unique_lock lock(mutex_);
   --transfers_;
   if (transfer.fault()) faults_.emplace(transfer.index, *transfer.fault());
@@ -138,7 +161,11 @@ void Request::transfer_ended(const Transfer& transfer, const File* file) {
     auto found = uses_.find(file);
     Use& use = *found->second;
     use.moved_nbytes += transfer.moved_nbytes();
-    use.failed = use.failed || transfer.fault();
+    if (!use.lease) use.lease = std::move(lease);
+    if (transfer.fault()) {
+      use.failed = true;
+      incomplete_.insert(transfer.identity());
+    }
     if (--use.open == 0) {
       use.counts_as_one = true;
       counts_as_over = false;
@@ -171,7 +198,10 @@ void Request::leave_to_caller() {
 }
 
 void Request::follow(Next next) {
-  if (next == Next::help) scheduler()->help([self = shared_from_this()] { self->settle(); });
+  if (next == Next::help) {
+    auto job = [self = shared_from_this()] { self->settle(); };
+    options_.sync || options_.truncate ? scheduler()->help_to_sync(job) : scheduler()->help(job);
+  }
   if (next == Next::announce) announce();
 }
 
@@ -182,14 +212,26 @@ void Request::settle() {
     if (!ready_.empty()) {
       auto use = std::move(ready_.front());
       ready_.pop_front();
+      const bool cut = !incomplete_.contains(use->file->identity());
       lock.unlock();
       std::string directory;
       std::optional<Fault> fault;
-      const bool names = settle(*use, directory, fault);
-      if (use->counts_as_one) scheduler->transfer_over();
+      const bool names = settle(*use, cut, directory, fault);
       lock.lock();
+      // One descriptor is enough for a directory, and so many for all.
+      const bool keep = names && directories_.size() < max_kept_open && !directories_.contains(directory);
+      if (names && !keep && options_.close_files) {
+        lock.unlock();
+        fault = use->file->close();
+        lock.lock();
+      }
+      const bool counts_as_one = use->counts_as_one;
       if (fault) record(*use, std::move(*fault));
       if (names) directories_[directory].push_back(std::move(use));
+      lock.unlock();
+      use.reset();  // and with it the lease
+      if (counts_as_one) scheduler->transfer_over();
+      lock.lock();
       --unsettled_;
     } else if (directories_are_due()) {
       const auto directories = std::exchange(directories_, {});
@@ -210,9 +252,9 @@ void Request::settle() {
 }
 
 // Returns whether the file's name is still to be made durable, by its directory.
-bool Request::settle(Use& use, std::string& directory, std::optional<Fault>& fault) const {
+bool Request::settle(Use& use, bool cut, std::string& directory, std::optional<Fault>& fault) const {
   File& file = *use.file;
-  if (!use.failed && options_.truncate) fault = file.truncate(use.end);
+  if (!use.failed && cut && options_.truncate) fault = file.truncate(use.end);
   if (use.cut) WriteOrder::leave(*use.cut);
   if (!use.failed && !fault && options_.sync) fault = file.sync();
   if (!use.failed && !fault && options_.sync && file.name_made()) {

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -71,11 +72,16 @@ class Request : public std::enable_shared_from_this<Request> {
   void add(const std::vector<std::shared_ptr<Transfer>>& transfers);
 
   // No transfer of this file comes any more; of no file. A file that was not sealed is given up: it is closed only.
+  // Whoever drops a request that was not sealed must cancel and seal it.
   void seal(const File& file);
   void seal();
+  bool sealed();
 
   // A transfer has ended. It counts as over, unless it is the last one with its file: then when that is settled.
-  void transfer_ended(const Transfer& transfer, const File* file);
+  void transfer_ended(const Transfer& transfer, const File* file, File::Lease lease);
+
+  // A transfer of this file was refused: the file is not to be cut, and not called durable.
+  void refuse(const std::shared_ptr<File>& file);
 
   // Does what is due with files, and tells everybody if the request is over by that. Blocks. A helper of the
   // scheduler calls it; after leave_to_caller() the caller does, once.
@@ -95,6 +101,7 @@ class Request : public std::enable_shared_from_this<Request> {
   // What the request does with one file.
   struct Use {
     std::shared_ptr<File> file;
+    File::Lease lease;
     std::shared_ptr<Cut> cut;
     uint64_t begin = UINT64_MAX;
     uint64_t end = 0;
@@ -118,7 +125,7 @@ class Request : public std::enable_shared_from_this<Request> {
   bool is_over() const { return sealed_ && transfers_ == 0 && unsettled_ == 0 && directories_.empty(); }
   bool directories_are_due() const { return sealed_ && transfers_ == 0 && unsettled_ == 0 && !directories_.empty(); }
 
-  bool settle(Use& use, std::string& directory, std::optional<Fault>& fault) const;
+  bool settle(Use& use, bool cut, std::string& directory, std::optional<Fault>& fault) const;
   void settle(const std::string& directory, const std::vector<std::unique_ptr<Use>>& uses);
   void record(const Use& use, Fault fault);
   void announce();
@@ -141,7 +148,10 @@ class Request : public std::enable_shared_from_this<Request> {
   size_t unsettled_ = 0;  // files, and while they are being synced directories
   std::unordered_map<const File*, std::unique_ptr<Use>> uses_;
   std::deque<std::unique_ptr<Use>> ready_;
-  // Where the request made names, each with the files in it that are kept open until the names are durable.
+  // By identity, since one file may go by several names: where it is to be cut; of which not all was written.
+  std::map<FileIdentity, uint64_t> ends_;
+  std::set<FileIdentity> incomplete_;
+  // Where the request made names, each with the files in it, the first of which is kept open until they are durable.
   std::map<std::string, std::vector<std::unique_ptr<Use>>> directories_;
   std::map<size_t, Fault> faults_;
   std::vector<std::pair<std::shared_ptr<CompletionQueue>, uint64_t>> listeners_;

@@ -60,7 +60,9 @@ std::string Scheduler::start_workers() {
 Scheduler::Scheduler(const SchedulerOptions& options)
     : options_(options), fork_generation_(tensorferry::fork_generation()) {}
 
-Scheduler::~Scheduler() = default;
+Scheduler::~Scheduler() {
+  if (state_ == State::abandoned) (void)watcher_.release();  // its own thread may be the one that comes here
+}
 
 bool Scheduler::belongs_to_this_process() const { return fork_generation_ == tensorferry::fork_generation(); }
 
@@ -78,6 +80,7 @@ Scheduler::Admission Scheduler::admit(size_t count, std::chrono::milliseconds ti
 void Scheduler::take_back(size_t count) {
   std::lock_guard lock(mutex_);
   outstanding_ -= count;
+  end_if_abandoned();
   progress_.notify_all();
 }
 
@@ -165,11 +168,7 @@ bool Scheduler::close(std::chrono::milliseconds patience) {
     const uint64_t before = moved();
     progress_.wait_for(lock, patience, [&] { return moved() != before || is_idle(); });
     if (moved() != before || is_idle()) continue;
-    // Hung in the kernel. The threads own the scheduler; they end when they can, or with the process.
-    state_ = State::abandoned;
-    stopping_ = true;
-    progress_.notify_all();
-    lock.unlock();
+    // Hung in the kernel. The threads own the scheduler; they end when all has come back, or with the process.
     abandon_workers();
     return false;
   }
@@ -190,6 +189,7 @@ void Scheduler::stop_workers() {
   for (auto& thread : threads_) thread.join();
   threads_.clear();
   helpers_.stop();
+  sync_helpers_.stop();
   watcher_.reset();  // which may be about to wake a worker
   std::lock_guard lock(mutex_);
   hungry_.clear();
@@ -198,10 +198,20 @@ void Scheduler::stop_workers() {
 }
 
 void Scheduler::abandon_workers() {
-  for (auto& worker : workers_) worker->wake();
+  state_ = State::abandoned;
   for (auto& thread : threads_) thread.detach();
   threads_.clear();
   helpers_.abandon();
+  sync_helpers_.abandon();
+  progress_.notify_all();
+}
+
+void Scheduler::end_if_abandoned() {
+  if (state_ != State::abandoned || !is_idle()) return;
+  stopping_ = true;
+  for (auto& worker : workers_) worker->wake();
+  helpers_.release();
+  sync_helpers_.release();
 }
 
 bool Scheduler::take(WorkBlock& block, Worker* hungry, const Transfer* only) {
@@ -247,15 +257,15 @@ void Scheduler::wake_hungry(bool all) {
 void Scheduler::end(const std::shared_ptr<Transfer>& transfer) {
   transfer->finish();
   if (transfer->is_write()) WriteOrder::leave(*transfer);
-  const File* file = transfer->file().get();  // its request may know it, and then keeps it
-  transfer->release_file();
-  transfer->request().transfer_ended(*transfer, file);
+  const File* file = transfer->file().get();  // its request may know it, and then keeps it, and the lease
+  transfer->request().transfer_ended(*transfer, file, transfer->release_file());
 }
 
 void Scheduler::transfer_over() {
   std::lock_guard lock(mutex_);
   --outstanding_;
   ++completed_;
+  end_if_abandoned();
   progress_.notify_all();
 }
 
@@ -270,6 +280,7 @@ void Scheduler::request_over(const Request& request) {
     requests_.erase(found);
     finished_.push_back(request.id());
   }
+  end_if_abandoned();
   progress_.notify_all();
 }
 

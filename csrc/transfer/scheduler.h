@@ -38,8 +38,9 @@ struct SchedulerOptions {
   uint32_t worker_count = 1;
   bool single_submit = false;
 
-  // Of blocks from and to callers' own memory. With the default sizes less than the queue would hold: eight large blocks
-  // keep a drive as busy (measured: 2.3 GB/s with 32 MiB and with 128), and a small request finds no more before itself.
+  // Of blocks from and to callers' own memory. With the default sizes less than the queue would hold: eight large
+  // blocks keep a drive as busy (measured: 2.3 GB/s with 32 MiB and with 128), and a small request finds no more before
+  // itself.
   uint64_t max_in_flight_nbytes() const {
     const uint64_t all = queue_depth * block_nbytes;
     return large_block_nbytes > block_nbytes ? std::min(all, 8 * large_block_nbytes) : all;
@@ -110,8 +111,11 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // waits for that as well.
   bool close(std::chrono::milliseconds patience);
 
-  // For requests: what may block; one or more of their transfers that are over; all of it is.
+  // For what may block. Syncs, which may take long and all at once, have threads of their own.
   void help(Helpers::Job job) { helpers_.post(std::move(job)); }
+  void help_to_sync(Helpers::Job job) { sync_helpers_.post(std::move(job)); }
+
+  // For requests: one of their transfers is over; all of the request is.
   void transfer_over();
   void request_over(const Request& request);
 
@@ -126,6 +130,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // Ends threads that have nothing to do any more.
   void stop_workers();
   void abandon_workers();
+  void end_if_abandoned();  // with mutex_ held: what was left behind has come back
   bool is_idle() const { return outstanding_ == 0 && requests_.empty(); }  // with mutex_ held
 
   // The next block in line, or of `only` if that is given. Where there is nothing to take, the worker `hungry`, if
@@ -159,6 +164,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   std::vector<std::thread> threads_;
   std::unique_ptr<cuda::Watcher> watcher_;
   Helpers helpers_;
+  Helpers sync_helpers_;
 };
 
 }  // namespace tensorferry

@@ -106,10 +106,10 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
   const std::optional<Fault>& fault() const { return fault_; }
 
-  // Once ended: lets go of the file.
-  void release_file() {
-    spec_.lease.reset();
+  // Once ended: lets go of the file; the lease on it is for who has something left to do with it.
+  File::Lease release_file() {
     spec_.file.reset();
+    return std::move(spec_.lease);
   }
 
  private:

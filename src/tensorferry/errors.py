@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from errno import EFAULT
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,7 @@ def first_of(failures: Sequence[StorageError], what: str) -> StorageError:
     """Return the first of several failures, which knows the others; its message counts them as ``what``."""
     first, *others = failures
     if others:
+        first = copy.copy(first)  # another call may raise it as well
         first.strerror = f"{first.strerror}; {len(others)} more {what} failed too"
         first.others = tuple(others)
     return first

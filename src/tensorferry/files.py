@@ -74,7 +74,8 @@ def write(
     truncate : bool
         After success, end the file behind the last byte written. Without it a longer file stays as long.
     sync : bool
-        Return only when data, size and name would survive a power cut (fdatasync, and fsync of the directory).
+        Return only when data and size would survive a power cut (fdatasync), and the name, where this process made it
+        (fsync of the directory). What fails in this, or in closing the file, is raised.
     direct : "auto", True or False
         "auto" and True write past the page cache (O_DIRECT), "auto" only where the file system can; False goes
         through the page cache.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import sys
@@ -281,7 +280,7 @@ class _Call:
         # What was refused before it could be submitted, by position.
         self._refused: dict[int, StorageError] = {}
         # The file of which a part has been submitted.
-        self._begun: tuple[Path, _core.File] | None = None
+        self._begun: tuple[Path, _core.File | StorageError] | None = None
 
     def run(self) -> list[tuple[int, StorageError]]:
         """Move everything; return what failed, with its position, in order."""
@@ -341,6 +340,10 @@ class _Call:
                     break
                 scheduler = serving
             opened[path] = file
+        # Of a file with items on both sides of the end all space is reserved at once.
+        continued = self._continued(end)
+        if continued is not None and (self._begun is None or self._begun[0] != continued):
+            opened[continued] = self._reserved(continued, opened[continued], begin)
         positions, files = [], []
         for at in range(begin, end):
             file = opened[paths[at]]
@@ -349,17 +352,13 @@ class _Call:
                 files.append(file)
             else:
                 self._refused[at] = copy.copy(file)
-        if scheduler is None:
+        begun = None if continued is None else (continued, opened[continued])
+        if scheduler is None or not positions:
+            self._begun = begun
             return end - begin
         request = self._requests.get(scheduler)
         if request is None:
             request = self._requests[scheduler] = scheduler.new_request(*self._how)
-        continued = self._continued(end)
-        begun, self._begun = self._begun, None
-        if continued is not None and isinstance(file := opened[continued], _core.File):
-            self._begun = continued, file
-            if begun is None or begun[0] != continued:
-                self._reserve(continued, file, begin)
         complete = len(positions) == end - begin
         part = self._batch.part(begin, end) if complete else self._batch.ordered(positions)
         refused = scheduler.submit(
@@ -373,6 +372,7 @@ class _Call:
             part.locations,
             [path != continued for path in part.paths],
         )
+        self._begun = begun
         self._refused.update(refused)
         return end - begin
 
@@ -394,19 +394,27 @@ class _Call:
             return None
         return paths[end]
 
-    def _reserve(self, path: Path, file: _core.File, begin: int) -> None:
-        """Reserve the space of all items of a path at once; where there is none, submitting them will tell."""
+    def _reserved(
+        self, path: Path, file: _core.File | StorageError, begin: int
+    ) -> _core.File | StorageError:
+        """Return a file with space for all items of its path, or why it has not."""
+        if isinstance(file, StorageError):
+            return file
         batch = self._batch
         pieces = [at for at in range(begin, len(batch.paths)) if batch.paths[at] == path]
-        with contextlib.suppress(StorageError):
+        try:
             file.reserve([batch.offsets[at] for at in pieces], [batch.nbytes[at] for at in pieces])
+        except StorageError as error:
+            return error.with_traceback(None)
+        return file
 
 
 def _by_path(paths: list[Path]) -> list[int] | None:
-    """Return an order in which items of one path follow each other as they did; None where that is no matter."""
-    positions: dict[Path, list[int]] = {}
-    for index, path in enumerate(paths):
-        positions.setdefault(path, []).append(index)
-    if len(positions) == len(paths):
+    """Return an order in which items of one file follow each other as they did; None where that is no matter."""
+    if len(set(paths)) == len(paths):
         return None
+    real = {path: path if isinstance(path, int) else os.path.realpath(path) for path in paths}
+    positions: dict[Any, list[int]] = {}
+    for index, path in enumerate(paths):
+        positions.setdefault(real[path], []).append(index)
     return [at for of_path in positions.values() for at in of_path]
