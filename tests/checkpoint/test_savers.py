@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tensorferry.checkpoint import FileSystemWriter
+from tensorferry.checkpoint import FileSystemWriter, commit
 from tensorferry.checkpoint import load as load_object
 from tensorferry.checkpoint import save as save_object
 from tensorferry.checkpoint import savers
@@ -421,3 +421,28 @@ def test_nobody_is_alone_by_a_file_that_is_no_more(directory: pathlib.Path) -> N
     first.leave()
     second.leave()
     assert not files_of(directory)
+
+
+def test_one_of_two_that_may_not_overwrite_fails_also_without_locks(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = directory / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / LOCK_NAME).mkdir()
+    both, write, failed = threading.Barrier(2), commit.write_metadata, []
+
+    def write_together(*arguments: Any, **options: Any) -> None:
+        both.wait(WAIT_SECONDS)
+        write(*arguments, **options)
+
+    def save_once(step: int) -> None:
+        writer = FileSystemWriter(checkpoint, overwrite=False)
+        try:
+            dcp.save(state_of(step), storage_writer=writer, no_dist=True)
+        except dcp.api.CheckpointException:
+            failed.append(step)
+
+    monkeypatch.setattr(commit, "write_metadata", write_together)
+    in_threads(lambda: save_once(1), lambda: save_once(2))
+    assert len(failed) == 1
+    assert step_in(checkpoint) == 3 - failed[0]
