@@ -6,6 +6,7 @@ TENSORFERRY_TEST_MUTATIONS=50000 tries that many, TENSORFERRY_TEST_SEED=0 others
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import json
 import logging
@@ -617,3 +618,15 @@ def test_storages_do_not_become_something_else_and_empty_tensors_stay_as_they_ar
     (found,) = torch.load(io.BytesIO(safe), weights_only=False)
     assert found.stride() == (1, 7)
     assert found.requires_grad
+
+
+def test_what_a_module_and_a_clock_give_is_read(tmp_path: pathlib.Path) -> None:
+    state = torch.nn.Linear(2, 2).state_dict()
+    zone = datetime.timezone(datetime.timedelta(hours=1), "CET")
+    stream = io.BytesIO()
+    torch.save((state, zone), stream)
+    safe = plain_objects.harmless(stream.getvalue())
+    found, found_zone = torch.load(io.BytesIO(safe), weights_only=False)
+    assert found._metadata == state._metadata
+    assert found.keys() == state.keys()
+    assert repr(found_zone) == repr(zone)

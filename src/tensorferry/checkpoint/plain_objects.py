@@ -322,10 +322,25 @@ def _datetime(packed: Any, zone: Any = None) -> datetime.datetime:
     return datetime.datetime(*fields, fold=month >> 7)
 
 
-def _timezone(offset: Any) -> datetime.timezone:
-    if type(offset) is not datetime.timedelta:
+def _timezone(offset: Any, *name: Any) -> datetime.timezone:
+    if type(offset) is not datetime.timedelta or not set(map(type, name)) <= {str}:
         raise MalformedError("a time zone that is none")
-    return datetime.timezone(offset)
+    return datetime.timezone(offset, *name)
+
+
+def _ordered(*arguments: Any) -> collections.OrderedDict[Any, Any]:
+    if arguments:
+        raise MalformedError("an OrderedDict made of arguments")
+    return collections.OrderedDict()
+
+
+def _build_ordered(target: collections.OrderedDict[Any, Any], state: Any) -> None:
+    """Take attributes, as a module's state_dict() has one."""
+    if type(state) is not dict or not all(
+        type(name) is str and not name.startswith("__") for name in state
+    ):
+        raise RefusedError("an OrderedDict with odd attributes")
+    target.__dict__.update(state)
 
 
 @functools.cache
@@ -347,6 +362,7 @@ def _makers() -> Mapping[str, Maker]:
             )
         ),
         Maker("builtins.xrange", _of_numbers(range)),  # Python 2's name, in pickles of protocol 2
+        Maker("collections.OrderedDict", _ordered, _build_ordered, collections.OrderedDict),
         Maker("collections.Counter", _counter),
         Maker("decimal.Decimal", _decimal),
         Maker("datetime.date", _date),
