@@ -568,7 +568,8 @@ def blobs_pickle(blob: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("deque", b"h\0)Ra"), ("defaultdict", b"K\0h\0)Rs"), ("OrderedDict", b"K\0h\0)Rs")]
+    ("name", "code"),
+    [("deque", b"h\0)Ra"), ("defaultdict", b"K\0h\0)Rs"), ("OrderedDict", b"K\0h\0)Rs")],
 )
 def test_containers_within_containers_do_not_end_the_process(name: str, code: bytes) -> None:
     """Python frees deques and defaultdicts by recursion: a million of them, one in the other, overflowed the stack."""
@@ -587,7 +588,11 @@ def test_a_number_does_not_take_memory() -> None:
     for code in (
         name_of("torch", "Size") + numbers + b"\x85R",
         name_of("torch._utils", "_rebuild_tensor_v2") + b"(K\0K\0" + numbers + b")\x89}tR",
-        name_of("torch._utils", "_rebuild_tensor_v2") + storage + b"K\0tQK\0" + numbers + b")\x89}tR",
+        name_of("torch._utils", "_rebuild_tensor_v2")
+        + storage
+        + b"K\0tQK\0"
+        + numbers
+        + b")\x89}tR",
     ):
         with pytest.raises((MalformedError, RefusedError)):
             plain_objects.harmless(plain_objects._archive(b"\x80\2" + code + b"."))

@@ -17,10 +17,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tensorferry.checkpoint import FileSystemWriter, commit
+from tensorferry.checkpoint import FileSystemWriter, commit, savers
 from tensorferry.checkpoint import load as load_object
 from tensorferry.checkpoint import save as save_object
-from tensorferry.checkpoint import savers
 from tensorferry.checkpoint.savers import LOCK_NAME, Saver
 from tests.checkpoint import ranks
 from tests.checkpoint.ranks import files_of

@@ -241,9 +241,7 @@ def _check_files(directory: Path, metadata: Metadata) -> None:
             )
 
 
-def write_metadata(
-    path: Path, metadata: Metadata, *, sync: bool, overwrite: bool = True
-) -> None:
+def write_metadata(path: Path, metadata: Metadata, *, sync: bool, overwrite: bool = True) -> None:
     """Put metadata in the place of what is there, at one stroke: from now on the checkpoint is the new one."""
     pickled = _pickled(metadata)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")

@@ -393,7 +393,9 @@ def checked_keys(values: Any) -> Any:
             count += 1
             if type(each) in (tuple, frozenset) and count + len(each) <= _MAX_KEY_NODES:
                 todo += each
-            elif type(each) in (tuple, frozenset) or not (type(each) in (*_PLAIN, Blank) or _is_index(each)):
+            elif type(each) in (tuple, frozenset) or not (
+                type(each) in (*_PLAIN, Blank) or _is_index(each)
+            ):
                 raise MalformedError(f"a key of type {type(each).__name__}")
     return values
 
