@@ -6,6 +6,7 @@ TENSORFERRY_TEST_MUTATIONS=50000 tries that many, TENSORFERRY_TEST_SEED=0 others
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import json
 import logging
@@ -564,3 +565,73 @@ def blobs_pickle(blob: bytes) -> bytes:
     places = blobs.layout(lambda begin, end: blob[begin:end], len(blob))
     (place,) = (each for each in places if each.name.endswith("/data.pkl"))
     return blob[place.begin : place.begin + place.nbytes]
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("deque", b"h\0)Ra"), ("defaultdict", b"K\0h\0)Rs"), ("OrderedDict", b"K\0h\0)Rs")],
+)
+def test_containers_within_containers_do_not_end_the_process(name: str, code: bytes) -> None:
+    """Python frees deques and defaultdicts by recursion: a million of them, one in the other, overflowed the stack."""
+    count = 1_000_000
+    pickled = b"\x80\2" + name_of("collections", name) + b"q\0)R"
+    pickled += code[:-1] * count + code[-1:] * count + b"."
+    with pytest.raises(MalformedError):
+        plain_objects.harmless(plain_objects._archive(pickled))
+    with pytest.raises(MalformedError):  # nor where it comes to no end
+        plain_objects.harmless(plain_objects._archive(pickled[:-1]))
+
+
+def test_a_number_does_not_take_memory() -> None:
+    numbers = name_of("builtins", "range") + pickle.dumps(10**12, 2)[2:-1] + b"\x85R"
+    storage = b"(" + text("storage") + name_of("torch", "FloatStorage") + text("0") + text("cpu")
+    for code in (
+        name_of("torch", "Size") + numbers + b"\x85R",
+        name_of("torch._utils", "_rebuild_tensor_v2") + b"(K\0K\0" + numbers + b")\x89}tR",
+        name_of("torch._utils", "_rebuild_tensor_v2")
+        + storage
+        + b"K\0tQK\0"
+        + numbers
+        + b")\x89}tR",
+    ):
+        with pytest.raises((MalformedError, RefusedError)):
+            plain_objects.harmless(plain_objects._archive(b"\x80\2" + code + b"."))
+
+
+def test_comparing_keys_does_not_take_for_ever() -> None:
+    def chain(first: int) -> bytes:
+        code = b"(\x91q%c0" % first
+        for number in range(first, first + 60):
+            code += b"(h%c(h%c\x91\x91q%c0" % (number, number, number + 1)
+        return code
+
+    pickled = b"\x80\4" + chain(0) + chain(100) + b"\x8f(h%ch%c\x90." % (60, 160)
+    with pytest.raises(MalformedError):
+        plain_objects.harmless(plain_objects._archive(pickled))
+
+
+def test_storages_do_not_become_something_else_and_empty_tensors_stay_as_they_are() -> None:
+    tensor = torch.arange(4.0)
+    for value in (tensor.untyped_storage(), tensor.storage()):
+        stream = io.BytesIO()
+        torch.save([value], stream)
+        with pytest.raises(RefusedError, match="storage"):
+            plain_objects.harmless(stream.getvalue())
+    stream = io.BytesIO()
+    torch.save([torch.empty_strided((0, 3), (1, 7)).requires_grad_()], stream)
+    safe = plain_objects.harmless(stream.getvalue())
+    (found,) = torch.load(io.BytesIO(safe), weights_only=False)
+    assert found.stride() == (1, 7)
+    assert found.requires_grad
+
+
+def test_what_a_module_and_a_clock_give_is_read(tmp_path: pathlib.Path) -> None:
+    state = torch.nn.Linear(2, 2).state_dict()
+    zone = datetime.timezone(datetime.timedelta(hours=1), "CET")
+    stream = io.BytesIO()
+    torch.save((state, zone), stream)
+    safe = plain_objects.harmless(stream.getvalue())
+    found, found_zone = torch.load(io.BytesIO(safe), weights_only=False)
+    assert found._metadata == state._metadata
+    assert found.keys() == state.keys()
+    assert repr(found_zone) == repr(zone)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import pathlib
 import random
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tensorferry.checkpoint import FileSystemWriter
+from tensorferry.checkpoint import FileSystemWriter, commit, savers
 from tensorferry.checkpoint import load as load_object
 from tensorferry.checkpoint import save as save_object
 from tensorferry.checkpoint.savers import LOCK_NAME, Saver
@@ -376,3 +377,71 @@ def test_two_savers_and_one_that_is_killed_lose_nothing(directory: pathlib.Path)
                 save(state_of(0), checkpoint)
                 assert len(files_of(checkpoint)) == 2  # leftovers of killed saves have gone
     assert len(found) > 1
+
+
+def test_a_save_does_not_go_on_beside_one_that_would_not_see_it(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on without a lock after a minute; the other, once awake, removed the files of what had been saved."""
+    monkeypatch.setattr(savers, "_MAX_WAIT_SECONDS", 0.2)
+    checkpoint = directory / "checkpoint"
+    save(state_of(1), checkpoint)
+    other = Saver(checkpoint, None)
+    with other.alone() as alone:
+        assert alone
+        with pytest.raises(dcp.api.CheckpointException, match="to itself"):
+            save(state_of(2), checkpoint)
+    other.leave()
+    assert step_in(checkpoint) == 1
+
+
+def test_a_save_that_alone_cannot_lock_does_not_go_on(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: pathlib.Path) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    checkpoint = directory / "checkpoint"
+    save(state_of(1), checkpoint)
+    monkeypatch.setattr(savers, "_open", refuse)
+    with pytest.raises(dcp.api.CheckpointException, match="Permission denied"):
+        save(state_of(2), checkpoint)
+    assert step_in(checkpoint) == 1
+
+
+def test_nobody_is_alone_by_a_file_that_is_no_more(directory: pathlib.Path) -> None:
+    first = Saver(directory, None)
+    (directory / LOCK_NAME).unlink()
+    second = Saver(directory, None)
+    with first.alone() as alone:
+        assert not alone
+    with second.alone() as alone:
+        assert alone
+    first.leave()
+    second.leave()
+    assert not files_of(directory)
+
+
+def test_one_of_two_that_may_not_overwrite_fails_also_without_locks(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = directory / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / LOCK_NAME).mkdir()
+    both, write, failed = threading.Barrier(2), commit.write_metadata, []
+
+    def write_together(*arguments: Any, **options: Any) -> None:
+        both.wait(WAIT_SECONDS)
+        write(*arguments, **options)
+
+    def save_once(step: int) -> None:
+        writer = FileSystemWriter(checkpoint, overwrite=False)
+        try:
+            dcp.save(state_of(step), storage_writer=writer, no_dist=True)
+        except dcp.api.CheckpointException:
+            failed.append(step)
+
+    monkeypatch.setattr(commit, "write_metadata", write_together)
+    in_threads(lambda: save_once(1), lambda: save_once(2))
+    assert len(failed) == 1
+    assert step_in(checkpoint) == 3 - failed[0]

@@ -191,7 +191,7 @@ def replace(
             )
         # Other saves have files that no metadata names yet.
         removable = None if alone else _names_in(_metadata_files(directory, rank))
-        write_metadata(path, metadata, sync=sync)
+        write_metadata(path, metadata, sync=sync, overwrite=overwrite)
         referenced = {info.relative_path for info in metadata.storage_data.values()}
         # A save has succeeded even if what it replaces cannot be removed now; the next one tries again.
         with contextlib.suppress(OSError):
@@ -241,7 +241,7 @@ def _check_files(directory: Path, metadata: Metadata) -> None:
             )
 
 
-def write_metadata(path: Path, metadata: Metadata, *, sync: bool) -> None:
+def write_metadata(path: Path, metadata: Metadata, *, sync: bool, overwrite: bool = True) -> None:
     """Put metadata in the place of what is there, at one stroke: from now on the checkpoint is the new one."""
     pickled = _pickled(metadata)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
@@ -251,7 +251,8 @@ def write_metadata(path: Path, metadata: Metadata, *, sync: bool) -> None:
                 _write_all(stream, part)
             if sync:
                 os.fsync(stream.fileno())
-        temporary.replace(path)
+        if overwrite or not _named(temporary, path):
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -260,6 +261,20 @@ def write_metadata(path: Path, metadata: Metadata, *, sync: bool) -> None:
         # It may be somebody else's, and then was made long ago.
         with contextlib.suppress(PermissionError):
             sync_directory(path.parent.parent)
+
+
+def _named(temporary: Path, path: Path) -> bool:
+    """Give a file its name unless something has it: where there are no locks, others may have been faster."""
+    try:
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        raise CheckpointError(
+            "there is a checkpoint by now, and overwrite=False", str(path.parent)
+        ) from None
+    except OSError:  # a file system without links
+        return False
+    temporary.unlink()
+    return True
 
 
 def remove_replaced(

@@ -298,6 +298,13 @@ def _member(kind: Any, name: Any) -> int:
     return int(torch_metadata._MEM_FORMAT_ENCODING[_text(name)].value)
 
 
+def _size(*lengths: Any) -> torch.Size:
+    """Stand for torch.Size, which makes of a range as many numbers as that says."""
+    if len(lengths) > 1 or not {type(each) for each in lengths} <= {tuple, list, torch.Size}:
+        raise MalformedError("a size that is none")
+    return torch.Size(*lengths)
+
+
 def _hashed(kind: type) -> Callable[..., Any]:
     def make(*arguments: Any) -> Any:
         if len(arguments) > 1 or not all(type(values) in (list, tuple) for values in arguments):
@@ -321,7 +328,7 @@ OLDER_MODULES = {
     "pathlib._local": "pathlib",  # the name in Python 3.13
 }
 SIMPLE_MAKERS = [
-    Maker("torch.Size", torch.Size),
+    Maker("torch.Size", _size),
     Maker("torch.serialization._get_layout", _layout),
     Maker("builtins.set", _hashed(set)),
     Maker("builtins.frozenset", _hashed(frozenset)),

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _WORD, _LONG_WORD = struct.Struct("<I").unpack_from, struct.Struct("<Q").unpack_from
 _SIGNED, _DOUBLE = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
-# In the keys of dicts: tuples of tuples are hashed again and again, and without a limit of depth.
+# In the keys of dicts: tuples of tuples are hashed again and again, and without a limit of depth; frozensets of
+# frozensets are compared so.
 _MAX_KEY_NODES = 256
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.Size, torch.dtype, frozenset)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
@@ -384,15 +385,17 @@ def checked_keys(values: Any) -> Any:
     """
     for value in values:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _PLAIN and kind is not frozenset:
             continue
         todo, count = [value], 0
         while todo:
             each = todo.pop()
             count += 1
-            if type(each) is tuple and count + len(each) <= _MAX_KEY_NODES:
+            if type(each) in (tuple, frozenset) and count + len(each) <= _MAX_KEY_NODES:
                 todo += each
-            elif type(each) is tuple or not (type(each) in (*_PLAIN, Blank) or _is_index(each)):
+            elif type(each) in (tuple, frozenset) or not (
+                type(each) in (*_PLAIN, Blank) or _is_index(each)
+            ):
                 raise MalformedError(f"a key of type {type(each).__name__}")
     return values
 

@@ -29,10 +29,11 @@ from tensorferry.checkpoint.metadata import OLDER_MODULES, SIMPLE_MAKERS
 from tensorferry.checkpoint.pickles import Maker, MalformedError, RefusedError, record, table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _KEPT_NBYTES, _KEPT_COUNT = 4096, 1024
 _NUMPY_TYPE = re.compile(r"[biufc]\d{1,2}|\?|[bBhHiIlLqQefdgFDG]|[SU]\d{1,9}")
+_SIZES = {tuple, list, torch.Size}
 _DEVICE = re.compile(r"(cuda|xpu|hpu|npu|mps)(:\d{1,3})?")
 
 
@@ -51,7 +52,18 @@ def harmless(blob: bytes) -> bytes:
 
 
 def _harmless(blob: bytes) -> bytes:
-    value, has_tensors = loads(blob)
+    linked: list[Any] = []
+    try:
+        return _made_harmless(blob, linked)
+    except (RefusedError, MalformedError):
+        # Python frees each of them within the one around it, without a limit of depth.
+        for each in linked:
+            each.clear()
+        raise
+
+
+def _made_harmless(blob: bytes, linked: list[Any]) -> bytes:
+    value, has_tensors = loads(blob, linked)
     try:
         if not has_tensors:
             return _archive(pickle.dumps(value, 2))
@@ -67,8 +79,11 @@ def _harmless(blob: bytes) -> bytes:
 _kept = functools.lru_cache(_KEPT_COUNT)(_harmless)
 
 
-def loads(blob: bytes) -> tuple[Any, bool]:
-    """Return the object that torch.save has put into a blob, and whether there are tensors in it."""
+def loads(blob: bytes, linked: list[Any]) -> tuple[Any, bool]:
+    """Return the object that torch.save has put into a blob, and whether there are tensors in it.
+
+    Deques and defaultdicts are added to ``linked``, in the order in which they are made.
+    """
     try:
         places = blobs.layout(lambda begin, end: blob[begin:end], len(blob))
     except (UnknownArchiveError, struct.error, UnicodeDecodeError) as error:
@@ -82,7 +97,7 @@ def loads(blob: bytes) -> tuple[Any, bool]:
     if "data.pkl" not in records:
         raise MalformedError("an archive without an object")
     storages = _Storages(records)
-    names = {**_makers(), **storages.makers()}
+    names = {**_makers(), **storages.makers(), **_linking(linked)}
     value, _ = pickles.loads(records["data.pkl"], names, storages.named, OLDER_MODULES)
     return value, storages.used
 
@@ -98,6 +113,17 @@ def _archive(pickled: bytes) -> bytes:
         body += struct.pack("<4s5H3L2H", b"PK\3\4", 20, *fields) + full_name + data
     end = (0, 0, 3, 3, len(directory), len(body), 0)
     return bytes(body + directory + struct.pack("<4s4H2LH", b"PK\5\6", *end))
+
+
+class _Storage:
+    """Stands for a storage: the dtype that its name says, and its bytes. Only tensors may be made of it."""
+
+    def __init__(self, dtype: torch.dtype, data: torch.Tensor) -> None:
+        self.dtype = dtype
+        self.data = data
+
+    def __reduce__(self) -> Any:
+        raise RefusedError("a storage that is no tensor's")
 
 
 class _Storages:
@@ -119,8 +145,8 @@ class _Storages:
             ]
         )
 
-    def named(self, identity: Any) -> tuple[torch.dtype, torch.Tensor]:
-        """Return the storage that a pickle names: the dtype it says, and the bytes."""
+    def named(self, identity: Any) -> _Storage:
+        """Return the storage that a pickle names."""
         if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
             raise RefusedError("a persistent object")
         _, kind, key, location, count = identity
@@ -143,7 +169,7 @@ class _Storages:
         if data.numel() != count * dtype.itemsize:
             raise MalformedError("a storage of another size than it says")
         self.used = True
-        return dtype, data
+        return _Storage(dtype, data)
 
     def _tensor_v3(
         self, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any
@@ -163,8 +189,10 @@ class _Storages:
     ) -> torch.Tensor:
         if hooks or any(rest):
             raise RefusedError("a tensor with hooks or attributes")
-        stored, data = storage
-        dtype = stored if dtype is None else dtype
+        if type(storage) is not _Storage or not {type(size), type(stride)} <= _SIZES:
+            raise MalformedError("a tensor that is none")
+        data = storage.data
+        dtype = storage.dtype if dtype is None else dtype
         counts = (offset, *size, *stride)
         if (
             not isinstance(dtype, torch.dtype)
@@ -175,9 +203,11 @@ class _Storages:
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if 0 not in size and last >= data.numel() // dtype.itemsize:
             raise MalformedError("a tensor beyond its storage")
+        tensor: torch.Tensor
         if 0 in size:
-            return torch.empty(size, dtype=dtype, device=data.device)
-        tensor: torch.Tensor = data.view(dtype).as_strided(size, stride, offset)
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=data.device)
+        else:
+            tensor = data.view(dtype).as_strided(size, stride, offset)
         return tensor.requires_grad_(grad is True)
 
     def _parameter(self, data: Any, grad: Any, hooks: Any) -> torch.nn.Parameter:
@@ -221,6 +251,24 @@ def _deque(values: Any = (), most: Any = None) -> collections.deque[Any]:
     if type(values) not in (list, tuple):
         raise MalformedError("a deque of what is no list")
     return collections.deque(values, most)
+
+
+def _linking(linked: list[Any]) -> dict[str, Maker]:
+    """Return what makes containers that may be freed only one by one."""
+
+    def linking(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_and_link(*arguments: Any) -> Any:
+            linked.append(make(*arguments))
+            return linked[-1]
+
+        return make_and_link
+
+    return table(
+        [
+            Maker("collections.defaultdict", linking(_defaultdict)),
+            Maker("collections.deque", linking(_deque)),
+        ]
+    )
 
 
 def _encode(text: Any, encoding: Any = None) -> bytes:
@@ -274,10 +322,25 @@ def _datetime(packed: Any, zone: Any = None) -> datetime.datetime:
     return datetime.datetime(*fields, fold=month >> 7)
 
 
-def _timezone(offset: Any) -> datetime.timezone:
-    if type(offset) is not datetime.timedelta:
+def _timezone(offset: Any, *name: Any) -> datetime.timezone:
+    if type(offset) is not datetime.timedelta or not set(map(type, name)) <= {str}:
         raise MalformedError("a time zone that is none")
-    return datetime.timezone(offset)
+    return datetime.timezone(offset, *name)
+
+
+def _ordered(*arguments: Any) -> collections.OrderedDict[Any, Any]:
+    if arguments:
+        raise MalformedError("an OrderedDict made of arguments")
+    return collections.OrderedDict()
+
+
+def _build_ordered(target: collections.OrderedDict[Any, Any], state: Any) -> None:
+    """Take attributes, as a module's state_dict() has one."""
+    if type(state) is not dict or not all(
+        type(name) is str and not name.startswith("__") for name in state
+    ):
+        raise RefusedError("an OrderedDict with odd attributes")
+    target.__dict__.update(state)
 
 
 @functools.cache
@@ -299,9 +362,8 @@ def _makers() -> Mapping[str, Maker]:
             )
         ),
         Maker("builtins.xrange", _of_numbers(range)),  # Python 2's name, in pickles of protocol 2
-        Maker("collections.defaultdict", _defaultdict),
+        Maker("collections.OrderedDict", _ordered, _build_ordered, collections.OrderedDict),
         Maker("collections.Counter", _counter),
-        Maker("collections.deque", _deque),
         Maker("decimal.Decimal", _decimal),
         Maker("datetime.date", _date),
         Maker("datetime.datetime", _datetime),

@@ -24,6 +24,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
+from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.tuning.mounts import mount_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,19 @@ _LOCAL = frozenset(
 _REMOTE = frozenset(["ceph", "lustre", "nfs", "nfs4"])
 _LOCAL_LOCKS = frozenset(["nolock", "local_lock=all", "local_lock=posix", "localflock"])
 
+# What is said where nobody can have locks: there are none, or the file's name is something else's.
+_NO_LOCKS = frozenset(
+    [
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENOLCK,
+        errno.ENOSYS,
+        errno.ENXIO,
+        errno.EOPNOTSUPP,
+    ]
+)
+
 _descriptors: set[int] = set()
 
 
@@ -65,24 +79,29 @@ class Saver:
         self._offset, self._nbytes = (0, _RANGE_NBYTES) if rank is None else (rank, 1)
         self._descriptor: int | None = None
         self._leave: Callable[[], object] = lambda: None
-        # Without a lock nothing is removed that another save might need; that is all the difference.
-        with contextlib.suppress(OSError):
-            path = directory / LOCK_NAME
+        self._path = path = directory / LOCK_NAME
+        try:
             self._descriptor = self._enter(path)
-            if self._descriptor is not None:
-                leave = weakref.finalize(self, _leave, self._descriptor, path, os.getpid())
-                leave.atexit = False  # threads may still be saving
-                self._leave = leave
+        except OSError as error:
+            # Where there are no locks for anybody, nobody is ever alone. But a save that is the only one without a
+            # lock would not be seen by the others, and they would remove its files.
+            if error.errno not in _NO_LOCKS:
+                raise
+        if self._descriptor is not None:
+            leave = weakref.finalize(self, _leave, self._descriptor, path, os.getpid())
+            leave.atexit = False  # threads may still be saving
+            self._leave = leave
         self._reaches_all = self._descriptor is not None and _reach_all(directory)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool]:
         """Tell whether no other save is alive; if so, none begins before the end of the block."""
-        alone = self._reaches_all and self._lock(fcntl.F_WRLCK, _PRESENCE)
+        locked = self._reaches_all and self._lock(fcntl.F_WRLCK, _PRESENCE)
         try:
-            yield alone
+            # Who comes after somebody has removed the file makes another one.
+            yield locked and self._descriptor is not None and _is_at(self._descriptor, self._path)
         finally:
-            if alone:
+            if locked:
                 self._lock(fcntl.F_RDLCK, _PRESENCE)
 
     @contextlib.contextmanager
@@ -105,7 +124,7 @@ class Saver:
         self._descriptor, self._reaches_all = None, False
         self._leave()
 
-    def _enter(self, path: Path) -> int | None:
+    def _enter(self, path: Path) -> int:
         """Return a descriptor of the lock file that has the shared lock."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         while time.monotonic() < deadline:
@@ -122,7 +141,11 @@ class Saver:
             os.close(descriptor)
             if not locked:
                 time.sleep(_POLL_SECONDS)
-        return None
+        raise CheckpointError(
+            f"another save has kept the directory to itself for {_MAX_WAIT_SECONDS:.0f} seconds, and would remove "
+            "the files of one that does not wait (is it stopped, or its drive stuck?)",
+            str(path),
+        )
 
     def _lock(self, kind: int, where: int) -> bool:
         descriptor = self._descriptor
@@ -176,7 +199,9 @@ def _leave(descriptor: int, path: Path, process: int) -> None:
                 path.unlink()
             _lock(descriptor, fcntl.F_UNLCK, 0, 0)
     _descriptors.discard(descriptor)
-    os.close(descriptor)
+    # Remote file systems may refuse it, and what was written here is in other files.
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def _reach_all(directory: Path) -> bool:
