@@ -164,7 +164,12 @@ class _Storages:
             if location != "cpu":
                 if type(location) is not str or not _DEVICE.fullmatch(location):
                     raise RefusedError("memory of an unknown device")
-                data = data.to(location)
+                try:
+                    data = data.to(location)
+                except (
+                    Exception
+                ) as error:  # AssertionError, ModuleNotFoundError: each backend has its own
+                    raise RefusedError(f"memory of the device {location}: {error}") from None
             self._made[key] = data
         if data.numel() != count * dtype.itemsize:
             raise MalformedError("a storage of another size than it says")

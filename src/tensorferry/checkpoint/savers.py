@@ -106,13 +106,19 @@ class Saver:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait until no other save is in such a block: not for ever, so it is for tidiness only."""
+        """Wait until no other save is in such a block; CheckpointError where one stays there for long."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         mine = False
         while self._descriptor is not None and not mine and time.monotonic() < deadline:
             mine = self._lock(fcntl.F_WRLCK, _TURNS)
             if not mine:
                 time.sleep(_POLL_SECONDS)
+        if self._descriptor is not None and not mine:
+            raise CheckpointError(
+                f"another save has been about to commit for {_MAX_WAIT_SECONDS:.0f} seconds (is it stopped, or its "
+                "drive stuck?)",
+                str(self._path),
+            )
         try:
             yield
         finally:
