@@ -380,8 +380,14 @@ class EndedAtOnce:
 
     def check_usable(self) -> None: ...
 
-    def submit(self, *_: object) -> EndedAtOnce:
+    def of(self, file: object) -> EndedAtOnce:
         return self
+
+    def new_request(self, *_: object) -> EndedAtOnce:
+        return self
+
+    def submit(self, *_: object) -> tuple[()]:
+        return ()
 
     def run(self, *_: object) -> None: ...
 

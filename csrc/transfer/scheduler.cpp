@@ -87,7 +87,7 @@ void Scheduler::take_back(size_t count) {
 bool Scheduler::wait_for_progress(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
   const uint64_t before = completed_;
-  return progress_.wait_for(lock, timeout, [&] { return completed_ != before || is_idle(); });
+  return progress_.wait_for(lock, timeout, [&] { return completed_ != before || outstanding_ == 0; });
 }
 
 size_t Scheduler::outstanding() const {
