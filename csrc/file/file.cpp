@@ -232,7 +232,7 @@ File::Lease File::lease() {
   do {
     if (present & retired_bit) return {};
   } while (!leases_.compare_exchange_weak(present, present + 1, std::memory_order_acq_rel));
-  return Lease(*this);
+  return Lease(shared_from_this());
 }
 
 bool File::retire(std::chrono::milliseconds timeout) {

@@ -39,7 +39,7 @@ struct OpenOptions {
 // Which file it is, whatever it is called: device and inode.
 using FileIdentity = std::pair<uint64_t, uint64_t>;
 
-class File {
+class File : public std::enable_shared_from_this<File> {
  public:
   static Result<std::shared_ptr<File>> open(const std::string& path, const OpenOptions& options);
 
@@ -59,21 +59,23 @@ class File {
   class Lease {
    public:
     Lease() = default;
-    Lease(Lease&& other) noexcept : file_(std::exchange(other.file_, nullptr)) {}
+    Lease(Lease&& other) noexcept = default;
     Lease& operator=(Lease&& other) noexcept {
       std::swap(file_, other.file_);
       return *this;
     }
-    ~Lease() { reset(); }
-    explicit operator bool() const { return file_ != nullptr; }
-    void reset() {
-      if (File* file = std::exchange(file_, nullptr)) file->give_back_lease();
+    ~Lease() {
+      if (file_) file_->leases_.fetch_sub(1, std::memory_order_acq_rel);
     }
+    explicit operator bool() const { return file_ != nullptr; }
+
+    // Whether the file goes, and its descriptors are closed, with this.
+    bool is_all_that_is_left() const { return file_.use_count() == 1; }
 
    private:
     friend class File;
-    explicit Lease(File& file) : file_(&file) {}
-    File* file_ = nullptr;
+    explicit Lease(std::shared_ptr<File> file) : file_(std::move(file)) {}
+    std::shared_ptr<File> file_;
   };
 
   // Empty once the file is retired.
@@ -143,7 +145,6 @@ class File {
   File(std::string path, int descriptor, bool readable, bool writable);
   std::optional<Fault> enable_direct(DirectMode mode);
   Fault fault(const char* operation, int error_number) const;
-  void give_back_lease() { leases_.fetch_sub(1, std::memory_order_acq_rel); }
 
   static constexpr uint64_t retired_bit = uint64_t{1} << 63;
   std::atomic<uint64_t> leases_{0};  // how many, and whether there will be no more

@@ -78,7 +78,11 @@ class Request : public std::enable_shared_from_this<Request> {
   bool sealed();
 
   // A transfer has ended. It counts as over, unless it is the last one with its file: then when that is settled.
+  // `lease` on its file is kept until then.
   void transfer_ended(const Transfer& transfer, const File* file, File::Lease lease);
+
+  // Whether anything is to be done with the files.
+  bool uses_files() const { return options_.truncate || options_.sync || options_.close_files; }
 
   // A transfer of this file was refused: the file is not to be cut, and not called durable.
   void refuse(const std::shared_ptr<File>& file);
@@ -114,7 +118,6 @@ class Request : public std::enable_shared_from_this<Request> {
     bool counts_as_one = false;  // of the scheduler's outstanding transfers
   };
 
-  bool uses_files() const { return options_.truncate || options_.sync || options_.close_files; }
   Use& use_of(const std::shared_ptr<File>& file);
 
   // With mutex_ held: what follows from a change. `follow` is to be called without it.

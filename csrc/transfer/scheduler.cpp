@@ -258,7 +258,13 @@ void Scheduler::end(const std::shared_ptr<Transfer>& transfer) {
   transfer->finish();
   if (transfer->is_write()) WriteOrder::leave(*transfer);
   const File* file = transfer->file().get();  // its request may know it, and then keeps it, and the lease
-  transfer->request().transfer_ended(*transfer, file, transfer->release_file());
+  File::Lease lease = transfer->release_file();
+  Request& request = transfer->request();
+  if (!request.uses_files() && lease.is_all_that_is_left()) {
+    // Its owner has dropped the file meanwhile: it is closed now, which may block.
+    help([held = std::make_shared<File::Lease>(std::move(lease))] {});
+  }
+  request.transfer_ended(*transfer, file, std::move(lease));
 }
 
 void Scheduler::transfer_over() {

@@ -12,6 +12,7 @@
 #include <numeric>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "memory/allocation.h"
 #include "scheduling.h"
@@ -132,6 +133,42 @@ TEST_CASE("a file that ends during the read is a fault with the place and the co
     CHECK(request->fault()->offset == 200'000);
     CHECK(request->fault()->expected == found.size());
     CHECK(std::memcmp(source.data(), found.data(), 196'608) == 0);
+    CHECK(scheduler->close(milliseconds(10'000)));
+  }
+}
+
+TEST_CASE("the pieces of a file that goes with its request are written before it is closed") {
+  TemporaryDirectory directory;
+  for (const auto& engine : engines) {
+    auto scheduler = make(engine, 2, 16, 16 << 10);
+    if (!scheduler) continue;
+    const std::string path = directory.file(engine);
+    const auto source = pattern(32 * 5'000, 4);
+    for (int round = 0; round < 100; ++round) {
+      const RequestOptions options{.write = true, .truncate = round % 2 == 1, .close_files = true};
+      REQUIRE(scheduler->admit(32, milliseconds(60'000)) == Scheduler::Admission::admitted);
+      auto request = std::make_shared<Request>(scheduler, options);
+      auto file = open_file(path, true);
+      std::vector<std::shared_ptr<Transfer>> transfers;
+      for (size_t piece = 0; piece < 32; ++piece) {
+        auto memory = const_cast<char*>(source.data()) + piece * 5'000;
+        auto transfer = Transfer::create({file, memory, piece * 5'000, 5'000, true}, request, piece, 16 << 10);
+        REQUIRE(transfer);
+        transfers.push_back(*transfer);
+      }
+      const File& key = *file;
+      scheduler->submit(request, std::exchange(transfers, {}));
+      request->seal(key);
+      request->seal();
+      file.reset();  // the request has the last one
+      REQUIRE(request->wait_for(milliseconds(60'000)));
+      CHECK_FALSE(request->fault());
+      CHECK(scheduler->outstanding() == 0);
+    }
+    std::vector<char> found(source.size());
+    auto read = start(*scheduler, {open_file(path, false), found.data(), 0, found.size()}, true);
+    REQUIRE(read->wait_for(milliseconds(60'000)));
+    CHECK(found == source);
     CHECK(scheduler->close(milliseconds(10'000)));
   }
 }
