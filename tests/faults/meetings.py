@@ -11,6 +11,7 @@ import errno
 import gc
 import os
 import pathlib
+import resource
 import signal
 import threading
 import time
@@ -19,8 +20,10 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 import tensorferry
+from tensorferry import runtime
 from tests.support import slow_calls
 from tests.support.expect import assert_equal, assert_works, contents
 from tests.support.forks import assert_exits_with_zero, in_child
@@ -447,9 +450,7 @@ def close_over_hung_writes(
     engine: str, path: str, product: str, patience_s: float
 ) -> dict[str, Any]:
     """Close what has writes that hang; see that their memory stays as it is."""
-    from tensorferry import runtime
-
-    runtime.CLOSE_PATIENCE_SECONDS = patience_s  # type: ignore[attr-defined]
+    runtime.CLOSE_PATIENCE_SECONDS = patience_s
     if engine == "threads":
         slow_calls.attached().order(Rule("pwrite", "hung", hold=True))
     sources = [np.full(nbytes, 5, np.uint8) for nbytes in (4_096, 100_003, 3_000_001)]
@@ -555,3 +556,107 @@ def count_syncs(engine: str, directory: str, pieces: int) -> dict[str, dict[str,
         counts[name] = dict(calls.count())
         assert_equal(contents(path / items[0][0]), data)
     return counts
+
+
+# What a reader found who only wanted to break it
+
+
+def come_back_after_giving_up(engine: str, directory: str) -> str:
+    """Close a handle whose write hangs, drop it, then let the drive come back; return how the write ended."""
+    runtime.CLOSE_PATIENCE_SECONDS = 0.3
+    calls = slow_calls.attached()
+    data = np.full(3_000_001, 5, np.uint8)
+    path = pathlib.Path(directory) / "hung"
+    handle = tensorferry.aio_handle(engine="threads")
+    handle.sync_pwrite(data, str(path) + "-warm-up")
+    calls.order(Rule("pwrite", "hung", hold=True))
+    handle.async_pwrite(data, str(path))
+    future = handle._pending[0].future
+    calls.await_held()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle.close()
+    del handle
+    gc.collect()
+    calls.release()
+    future.result(10)
+    assert_equal(contents(path), data)
+    return "well"
+
+
+def reads_beside_hung_syncs(engine: str, directory: str) -> bool:
+    """Read by path, and close files, while more fdatasyncs hang than there are helpers."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory) / "healthy"
+    data = np.full(4 << 20, 6, np.uint8)
+    tensorferry.write(path, data)
+    tensorferry.write(path.with_name("warm-up"), data, sync=True)
+    calls.order(Rule("fdatasync", "hung", hold=True))
+    threads = [
+        InThread(lambda index=index: tensorferry.write(f"{directory}/hung{index}", data, sync=True))
+        for index in range(12)
+    ]
+    calls.await_held()
+    found = np.zeros_like(data)
+    tensorferry.read(path, found)
+    small = np.zeros(4096, np.uint8)
+    tensorferry.read_many([(path, small)] * 3)
+    assert_equal(found, data)
+    calls.release()
+    for thread in threads:
+        thread.join("a write that syncs")
+        assert thread.error is None, repr(thread.error)
+    return True
+
+
+def close_beside_a_slow_sync(engine: str, directory: str, new: bool) -> str | None:
+    """Close a file while another thread's write to it is being synced; return what that write raised."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory) / "file"
+    if not new:
+        path.write_bytes(b"old")
+    file = tensorferry.open(path, "w" if new else "r+")
+    calls.order(Rule("fdatasync", "file", delay_s=0.5))
+    calls.watch(path)
+    writing = InThread(lambda: file.write(np.full(3_000_001, 7, np.uint8), sync=True))
+    deadline = time.monotonic() + 10
+    while not path.stat().st_size and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.2)
+    file.close()
+    writing.join("the write")
+    assert calls.count()["fdatasync"] == 1
+    return None if writing.error is None else repr(writing.error)
+
+
+def refused_pieces(engine: str, directory: str, pieces: int) -> int:
+    """Truncate a file to pieces for which there is no room; return the size that it has then."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory) / "file"
+    path.write_bytes(bytes(1_450_000))
+    calls.order(Rule("fallocate", "/file", error=errno.ENOSPC))
+    piece = np.ones(1_500_000 // pieces, np.uint8)
+    items = [(path, piece, index * piece.size) for index in range(pieces)]
+    with pytest.raises(tensorferry.StorageError) as caught:
+        tensorferry.write_many(items, truncate=True)
+    assert caught.value.errno == errno.ENOSPC
+    assert len(caught.value.others) == pieces - 1
+    return path.stat().st_size
+
+
+def pieces_with_few_descriptors(engine: str, directory: str, count: int, sync: bool) -> None:
+    """Write pieces of one file among so many new files that descriptors run short."""
+    path = pathlib.Path(directory)
+    tensorferry.write(path / "warm-up", np.ones(1, np.uint8))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))
+    first, last = np.full(1_000_003, 1, np.uint8), np.full(1_000_003, 2, np.uint8)
+    small = np.full(5_003, 3, np.uint8)
+    others = [(path / f"other{index}", small) for index in range(count)]
+    tensorferry.write_many(
+        [(path / "pieces", last, first.size), *others, (path / "pieces", first, 0)],
+        truncate=True,
+        sync=sync,
+    )
+    assert_equal(contents(path / "pieces"), np.concatenate([first, last]))
+    for other, _ in others:
+        assert_equal(contents(other), small)

@@ -197,3 +197,40 @@ def test_a_close_that_gives_up_leaves_the_memory_under_hung_writes_alone(
         for index, nbytes in enumerate((4_096, 100_003, 3_000_001)):
             found = contents(faultfs.backing / f"hung{index}")
             assert_equal(found, np.full(nbytes, 5, np.uint8))
+
+
+# What a reader found who only wanted to break it
+
+
+def test_a_write_that_comes_back_after_close_gave_up_ends_well(
+    run: Run, engine: str, directory: pathlib.Path
+) -> None:
+    if engine != "threads":
+        pytest.skip("I/O is held in libc, which only the threads engine's goes through")
+    assert run(meetings.come_back_after_giving_up, directory=directory) == "well"
+
+
+def test_syncs_that_hang_hold_up_no_other_file(run: Run, directory: pathlib.Path) -> None:
+    assert run(meetings.reads_beside_hung_syncs, directory=directory)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_closing_a_file_waits_for_the_sync_of_another_threads_write(
+    run: Run, directory: pathlib.Path, new: bool
+) -> None:
+    assert run(meetings.close_beside_a_slow_sync, directory=directory, new=new) is None
+
+
+@pytest.mark.parametrize("pieces", [3, 300])
+def test_a_file_is_not_cut_where_a_piece_was_refused(
+    run: Run, directory: pathlib.Path, pieces: int
+) -> None:
+    assert run(meetings.refused_pieces, directory=directory, pieces=pieces) == 1_450_000
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("count", [200, 600])
+def test_pieces_among_more_files_than_descriptors_are_all_there(
+    run: Run, directory: pathlib.Path, count: int, sync: bool
+) -> None:
+    run(meetings.pieces_with_few_descriptors, directory=directory, count=count, sync=sync)

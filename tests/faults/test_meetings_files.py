@@ -50,6 +50,30 @@ def test_pieces_of_one_file_with_truncate_are_all_there_and_the_file_ends_behind
 
 
 @pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("others", [0, 300])
+def test_a_file_that_goes_by_several_names_is_cut_behind_its_last_piece_and_later_ones_win(
+    directory: pathlib.Path, random_bytes: RandomBytes, others: int
+) -> None:
+    path, linked = directory / "file", directory / "linked"
+    linked.symlink_to(path)
+    wanted, lost = random_bytes(2 << 20), random_bytes(70_001)
+    half = wanted.size // 2
+    small = [(directory / f"other{index}", lost[:10]) for index in range(others)]
+    tensorferry.write_many(
+        [
+            (str(path), lost, 5),
+            (linked, wanted[half:], half),
+            *small,
+            (directory / "." / "file", lost, half + 7),
+            (path, wanted[:half], 0),
+            (str(linked), wanted[half:], half),
+        ],
+        truncate=True,
+    )
+    assert_equal(contents(path), wanted)
+
+
+@pytest.mark.usefixtures("many")
 def test_pieces_of_several_files_with_truncate_keep_what_lies_between_them(
     directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
