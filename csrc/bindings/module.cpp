@@ -331,11 +331,10 @@ class PyScheduler {
     if (!transfers.empty()) {
       owners_->keep(request.core->id(), std::move(owner));
       admitted.handed_over(transfers.size());
-      WithoutGil release;
-      core_->submit(request.core, transfers);
     }
     {
       WithoutGil release;
+      if (!transfers.empty()) core_->submit(request.core, transfers);
       for (size_t index = 0; index < count; ++index) {
         if (!last || (*last)[index]) request.core->seal(*files[index].core);
       }

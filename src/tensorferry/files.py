@@ -177,15 +177,18 @@ def write_many(
     ----------
     items : sequence of (path, array) or (path, array, offset)
         Pieces of one file may be given in any order; where they overlap, the later one wins.
-    truncate, sync, direct, priority
-        As for :func:`write`. With ``truncate``, give each file once.
+    truncate : bool
+        End each file behind the last byte that this call writes to it, if all of its pieces have been written.
+    sync, direct, priority
+        As for :func:`write`. Each file is synced once, whatever the number of its pieces.
 
     Raises
     ------
     ValueError, TypeError
         An item is not usable; nothing was touched.
     StorageError
-        The failure of the first item that failed; the message counts further ones, and ``others`` has them.
+        The failure of the first item that failed; the message counts further ones, and ``others`` has them. Items that
+        did not fail have been written.
     """
     transfer_many(
         default_scheduler(),
