@@ -25,6 +25,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.errors import StorageError
 from tensorferry.tuning.mounts import mount_of
 
 if TYPE_CHECKING:
@@ -85,8 +86,11 @@ class Saver:
         except OSError as error:
             # Where there are no locks for anybody, nobody is ever alone. But a save that is the only one without a
             # lock would not be seen by the others, and they would remove its files.
-            if error.errno not in _NO_LOCKS:
+            if isinstance(error, StorageError):
                 raise
+            if error.errno not in _NO_LOCKS:
+                message = f"{error.strerror} (opening the file that shows others that a save is alive)"
+                raise StorageError(error.errno, message, str(path)) from error
         if self._descriptor is not None:
             leave = weakref.finalize(self, _leave, self._descriptor, path, os.getpid())
             leave.atexit = False  # threads may still be saving
