@@ -42,7 +42,6 @@ def import_deepspeed() -> None:
         raise ModuleNotFoundError(
             "DeepSpeed is not installed (remedy: pip install deepspeed)", name="deepspeed"
         ) from None
-    import deepspeed.git_version_info
     import deepspeed.ops.op_builder  # noqa: F401
 
 
