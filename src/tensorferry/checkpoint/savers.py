@@ -89,7 +89,9 @@ class Saver:
             if isinstance(error, StorageError):
                 raise
             if error.errno not in _NO_LOCKS:
-                message = f"{error.strerror} (opening the file that shows others that a save is alive)"
+                message = (
+                    f"{error.strerror} (opening the file that shows others that a save is alive)"
+                )
                 raise StorageError(error.errno, message, str(path)) from error
         if self._descriptor is not None:
             leave = weakref.finalize(self, _leave, self._descriptor, path, os.getpid())
