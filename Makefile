@@ -99,7 +99,7 @@ clean: ## Remove what was built (.venv stays)
 # Sanitizer reports end the process, so that ctest fails.
 export ASAN_OPTIONS ?= detect_leaks=1:strict_string_checks=1:check_initialization_order=1
 export UBSAN_OPTIONS ?= print_stacktrace=1
-export TSAN_OPTIONS ?= halt_on_error=1:second_deadlock_stack=1
+export TSAN_OPTIONS ?= halt_on_error=1:second_deadlock_stack=1:suppressions=$(abspath tests/cpp/tsan.supp)
 
 # cpp_tests: (build folder, sanitizers)
 define cpp_tests
