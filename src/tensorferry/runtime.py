@@ -146,12 +146,16 @@ def with_descriptors(scheduler: AnyScheduler, action: Callable[[], _Result]) -> 
         if scheduler.outstanding() == 0 or not scheduler.wait_for_progress(60.0):
             break
     while True:
+        pending = (
+            scheduler.outstanding()
+        )  # what ends while the action fails may have given back enough
         try:
             return action()
         except StorageError as error:
-            if error.errno not in (EMFILE, ENFILE) or scheduler.outstanding() == 0:
+            if error.errno not in (EMFILE, ENFILE) or pending == 0:
                 raise
-        scheduler.wait_for_progress(60.0)
+        if scheduler.outstanding() >= pending:
+            scheduler.wait_for_progress(60.0)
 
 
 def _descriptor_limit() -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import tensorferry
+from tensorferry import runtime
 from tests.support import seccomp
 from tests.support.expect import assert_equal, assert_works, contents
 from tests.support.forks import assert_exits_with_zero, in_child
@@ -338,6 +339,35 @@ def few_descriptors(engine: str, directory: str, limit: int, count: int) -> bool
     for source, target in zip(sources, again, strict=True):
         assert_equal(target, source)
     return True
+
+
+def descriptors_given_back_meanwhile(engine: str, directory: str) -> list[int]:
+    """Run out of descriptors, which all come back before anybody looks at what is outstanding.
+
+    Returns how many transfers were outstanding at each try to open a file.
+    """
+    handle = tensorferry.aio_handle(engine=engine)
+    assert_works(handle, pathlib.Path(directory))
+    held: list[int] = []
+    outstanding: list[int] = []
+
+    def open_one() -> list[int]:
+        outstanding.append(handle._scheduler.outstanding())
+        try:
+            tensorferry._core.open_file(f"{directory}/one", False, True, True, False, False, "auto")
+        except tensorferry.StorageError:
+            while held:
+                os.close(held.pop())
+            handle.wait()
+            raise
+        return outstanding
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    handle.async_pwrite(np.zeros(64 << 20, np.uint8), f"{directory}/pending")
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+    return runtime.with_descriptors(handle._scheduler, open_one)
 
 
 def no_descriptors(engine: str, directory: str) -> dict[str, Any]:

@@ -44,6 +44,15 @@ def test_more_files_than_descriptors_are_written_and_read(
 
 
 @covers("fd_exhaustion")
+def test_descriptors_that_come_back_while_a_file_cannot_be_opened_are_taken(
+    engine: str, directory: pathlib.Path
+) -> None:
+    program = f"{PROGRAMS}:descriptors_given_back_meanwhile"
+    tries = child.call(program, engine=engine, directory=directory).result
+    assert tries == [1, 0]
+
+
+@covers("fd_exhaustion")
 def test_no_descriptor_left_raises_emfile_and_leaks_none(
     engine: str, directory: pathlib.Path
 ) -> None:
