@@ -12,6 +12,8 @@ GPU_PYTHON ?=
 # Interpreters `make wheel` builds for; empty: every one found on PATH.
 PYTHONS ?=
 PYTEST_ARGS ?=
+# How many tests run beside each other; those marked `alone` do not.
+JOBS ?= 2
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -44,7 +46,7 @@ demo: $(VENV)/.core.stamp ## Run the demonstration
 	$(BIN)/python examples/demo.py
 
 test: test-cpp $(VENV)/.core.stamp deepspeed ## Run all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-cpp: $(VENV)/.deps.stamp ## Build and run the C++ tests
 	$(call cpp_tests,cpp-tests,)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
+import importlib.util
 import os
 import pathlib
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +19,7 @@ from typing import Any
 import pytest
 
 import tensorferry
+from tests.support import deepspeed_gcc, required
 from tests.support.data import SEED, SEED_VARIABLE, RandomBytes
 
 # Settings that this machine's user has stored must not decide what is tested; child processes inherit this.
@@ -24,25 +30,66 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ENGINES = ["io_uring", "libaio", "threads"]
-REQUIRE_ENGINES_VARIABLE = "TENSORFERRY_TEST_REQUIRE_ENGINES"
 ROOT = pathlib.Path(__file__).parents[1]
 
 
+# What engines say does not change while tests run, and asking costs 30 milliseconds.
+refusals = functools.cache(tensorferry.engines)
+
+
 def pytest_report_header() -> list[str]:
-    refused = {name: reason for name, reason in tensorferry.engines().items() if reason}
+    required.required()
+    refused = {name: reason for name, reason in refusals().items() if reason}
     lines = [f"tensorferry random seed: {SEED} (repeat with {SEED_VARIABLE}={SEED})"]
     return lines + [f"tensorferry engine {name} refused: {why}" for name, why in refused.items()]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that name their engine; what takes minutes begins first, what must be alone comes last."""
+    for item in items:
+        if "engine" in getattr(item, "fixturenames", ()):
+            item.add_marker("engine")
+        if "own_engine" in getattr(item, "fixturenames", ()):
+            item.add_marker("minutes")
+            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.xdist_group("own_engine"))  # only one compiles
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("alone") is not None,
+            item.get_closest_marker("minutes") is None,
+        )
+    )
+
+
+@pytest.fixture(autouse=True)
+def _alone_or_beside_others(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Tests marked `alone` wait until no other worker's test runs, and hold up all others meanwhile."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp().parent  # one for all workers
+    how = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
+    with (
+        open(folder / "turnstile.lock", "w") as turnstile,
+        open(folder / "tests.lock", "w") as running,
+    ):
+        fcntl.flock(turnstile, fcntl.LOCK_EX)  # who waits to be alone lets nobody else begin
+        fcntl.flock(running, how)
+        fcntl.flock(turnstile, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(running, fcntl.LOCK_UN)  # a forked child may still have it open
+
+
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
-    """Each engine that this process may use; others are skipped, or fail if all are required."""
+    """Each engine that this process may use; others are skipped."""
     name: str = request.param
-    refusal = tensorferry.engines()[name]
-    if refusal and os.environ.get(REQUIRE_ENGINES_VARIABLE) == "1":
-        pytest.fail(f"engine {name} is required, but refused: {refusal}")
-    if refusal:
-        pytest.skip(f"engine {name}: {refusal}")
+    if refusal := refusals()[name]:
+        required.missing("engines", f"engine {name}: {refusal}")
     return name
 
 
@@ -64,6 +111,38 @@ def make_handle(engine: str) -> Iterator[MakeHandle]:
 def handle(make_handle: MakeHandle) -> tensorferry.aio_handle:
     """A handle on the engine with default options."""
     return make_handle()
+
+
+@pytest.fixture(scope="session")
+def own_engine() -> dict[str, str]:
+    """The environment in which the newest DeepSpeed uses its own engine, compiled once and kept in build/."""
+    if importlib.util.find_spec("deepspeed") is None:
+        required.missing("deepspeed", "DeepSpeed is not installed (make deepspeed)")
+    environment = deepspeed_gcc.ENVIRONMENT | {"TENSORFERRY_DEEPSPEED": "0"}
+    # Who is stopped while compiling leaves a file that torch would wait for; here only one compiles at a time.
+    folder = deepspeed_gcc.EXTENSIONS
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in folder.glob("*/lock"):
+            left.unlink()
+        return _compiled(environment)
+
+
+def _compiled(environment: dict[str, str]) -> dict[str, str]:
+    program = "import deepspeed.ops.op_builder as b; b.AsyncIOBuilder().load().aio_handle()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=800,
+    )
+    if done.returncode != 0:
+        last = done.stdout.strip().rpartition("\n")[2]
+        required.missing("deepspeed", f"its own engine does not compile here: {last}")
+    return environment
 
 
 @pytest.fixture

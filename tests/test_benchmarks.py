@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import deepspeed_gcc
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = (
     "--rounds=2",
@@ -47,8 +49,7 @@ def run(scenario: str, directory: Path, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
         [*command, f"--directory={directory}", f"--json={result}"],
         cwd=ROOT,
-        # Where the tests of DeepSpeed have its own engine compiled.
-        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(ROOT / "build/torch_extensions")},
+        env=os.environ | deepspeed_gcc.ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=240,
@@ -87,8 +88,7 @@ def test_loop_device_is_detached_again(tmp_path: Path) -> None:
     assert "tensorferry-bench" not in attached
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed not installed")
+@pytest.mark.usefixtures("own_engine")
 def test_deepspeed_scenario_measures_ours_even_where_theirs_fails(tmp_path: Path) -> None:
     content = run("deepspeed", tmp_path)
     ours = [row for row in rows_of(content, "deepspeed") if row["kind"] == "ours"]
@@ -104,8 +104,7 @@ def test_ds_io_scenario_measures_ours_even_where_theirs_fails(tmp_path: Path) ->
     assert {row["failure"] for row in ours} == {None}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed not installed")
+@pytest.mark.usefixtures("own_engine")
 def test_zero3_scenario_trains_ours_even_where_theirs_fails(tmp_path: Path) -> None:
     content = run("zero3", tmp_path)
     ours = [row for row in rows_of(content, "zero3") if row["kind"] == "ours"]

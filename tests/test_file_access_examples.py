@@ -17,7 +17,7 @@ import pytest
 
 import tensorferry
 from tensorferry.tuning.gpus import why_no_gds
-from tests.support import mounts
+from tests.support import deepspeed_gcc, mounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 torch = pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "file_access"
-EXTENSIONS = EXAMPLES.parents[1] / "build" / "torch_extensions"
 GPU_PROGRAMS = [
     f"{way}_{verb}_gpu_tensor.py" for way in ("py", "aio", "gds") for verb in ("load", "store")
 ]
@@ -45,8 +44,7 @@ def command(program: str, *arguments: str | os.PathLike[str]) -> list[str]:
 def run(program: str, *arguments: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(program, *arguments),
-        # Where the tests of DeepSpeed have its own engine compiled.
-        env=os.environ | {"PYTHON": sys.executable, "TORCH_EXTENSIONS_DIR": str(EXTENSIONS)},
+        env=os.environ | deepspeed_gcc.ENVIRONMENT | {"PYTHON": sys.executable},
         capture_output=True,
         text=True,
         timeout=280,
@@ -131,7 +129,7 @@ def test_without_cufile_a_gds_program_says_what_is_missing(
     assert str(missing.value) == why
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("own_engine")
 def test_comparison_prints_each_program_and_its_speedup(directory: Path) -> None:
     done = run("compare.py", "--nvme_folder", directory, "--mb_size=2", "--loop=1", "--rounds=1")
     assert done.returncode == 0, done.stderr

@@ -115,8 +115,6 @@ def test_install_in_threads_beside_an_import_of_deepspeed_returns(
     assert found == [True, True, True, True, False]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_install_after_deepspeeds_own_engine_was_loaded_warns(own_engine: Environment) -> None:
     ended = call(f"{PROGRAMS}:installed_after_its_own_engine", environment=own_engine)
     (warning,) = ended.result

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from tests.deepspeed.conftest import Environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
 SERVED = {"TENSORFERRY_DEEPSPEED": "1"}
 STEPS = 3
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import mounts
+from tests.support import mounts, required
 from tests.support.faultfs import FaultFS, FaultFSUnavailableError, why_unavailable
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ def empty(directory: pathlib.Path) -> None:
 def _faultfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultFS]:
     reason = why_unavailable()
     if reason:
-        pytest.skip(reason)
+        required.missing("fuse", reason)
     with contextlib.ExitStack() as stack:
         try:
             fs = stack.enter_context(FaultFS(tmp_path_factory.mktemp("faultfs")))
         except FaultFSUnavailableError as unavailable:
-            pytest.skip(str(unavailable))
+            required.missing("fuse", str(unavailable))
         yield fs
 
 

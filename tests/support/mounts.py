@@ -9,8 +9,7 @@ import subprocess
 import tempfile
 from typing import TYPE_CHECKING
 
-import pytest
-
+from tests.support import required
 from tests.support.faultfs import is_mounted
 
 if TYPE_CHECKING:
@@ -21,11 +20,13 @@ if TYPE_CHECKING:
 def mounted(path: pathlib.Path, *arguments: str) -> Iterator[pathlib.Path]:
     """Mount with `mount arguments path` during the block; skip where that cannot be."""
     if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
+        required.missing("mounts", "mounting needs root")
     path.mkdir(parents=True, exist_ok=True)
     result = subprocess.run(["mount", *arguments, str(path)], capture_output=True, text=True)
     if result.returncode != 0:
-        pytest.skip(f"this machine cannot mount {arguments}: {result.stderr.strip()}")
+        required.missing(
+            "mounts", f"this machine cannot mount {arguments}: {result.stderr.strip()}"
+        )
     try:
         yield path
     finally:
@@ -38,7 +39,7 @@ def mounted(path: pathlib.Path, *arguments: str) -> Iterator[pathlib.Path]:
 def ext4(directory: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
     """Mount a new ext4 of nbytes that lies on a file in directory."""
     if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
+        required.missing("mounts", "mounting needs root")
     image = pathlib.Path(tempfile.mkdtemp(dir=directory)) / "ext4.img"
     with image.open("wb") as file:
         file.truncate(nbytes)
@@ -46,7 +47,7 @@ def ext4(directory: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
         make = ["mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0", str(image)]
         result = subprocess.run(make, capture_output=True, text=True)
         if result.returncode != 0:
-            pytest.skip(f"mkfs.ext4 failed: {result.stderr.strip()}")
+            required.missing("mounts", f"mkfs.ext4 failed: {result.stderr.strip()}")
         with mounted(image.with_suffix(".mount"), "-o", "loop", str(image)) as path:
             yield path
     finally:

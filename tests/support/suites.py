@@ -1,0 +1,53 @@
+"""Runs a part of the suite in a process of its own: under seccomp, on the stand-in driver."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import xml.etree.ElementTree
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+ROOT = pathlib.Path(__file__).parents[2]
+SKIPPED_AT_MOST = 0.1  # all of them skipped would prove nothing
+
+
+def assert_passes(
+    arguments: Sequence[str],
+    scratch: pathlib.Path,
+    *,
+    timeout_s: float,
+    prefix: Sequence[str] = (),
+    environment: Mapping[str, str],
+) -> None:
+    """Run pytest with arguments; fail unless all pass that are not skipped, and nearly none is."""
+    report = scratch / "report.xml"
+    command = [*prefix, sys.executable, "-X", "faulthandler", "-m", "pytest", *arguments, "-q"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [f"--junitxml={report}", f"--basetemp={scratch / 'suite'}"]
+    # It is one test of the suite around it, and runs beside no other of its own.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=inherited | dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as expired:
+        output = (expired.output or b"").decode(errors="replace")
+        raise AssertionError(f"no end in {timeout_s} s:\n{output[-20_000:]}") from expired
+    assert ended.returncode == 0, ended.stdout[-20_000:]
+    suite = xml.etree.ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
+    print(f"{total - skipped} tests passed, {skipped} were skipped")
+    assert skipped <= total * SKIPPED_AT_MOST, ended.stdout[-20_000:]
