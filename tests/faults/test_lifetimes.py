@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import threading
 import time
 import warnings
@@ -65,15 +66,24 @@ def test_dropping_a_handle_completes_writes_that_are_stuck(
 
 
 @covers("del_handle_with_pending")
-def test_dropping_a_handle_with_failures_that_nobody_saw_warns(
-    engine: str, faultfs: FaultFS
+@pytest.mark.parametrize("how", ["dropped", "closed"])
+def test_a_handle_that_goes_with_failures_nobody_saw_warns_of_each(
+    engine: str, faultfs: FaultFS, how: str
 ) -> None:
     handle = tensorferry.aio_handle(engine=engine)
-    faultfs.order(Fault("write", error=5))
-    handle.async_pwrite(np.ones(4096, np.uint8), str(faultfs.path / "file"))
-    with pytest.warns(RuntimeWarning, match="file"):
-        handle = None
-    gc.collect()
+    faultfs.order(Fault("write", error=5, name="bad1"), Fault("write", error=28, name="bad2"))
+    for name in ("good1", "bad1", "good2", "bad2"):
+        handle.async_pwrite(np.ones(4096, np.uint8), str(faultfs.path / name))
+    with pytest.warns(RuntimeWarning) as caught:
+        if how == "closed":
+            handle.close()
+        del handle
+        gc.collect()
+    (first, second) = (str(warning.message) for warning in caught)
+    assert "bad1" in first
+    assert os.strerror(5) in first
+    assert "bad2" in second
+    assert os.strerror(28) in second
 
 
 @covers("del_handle_with_pending")
@@ -460,12 +470,13 @@ def test_closing_a_file_gives_up_where_nothing_moves_and_loses_nothing(
     assert_equal(contents(path), data)
 
 
-def test_whoever_closes_a_file_second_returns_when_its_transfers_have_ended(
-    faultfs: FaultFS, random_bytes: RandomBytes
+def test_whoever_closes_a_file_first_or_second_returns_when_its_transfers_have_ended(
+    engine: str, faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:
-    file = tensorferry.open(faultfs.path / "file", "w")
+    data = random_bytes(100_003)
+    file = tensorferry.open(faultfs.path / "file", "w", engine=engine)
     faultfs.order(Fault("write", hold=True))
-    future = file.write_from(random_bytes(100_003))
+    future = file.write_from(data)
     faultfs.await_held()
     ended: list[bool] = []
 
@@ -482,6 +493,7 @@ def test_whoever_closes_a_file_second_returns_when_its_transfers_have_ended(
     for thread in closing:
         thread.join(30)
     assert ended == [True] * 3
+    assert_equal(contents(faultfs.path / "file"), data)
 
 
 def test_a_file_loses_none_of_the_futures_that_threads_begin(
