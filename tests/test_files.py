@@ -202,9 +202,7 @@ def test_memory_file_systems_refuse_forced_direct(tmpfs_directory: pathlib.Path)
         tensorferry.read(path, bytearray(5), direct=True)
 
 
-def test_many_small_files_and_pieces(
-    directory: pathlib.Path, random_bytes: RandomBytes
-) -> None:
+def test_many_small_files_and_pieces(directory: pathlib.Path, random_bytes: RandomBytes) -> None:
     arrays = [random_bytes(17 * index % 9001).tobytes() for index in range(1_000)]
     tensorferry.write_many([(directory / str(index), array) for index, array in enumerate(arrays)])
     found = [bytearray(len(array)) for array in arrays]

@@ -110,6 +110,7 @@ def test_killed_saves_leave_the_old_checkpoint_or_the_new_one(
         found.add(checked(checkpoint, f"seed {seed}: {arguments}, over {before}"))
         shutil.rmtree(checkpoint)
     assert OLD in found
+    assert found <= {OLD, NEW}
 
 
 def test_saves_killed_at_any_moment_leave_the_old_checkpoint_or_the_new_one(
@@ -137,6 +138,8 @@ def test_the_save_after_a_killed_one_leaves_nothing_of_it(
     for die_at in (3, 9, 12):
         with started(RANKS, save_dying, str(checkpoint), {}, 1, die_at) as ranks:
             ranks[1].process.join(30)
+            assert ranks[1].process.exitcode == -9
+    assert len(files_of(checkpoint)) > 1 + 2 * RANKS
     assert step_in(checkpoint) == OLD
     call_on_ranks(RANKS, save_step, str(checkpoint), NEW, {}, None)
     assert step_in(checkpoint) == NEW

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import resource
 import weakref
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -158,21 +157,6 @@ def test_full_disk_in_the_middle_is_reported_and_leaves_nothing(tmp_path: pathli
             stream.abort()
         assert caught.value.errno == errno.ENOSPC
         assert not (small / "file").exists()
-
-
-def test_file_size_limit_is_reported(directory: pathlib.Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10 << 20, hard))
-    try:
-        with Pipeline() as pipeline:
-            stream = Stream(str(directory / "file"), pipeline)
-            with pytest.raises(tensorferry.StorageError) as caught:
-                write_without_end(stream)
-            stream.abort()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.errno == errno.EFBIG
-    assert not (directory / "file").exists()
 
 
 def test_failing_function_fails_the_stream(directory: pathlib.Path) -> None:
