@@ -534,6 +534,9 @@ def fork_and_overlap(engine: str, directory: str) -> bool:
         in_child(write)
     assert_exits_with_zero(pid)
     assert handle.wait() == 30
+    left = np.fromfile(path, np.uint8)
+    assert left.size == 4_000_003
+    assert (left[1 << 20 :] == 29).all()
     return True
 
 
