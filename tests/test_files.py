@@ -228,7 +228,7 @@ def test_many_reports_the_first_that_failed_and_knows_the_rest(directory: pathli
     assert caught.value.filename == str(directory / "none")
     assert [other.filename for other in caught.value.others] == [str(directory / "nil")]
     for wrong in ([("a",)], ["ab"], [("a", b"", 0, 0)], [("a", 1)]):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"items\[0\]: "):
             tensorferry.write_many(wrong)  # type: ignore[arg-type]
 
 

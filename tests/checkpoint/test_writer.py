@@ -177,6 +177,7 @@ def test_planner_that_casts_gets_no_places(directory: pathlib.Path) -> None:
 def test_zip_checksums_are_right(directory: pathlib.Path) -> None:
     save(mixed_state(), directory / "checkpoint")
     storage = metadata_of(directory / "checkpoint").storage_data
+    assert len(storage) > 10
     for info in storage.values():
         content = (directory / "checkpoint" / info.relative_path).read_bytes()
         blob = content[info.offset : info.offset + info.length]

@@ -262,7 +262,7 @@ def test_calls_that_fail_leave_nothing_behind(handle: Handle, directory: pathlib
     def fail() -> None:
         with pytest.raises(tensorferry.ShortReadError):
             handle.sync_pread(target, str(path))
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="not contiguous"):
             handle.async_pread(target[::2], str(path))
         with pytest.raises(tensorferry.StorageError):
             handle.async_pread(target, str(directory / "missing"))
