@@ -74,12 +74,7 @@ def test_settings_are_reported_as_given(make_handle: MakeHandle) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"block_size": 0},
-        {"block_size": -1},
-        {"queue_depth": 0},
         {"queue_depth": 1 << 20},
-        {"intra_op_parallelism": 0},
-        {"intra_op_parallelism": -1},
         {"intra_op_parallelism": 2, "num_threads": 3},
         {"engine": "nonesuch"},
     ],

@@ -52,7 +52,9 @@ def test_metadata_of_ours_names_nothing_that_the_oldest_torch_does_not(
     directory: pathlib.Path,
 ) -> None:
     write(directory)
-    ours = named_in(directory / "checkpoint" / ".metadata")
+    metadata = directory / "checkpoint" / ".metadata"
+    assert metadata.read_bytes()[1] == 4  # the pickle protocol
+    ours = named_in(metadata)
     assert "torch.distributed.checkpoint.metadata.Metadata" in ours
     assert ours <= named_in(HERE / OLDEST / "checkpoint" / ".metadata")
 
