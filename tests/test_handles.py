@@ -112,21 +112,6 @@ def test_return_values(make_handle: MakeHandle, directory: pathlib.Path) -> None
         handle.pread(found, path, False, nonsense=True)
 
 
-def test_offsets(make_handle: MakeHandle, directory: pathlib.Path) -> None:
-    handle = make_handle(block_size=4096, intra_op_parallelism=3)
-    path = directory / "file"
-    source = random_tensor(50_000)
-    handle.sync_pwrite(source, path, 7)
-    handle.sync_pwrite(source[:100], path, file_offset=60_000)
-    found = torch.empty_like(source)
-    handle.sync_pread(found, path, 7)
-    assert torch.equal(found, source)
-    content = path.read_bytes()
-    assert len(content) == 60_100
-    assert content[:7] == bytes(7)
-    assert content[50_007:60_000] == bytes(60_000 - 50_007)
-
-
 def test_a_descriptor_may_be_given_by_deepnvmes_keyword(directory: pathlib.Path) -> None:
     source = random_tensor(5000)
     handle = tensorferry.aio_handle()

@@ -179,15 +179,6 @@ def test_cut_short_files_are_found(
     assert "last" in problems[-1].names  # type: ignore[union-attr]
 
 
-def test_zeroed_blocks_are_found(directory: pathlib.Path) -> None:
-    save(state(), directory)
-    begin, _ = regions(directory)["payload"]
-    with data_file_of(directory).open("r+b") as stream:
-        stream.seek(begin // 4096 * 4096 + 4096)
-        stream.write(bytes(4096))
-    assert not verify(directory).sound
-
-
 # --- torch's checkpoints ---
 
 

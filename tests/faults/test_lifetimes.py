@@ -403,27 +403,6 @@ def test_futures_of_two_threads_on_one_file_each_complete_once(
     assert calls == [[1] * 200] * 2
 
 
-@covers("threads_shared_handle_async")
-def test_two_threads_that_submit_and_wait_without_pause_count_every_completion_once(
-    handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
-) -> None:
-    data = random_bytes(1 << 20)
-    data.tofile(directory / "file")
-    targets = [np.zeros((300, 4096), np.uint8) for _ in range(2)]
-    waited = [0, 0]
-
-    def work(thread: int) -> None:
-        for index, target in enumerate(targets[thread]):
-            handle.async_pread(target, str(directory / "file"), index * 3000)
-            waited[thread] += handle.wait()
-
-    in_threads(2, work)
-    assert sum(waited) + handle.wait() == 600
-    for thread in range(2):
-        for index, target in enumerate(targets[thread]):
-            assert_equal(target, data[index * 3000 : index * 3000 + 4096])
-
-
 def test_closing_a_handle_while_another_thread_waits_lets_both_end(
     engine: str, faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:
