@@ -105,4 +105,7 @@ def test_directory_that_cannot_be_written_is_reported(directory: pathlib.Path) -
     (directory / "file").write_text("")
     with pytest.raises(dcp.api.CheckpointException) as caught:
         save(mixed_state(), directory / "file" / "checkpoint")
-    assert isinstance(caught.value.failures[0][0], OSError)
+    failure = caught.value.failures[0][0]
+    assert isinstance(failure, OSError)
+    assert failure.errno == errno.ENOTDIR
+    assert str(failure.filename).startswith(str(directory / "file"))
