@@ -22,6 +22,8 @@ from tests.support import deepspeed_gcc, mounts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.support.data import RandomBytes
+
 torch = pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "file_access"
@@ -52,9 +54,9 @@ def run(program: str, *arguments: str | os.PathLike[str]) -> subprocess.Complete
 
 
 @pytest.fixture
-def input_file(directory: Path) -> Path:
+def input_file(directory: Path, random_bytes: RandomBytes) -> Path:
     path = directory / "input.bin"
-    path.write_bytes(os.urandom(3_000_017))
+    path.write_bytes(random_bytes(3_000_017).tobytes())
     return path
 
 
@@ -154,9 +156,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
 
 @pytest.mark.parametrize("nbytes", [1, 4_097, 1_000_003])
 def test_programs_store_and_load_just_the_bytes(
-    nbytes: int, directory: Path, module: Callable[[str], Any]
+    nbytes: int, directory: Path, random_bytes: RandomBytes, module: Callable[[str], Any]
 ) -> None:
-    tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
+    tensor = torch.from_numpy(random_bytes(nbytes))
     plain, ours = str(directory / "plain"), str(directory / "ours")
     with tensorferry.aio_handle() as handle:
         module("py_store_cpu_tensor").file_write(plain, tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import pickle
 from typing import TYPE_CHECKING
@@ -14,9 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tensorferry
+from tests.support.data import aligned, folded
+from tests.support.expect import storage_error
 
 if TYPE_CHECKING:
     import pathlib
+
+    from tests.support.data import RandomBytes
 
 BLOCK = 65536
 
@@ -30,13 +35,6 @@ in_turn = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-def aligned_at(nbytes: int, misalignment: int) -> numpy.ndarray:
-    """Return bytes whose address is `misalignment` beyond a page."""
-    memory = numpy.zeros(nbytes + 2 * 4096, numpy.uint8)
-    begin = -memory.__array_interface__["data"][0] % 4096 + misalignment
-    return memory[begin : begin + nbytes]
 
 
 @in_turn
@@ -63,7 +61,7 @@ def test_any_sequence_of_writes_and_reads_equals_plain_files(
         path, "w+", engine=engine, block_size=BLOCK, queue_depth=queue_depth, direct=direct
     ) as file:
         for seed, (nbytes, offset, misalignment, waits) in enumerate(steps):
-            source = aligned_at(nbytes, misalignment)
+            source = aligned(nbytes, misalignment)
             source[:] = numpy.random.default_rng(seed).integers(0, 256, nbytes, numpy.uint8)
             if waits:
                 file.write_from(source, offset).result()
@@ -73,22 +71,10 @@ def test_any_sequence_of_writes_and_reads_equals_plain_files(
                 model.extend(bytes(max(0, offset + nbytes - len(model))))
                 model[offset : offset + nbytes] = source.tobytes()
             begin = min(offset // 2, len(model))
-            found = aligned_at(min(nbytes + 9, len(model) - begin), misalignment)
+            found = aligned(min(nbytes + 9, len(model) - begin), misalignment)
             file.read(found, begin)
             assert found.tobytes() == model[begin : begin + found.nbytes]
     assert path.read_bytes() == model
-
-
-def test_whole_file_round_trip_keeps_neighbouring_bytes(
-    engine: str, directory: pathlib.Path
-) -> None:
-    path = directory / "file"
-    before = os.urandom(1_000_000)
-    path.write_bytes(before)
-    part = os.urandom(300_001)
-    with tensorferry.open(path, "r+", engine=engine) as file:
-        file.write(part, 12_345)
-    assert path.read_bytes() == before[:12_345] + part + before[12_345 + len(part) :]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +83,7 @@ def test_whole_file_round_trip_keeps_neighbouring_bytes(
 def test_every_dtype_and_shape_of_torch(directory: pathlib.Path, dtype: torch.dtype) -> None:
     path = directory / "tensor"
     for shape in ((), (0,), (3,), (5, 7), (2, 3, 1001)):
-        source = torch.randint(0, 2, (*shape,)).to(dtype)
+        source = torch.arange(torch.Size(shape).numel()).view(shape).remainder(5).to(dtype)
         tensorferry.write(path, source, truncate=True)
         found = torch.empty(shape, dtype=dtype)
         assert tensorferry.read(path, found) is found
@@ -121,17 +107,20 @@ def test_beyond_4_gib(directory: pathlib.Path) -> None:
 
 
 def test_one_transfer_of_more_than_4_gib(directory: pathlib.Path) -> None:
-    # A read system call moves at most 2 GiB, and 32 bits end at 4 GiB. Reading a hole costs memory, not disk.
+    # A read system call moves at most 2 GiB, and 32 bits end at 4 GiB. Holes take no disk, folds no memory.
     nbytes = (4 << 30) + 4097
+    marks = (0, (2 << 30) - 5, (2 << 30) + 4096, (4 << 30) - 1, nbytes - 1)
     path = directory / "hole"
     with open(path, "wb") as plain:
         plain.truncate(nbytes + 5)
-        plain.seek(nbytes)
-        plain.write(b"\1")
-    found = numpy.full(nbytes, 7, numpy.uint8)
+        for number, mark in enumerate(marks, 1):
+            os.pwrite(plain.fileno(), bytes([number]), mark + 1)
+    found = folded(nbytes, [slice(max(mark - 8192, 0), mark + 8192) for mark in marks])
+    found[::4096] = 9
     tensorferry.read(path, found, 1)
-    assert found[-1] == 1
-    assert not found[:-1].any()
+    assert [found[mark] for mark in marks] == [1, 2, 3, 4, 5]
+    found[list(marks)] = 0
+    assert not any(part.any() for part in numpy.array_split(found, 64))
 
 
 def test_writing_a_longer_file_keeps_its_end_unless_truncated(directory: pathlib.Path) -> None:
@@ -152,12 +141,6 @@ def test_new_files_get_the_usual_mode(directory: pathlib.Path) -> None:
     assert (directory / "new").stat().st_mode & 0o777 == 0o644
 
 
-def test_synced_write_is_complete(directory: pathlib.Path) -> None:
-    data = os.urandom(5_000_001)
-    tensorferry.write(directory / "durable", data, sync=True)
-    assert (directory / "durable").read_bytes() == data
-
-
 def test_paths_of_every_type(directory: pathlib.Path) -> None:
     for path in (
         directory / "p",
@@ -176,10 +159,10 @@ def test_paths_of_every_type(directory: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("direct", ["auto", True, False])
 def test_cached_dirty_and_partly_cached_files_read_right(
-    engine: str, directory: pathlib.Path, direct: bool | str
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes, direct: bool | str
 ) -> None:
     path = directory / "cached"
-    data = bytearray(os.urandom(3_000_000))
+    data = bytearray(random_bytes(3_000_000))
     path.write_bytes(data)  # dirty in the page cache
     with tensorferry.open(path, engine=engine, block_size=BLOCK, direct=direct) as file:
         assert file.read(bytearray(len(data))) == data
@@ -195,10 +178,10 @@ def test_cached_dirty_and_partly_cached_files_read_right(
 
 
 def test_parts_in_the_page_cache_are_read_from_it(directory: pathlib.Path) -> None:
-    if tensorferry_cannot_ask_the_page_cache(directory):
-        pytest.skip("this kernel has no cachestat(2), or a sandbox forbids it")
+    if tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 5):
+        pytest.skip("this kernel has no cachestat(2)")
     path = directory / "cached"
-    path.write_bytes(os.urandom(4_000_000))
+    path.write_bytes(bytes(4_000_000))
     os.sync()
     with tensorferry.open(path, block_size=BLOCK) as file:
         buffer = tensorferry.empty(4_000_000, "u1")
@@ -212,25 +195,15 @@ def test_parts_in_the_page_cache_are_read_from_it(directory: pathlib.Path) -> No
         assert file.stats()["direct_nbytes"] > 0
 
 
-def tensorferry_cannot_ask_the_page_cache(directory: pathlib.Path) -> bool:
-    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
-    return version < (6, 5)
-
-
-def test_memory_file_systems_work_and_refuse_forced_direct(
-    engine: str, tmpfs_directory: pathlib.Path
-) -> None:
-    data = os.urandom(1_000_003)
+def test_memory_file_systems_refuse_forced_direct(tmpfs_directory: pathlib.Path) -> None:
     path = tmpfs_directory / "file"
-    with tensorferry.open(path, "w+", engine=engine) as file:
-        file.write(data, 5)
-        assert file.read(bytearray(len(data)), 5) == data
+    path.write_bytes(b"12345")
     with pytest.raises(tensorferry.StorageError, match="direct"):
         tensorferry.read(path, bytearray(5), direct=True)
 
 
-def test_many_small_files_and_pieces(directory: pathlib.Path) -> None:
-    arrays = [os.urandom(17 * index % 9001) for index in range(1_000)]
+def test_many_small_files_and_pieces(directory: pathlib.Path, random_bytes: RandomBytes) -> None:
+    arrays = [random_bytes(17 * index % 9001).tobytes() for index in range(1_000)]
     tensorferry.write_many([(directory / str(index), array) for index, array in enumerate(arrays)])
     found = [bytearray(len(array)) for array in arrays]
     tensorferry.read_many([(directory / str(index), array) for index, array in enumerate(found)])
@@ -242,7 +215,7 @@ def test_many_small_files_and_pieces(directory: pathlib.Path) -> None:
     assert (directory / "one").read_bytes() == b"".join(arrays)
 
 
-def test_many_reports_the_first_that_failed_and_counts_the_rest(directory: pathlib.Path) -> None:
+def test_many_reports_the_first_that_failed_and_knows_the_rest(directory: pathlib.Path) -> None:
     (directory / "good").write_bytes(b"12345")
     with pytest.raises(tensorferry.StorageError) as caught:
         tensorferry.read_many(
@@ -253,8 +226,9 @@ def test_many_reports_the_first_that_failed_and_counts_the_rest(directory: pathl
             ]
         )
     assert caught.value.filename == str(directory / "none")
+    assert [other.filename for other in caught.value.others] == [str(directory / "nil")]
     for wrong in ([("a",)], ["ab"], [("a", b"", 0, 0)], [("a", 1)]):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"items\[0\]: "):
             tensorferry.write_many(wrong)  # type: ignore[arg-type]
 
 
@@ -291,10 +265,10 @@ def test_bad_arguments_are_refused_before_any_io(directory: pathlib.Path) -> Non
 
 
 def test_work_in_the_background_is_done_like_any_other(
-    engine: str, directory: pathlib.Path
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
     path = directory / "file"
-    data = os.urandom(300_001)
+    data = random_bytes(300_001).tobytes()
     with tensorferry.open(path, "w+", engine=engine) as file:
         file.write(data, priority="background")
         assert file.read(bytearray(len(data)), priority="background") == data
@@ -310,13 +284,13 @@ def test_work_in_the_background_is_done_like_any_other(
 
 def test_file_modes(directory: pathlib.Path) -> None:
     path = directory / "file"
-    with pytest.raises(tensorferry.StorageError):
+    with storage_error(errno.ENOENT, path):
         tensorferry.open(path)
     with tensorferry.open(path, "x") as file:
         file.write(b"12345")
         with pytest.raises(ValueError, match="reading"):
             file.read(bytearray(1))
-    with pytest.raises(tensorferry.StorageError):
+    with storage_error(errno.EEXIST, path):
         tensorferry.open(path, "x")
     with tensorferry.open(path) as file:
         assert file.size == 5
@@ -347,14 +321,6 @@ def test_preallocated_space_is_there_and_can_be_cut(directory: pathlib.Path) -> 
         file.preallocate(1)
 
 
-def test_closing_a_file_waits_for_its_transfers(engine: str, directory: pathlib.Path) -> None:
-    data = os.urandom(20_000_000)
-    with tensorferry.open(directory / "file", "w", engine=engine) as file:
-        future = file.write_from(data, 1)
-    assert future.done()
-    assert (directory / "file").read_bytes()[1:] == data
-
-
 def test_errors_say_what_and_survive_pickling(directory: pathlib.Path) -> None:
     (directory / "short").write_bytes(b"12345")
     with pytest.raises(tensorferry.ShortReadError) as caught:
@@ -364,8 +330,6 @@ def test_errors_say_what_and_survive_pickling(directory: pathlib.Path) -> None:
     assert (error.offset, error.expected, error.transferred) == (5, 10, 0)
     assert error.filename == str(directory / "short")
     assert "5 bytes" in str(error)
-    with pytest.raises(FileNotFoundError):
-        raise_as_oserror(directory / "missing")
 
 
 def test_an_error_keeps_the_others_of_its_call_when_it_is_pickled_or_copied() -> None:
@@ -378,11 +342,3 @@ def test_an_error_keeps_the_others_of_its_call_when_it_is_pickled_or_copied() ->
         ]
         assert str(again) == str(error)
     assert tensorferry.StorageError(5, "Input/output error", "a").others == ()
-
-
-def raise_as_oserror(path: pathlib.Path) -> None:
-    """StorageError is an OSError whose errno tells; callers turn it into the built-in kind where they want one."""
-    try:
-        tensorferry.read(path, bytearray(1))
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename) from error

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     import pathlib
     from collections.abc import Awaitable, Callable
 
+    from tests.support.data import RandomBytes
 
-def test_results(engine: str, directory: pathlib.Path) -> None:
-    data = os.urandom(3_000_001)
+
+def test_results(engine: str, directory: pathlib.Path, random_bytes: RandomBytes) -> None:
+    data = random_bytes(3_000_001).tobytes()
     with tensorferry.open(directory / "file", "w+", engine=engine) as file:
         written = file.write_from(data, 5, sync=True)
         assert written.result() is data
@@ -52,8 +54,10 @@ def test_a_failure_is_the_result(engine: str, directory: pathlib.Path) -> None:
         assert futures[1].done()
 
 
-def test_waiting_may_time_out_and_be_taken_up_again(engine: str, directory: pathlib.Path) -> None:
-    data = os.urandom(30_000_000)
+def test_waiting_may_time_out_and_be_taken_up_again(
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    data = random_bytes(30_000_000).tobytes()
     with tensorferry.open(
         directory / "file", "w", engine=engine, block_size=4096, queue_depth=1
     ) as file:
@@ -70,7 +74,7 @@ def test_callbacks_are_called_once_each_with_the_future(
 ) -> None:
     called: list[tensorferry.Future] = []
     with tensorferry.open(directory / "file", "w", engine=engine) as file:
-        futures = [file.write_from(os.urandom(100_000), 100_000 * index) for index in range(50)]
+        futures = [file.write_from(bytes(100_000), 100_000 * index) for index in range(50)]
         everything = threading.Semaphore(0)
 
         def note(future: tensorferry.Future) -> None:
@@ -92,15 +96,15 @@ def test_an_exception_in_a_callback_is_logged_and_harms_nobody(
 ) -> None:
     after = threading.Event()
     with tensorferry.open(directory / "file", "w") as file:
-        future = file.write_from(os.urandom(20_000_000))
+        future = file.write_from(bytes(20_000_000))
         future.add_done_callback(lambda _: 1 / 0)
         future.add_done_callback(lambda _: after.set())
         assert after.wait(60)
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_await(engine: str, directory: pathlib.Path) -> None:
-    data = [os.urandom(1_000_000 + index) for index in range(8)]
+def test_await(engine: str, directory: pathlib.Path, random_bytes: RandomBytes) -> None:
+    data = [random_bytes(1_000_000 + index).tobytes() for index in range(8)]
     path = directory / "file"
 
     async def main() -> None:
@@ -139,7 +143,7 @@ SLOWLY: dict[str, Any] = {"block_size": 4096, "queue_depth": 1, "direct": True}
 
 
 def test_a_cancelled_transfer_ends_early_and_says_so(engine: str, directory: pathlib.Path) -> None:
-    data = os.urandom(30_000_000)
+    data = bytes(30_000_000)
     with tensorferry.open(directory / "file", "w", engine=engine, **SLOWLY) as file:
         future = file.write_from(data)
         assert future.running()
@@ -168,27 +172,6 @@ def test_what_has_ended_cannot_be_cancelled(directory: pathlib.Path) -> None:
         assert isinstance(failed.exception(), tensorferry.ShortReadError)
         assert not failed.cancel()
         assert not failed.cancelled()
-
-
-def test_a_transfer_that_moved_all_before_it_could_be_cancelled_is_a_success(
-    engine: str, directory: pathlib.Path
-) -> None:
-    outcomes = set()
-    with tensorferry.open(directory / "file", "w", engine=engine) as file:
-        for index in range(200):
-            data = bytes([index]) * 4096
-            future = file.write_from(data, 4096 * index)
-            future.cancel()
-            try:
-                assert future.result() is data
-                outcomes.add("done")
-                assert not future.cancelled()
-                with open(directory / "file", "rb") as plain:
-                    assert os.pread(plain.fileno(), 4096, 4096 * index) == data
-            except concurrent.futures.CancelledError:
-                outcomes.add("cancelled")
-                assert future.cancelled()
-    assert outcomes <= {"done", "cancelled"}
 
 
 def test_nothing_touches_the_array_of_a_cancelled_read_once_it_is_done(
@@ -411,7 +394,7 @@ def test_threads_that_ask_at_the_same_moment_get_the_same_failure(directory: pat
 
 
 def test_the_event_loop_stays_free_while_a_transfer_is_awaited(directory: pathlib.Path) -> None:
-    data = os.urandom(20_000_000)
+    data = bytes(20_000_000)
     turns = 0
 
     async def main() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import inspect
 import os
-import threading
-import warnings
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import tensorferry
+from tests.support.data import SEED
 
 if TYPE_CHECKING:
     import pathlib
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def random_tensor(count: int) -> torch.Tensor:
-    return torch.randint(0, 256, (count,), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(SEED + count)
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
 
 
 def test_signatures_are_those_of_deepnvme() -> None:
@@ -74,12 +74,7 @@ def test_settings_are_reported_as_given(make_handle: MakeHandle) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"block_size": 0},
-        {"block_size": -1},
-        {"queue_depth": 0},
         {"queue_depth": 1 << 20},
-        {"intra_op_parallelism": 0},
-        {"intra_op_parallelism": -1},
         {"intra_op_parallelism": 2, "num_threads": 3},
         {"engine": "nonesuch"},
     ],
@@ -94,7 +89,8 @@ def test_settings_out_of_range_are_refused(options: dict[str, object]) -> None:
 def test_return_values(make_handle: MakeHandle, directory: pathlib.Path) -> None:
     handle = make_handle()
     path = str(directory / "tensor")
-    source, found = random_tensor(100_003), random_tensor(100_003)
+    source = random_tensor(100_003)
+    found = torch.zeros_like(source)
     assert handle.wait() == 0
     assert handle.sync_pwrite(source, path) == 1
     assert handle.sync_pread(found, path) == 1
@@ -116,36 +112,6 @@ def test_return_values(make_handle: MakeHandle, directory: pathlib.Path) -> None
         handle.pread(found, path, False, nonsense=True)
 
 
-def test_offsets(make_handle: MakeHandle, directory: pathlib.Path) -> None:
-    handle = make_handle(block_size=4096, intra_op_parallelism=3)
-    path = directory / "file"
-    source = random_tensor(50_000)
-    handle.sync_pwrite(source, path, 7)
-    handle.sync_pwrite(source[:100], path, file_offset=60_000)
-    found = torch.empty_like(source)
-    handle.sync_pread(found, path, 7)
-    assert torch.equal(found, source)
-    content = path.read_bytes()
-    assert len(content) == 60_100
-    assert content[:7] == bytes(7)
-    assert content[50_007:60_000] == bytes(60_000 - 50_007)
-
-
-def test_descriptors_stay_the_callers(make_handle: MakeHandle, directory: pathlib.Path) -> None:
-    handle = make_handle()
-    source = random_tensor(1_000_003)
-    for flags in (0, os.O_DIRECT, os.O_APPEND):
-        path = directory / f"file{flags}"
-        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | flags)
-        assert handle.async_pwrite(source, descriptor) == 0
-        assert handle.async_pwrite(source[:10], descriptor, source.numel()) == 0
-        os.write(descriptor, b"") if not flags else None
-        assert handle.wait() == 2
-        os.fstat(descriptor)  # still open
-        os.close(descriptor)
-        assert path.read_bytes() == source.numpy().tobytes() + source[:10].numpy().tobytes()
-
-
 def test_a_descriptor_may_be_given_by_deepnvmes_keyword(directory: pathlib.Path) -> None:
     source = random_tensor(5000)
     handle = tensorferry.aio_handle()
@@ -157,18 +123,6 @@ def test_a_descriptor_may_be_given_by_deepnvmes_keyword(directory: pathlib.Path)
     with pytest.raises(TypeError, match="filename, fd"):
         handle.async_pwrite(source)
     assert (directory / "file").read_bytes() == bytes(100) + source.numpy().tobytes()
-
-
-def test_a_descriptor_may_be_closed_at_once(
-    make_handle: MakeHandle, directory: pathlib.Path
-) -> None:
-    handle = make_handle()
-    source = random_tensor(10_000_000)
-    descriptor = os.open(directory / "file", os.O_CREAT | os.O_RDWR)
-    handle.async_pwrite(source, descriptor)
-    os.close(descriptor)
-    assert handle.wait() == 1
-    assert (directory / "file").read_bytes() == source.numpy().tobytes()
 
 
 def test_validation_finds_a_difference(make_handle: MakeHandle, directory: pathlib.Path) -> None:
@@ -186,40 +140,6 @@ def test_validation_finds_a_difference(make_handle: MakeHandle, directory: pathl
     assert caught.value.offset == 12_345
 
 
-def test_failures_are_raised_in_order_and_the_handle_goes_on(
-    make_handle: MakeHandle, directory: pathlib.Path
-) -> None:
-    handle = make_handle()
-    path = directory / "file"
-    handle.sync_pwrite(random_tensor(1000), path)
-    with pytest.raises(tensorferry.StorageError):
-        handle.async_pread(random_tensor(10), directory / "missing")
-    with pytest.raises(tensorferry.ShortReadError):
-        handle.async_pread(random_tensor(10), path, 995)
-    handle.async_pread(random_tensor(10), path, 990)
-    assert handle.wait() == 1
-
-
-def test_threads_share_a_handle_and_each_completion_counts_once(
-    make_handle: MakeHandle, directory: pathlib.Path
-) -> None:
-    handle = make_handle(intra_op_parallelism=2)
-    counts: list[int] = []
-
-    def work(name: str) -> None:
-        source = random_tensor(20_000)
-        for _ in range(50):
-            handle.async_pwrite(source, directory / name)
-            counts.append(handle.wait())
-
-    threads = [threading.Thread(target=work, args=(str(index),)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(counts) + handle.wait() == 200
-
-
 def test_counters(make_handle: MakeHandle, directory: pathlib.Path) -> None:
     handle = make_handle()
     locked = handle.new_cpu_locked_tensor(8 << 20, torch.zeros(1, dtype=torch.uint8))
@@ -234,33 +154,6 @@ def test_counters(make_handle: MakeHandle, directory: pathlib.Path) -> None:
     assert (
         0 < stats["block_latency_microseconds"]["p50"] <= stats["block_latency_microseconds"]["p99"]
     )
-
-
-def test_a_closed_handle_says_so(make_handle: MakeHandle, directory: pathlib.Path) -> None:
-    with make_handle() as handle:
-        handle.async_pwrite(random_tensor(10), directory / "file")
-    assert (directory / "file").stat().st_size == 10
-    with pytest.raises(ValueError, match="closed"):
-        handle.sync_pwrite(random_tensor(10), directory / "file")
-    handle.close()
-
-
-def test_failures_that_nobody_waited_for_are_warned_of(
-    make_handle: MakeHandle, directory: pathlib.Path
-) -> None:
-    handle = make_handle()
-    path = directory / "file"
-    handle.sync_pwrite(random_tensor(5_000_000), path)
-    found = [random_tensor(5_000_000) for _ in range(20)]
-    for tensor in found:
-        handle.async_pread(tensor, path)
-    os.truncate(path, 0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        pending = list(handle._pending)
-        handle.close()
-    failed = sum(operation.future.exception() is not None for operation in pending)
-    assert len([warning for warning in caught if warning.category is RuntimeWarning]) == failed
 
 
 def test_wait_raises_the_first_failure_which_knows_the_others(

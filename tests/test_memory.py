@@ -18,6 +18,8 @@ from tests.support.pretended import CudaArray, pretend_driver
 if TYPE_CHECKING:
     import pathlib
 
+    from tests.support.data import RandomBytes
+
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.uint8, "f8", numpy.dtype("i2")]
@@ -65,35 +67,16 @@ def test_locked_memory_goes_with_its_last_array() -> None:
     assert locked_kib() == before
 
 
-def test_locked_tensors_of_a_handle() -> None:
+def test_a_locked_tensor_of_a_handle_is_zeros_and_outlives_it() -> None:
     handle = tensorferry.aio_handle()
-    example = torch.zeros(3, dtype=torch.float16)
-    tensor = handle.new_cpu_locked_tensor(10_000, example)
-    assert (tensor.dtype, tuple(tensor.shape)) == (torch.float16, (10_000,))
-    assert torch.equal(
-        handle.new_cpu_locked_tensor(num_elem=3, example_tenosr=example), torch.zeros_like(example)
-    )
-    assert torch.equal(
-        handle.new_cpu_locked_tensor(num_elem=3, example_tensor=example), torch.zeros_like(example)
-    )
+    tensor = handle.new_cpu_locked_tensor(10_000, torch.ones(3, dtype=torch.float16))
+    assert not tensor.any()
     pinned = handle.is_pinned(tensor)
-    assert handle.is_pinned(tensor[5:]) == pinned
-    assert not handle.is_pinned(torch.zeros(10))
     handle.close()
-    assert handle.is_pinned(tensor) == pinned  # it outlives its handle
-    assert not handle.free_cpu_locked_tensor(tensor[5:])
-    assert handle.free_cpu_locked_tensor(tensor[:5])
-    assert not handle.free_cpu_locked_tensor(tensor)
-    assert not handle.free_cpu_locked_tensor(torch.zeros(10))
-    assert not handle.is_pinned(tensor)
-    tensor.fill_(1)  # freed, and still safe
-    assert handle.new_cpu_locked_tensor(0, example).numel() == 0
-    with pytest.raises(ValueError, match="num_elem"):
-        handle.new_cpu_locked_tensor(-1, example)
+    assert handle.is_pinned(tensor[5:]) == pinned
+    tensor.fill_(1)
     with pytest.raises(TypeError, match="example_tensor"):
         handle.new_cpu_locked_tensor(1)
-    with pytest.raises(MemoryError):
-        handle.new_cpu_locked_tensor(1 << 60, example)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +123,11 @@ def test_gpu_memory_is_no_locked_host_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert not memory.is_lent(array)
 
 
-def test_bounce_pool_is_settable_and_bounds_memory(directory: pathlib.Path) -> None:
+def test_bounce_pool_is_settable(directory: pathlib.Path, random_bytes: RandomBytes) -> None:
     assert tensorferry.bounce_pool_nbytes() == 32 << 20
     with pytest.raises(ValueError, match="nbytes"):
         tensorferry.set_bounce_pool_nbytes(1000)
-    source = torch.randint(0, 256, (30_000_001,), dtype=torch.uint8)[1:]
+    source = torch.from_numpy(random_bytes(30_000_001))[1:]
     try:
         tensorferry.set_bounce_pool_nbytes(1 << 20)
         tensorferry.write(directory / "file", source)

@@ -48,6 +48,31 @@ def peak_of_lazy_save(path: str, count: int) -> int:
     return watch.peak_growth_nbytes
 
 
+def save_within(path: str, file_nbytes: int, layout: dict[str, Any] | None) -> list[Any]:
+    """Save 16 MiB, a state in a layout or an object, where files may not be larger; return errno and name."""
+    import resource
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from tensorferry.checkpoint import FileSystemWriter, save
+
+    state = {"small": torch.ones(100), "big": torch.ones(4 << 20)}
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_nbytes, hard))
+    try:
+        if layout is None:
+            save(state, path)
+        else:
+            writer = FileSystemWriter(path, **layout)
+            dcp.save(state, storage_writer=writer, no_dist=True)
+    except OSError as error:
+        return [error.errno, error.filename]
+    except dcp.api.CheckpointException as error:
+        return [error.failures[0][0].errno, error.failures[0][0].filename]
+    return []
+
+
 def save_object_and_die(path: str, nbytes: int, after_nbytes: int) -> None:
     """Have a child save an object over what is at path, and be killed by the kernel after so many bytes."""
     import multiprocessing

@@ -58,7 +58,7 @@ def test_dense_tensors_are_saved_byte_for_byte(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "obj",
     [
-        {"a": torch.randn(5), "nested": [torch.randn(3, 3), {"b": torch.arange(7)}], "c": 7},
+        {"a": torch.arange(5.0), "nested": [torch.eye(3), {"b": torch.arange(7)}], "c": 7},
         {"empty": torch.zeros(0), "full": torch.ones(3), "empty too": torch.zeros(0, 4)},
         torch.nn.Linear(3, 4).state_dict(),
         {str(k): torch.full((k,), k) for k in range(1, 30)},
@@ -122,9 +122,9 @@ def test_checksums_are_written_even_where_torch_is_told_to_leave_them_out() -> N
         torch.arange(20)[::2],
         torch.ones(3).expand(4, 3),
         torch.zeros(0),
-        torch.randn(3, requires_grad=True),
-        torch.view_as_complex(torch.randn(4, 2)).conj(),
-        torch.view_as_complex(torch.randn(4, 2)).conj().imag,
+        torch.ones(3, requires_grad=True),
+        torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj(),
+        torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj().imag,
         torch.eye(3).to_sparse(),
         torch.nn.Parameter(torch.ones(2), requires_grad=False),
         torch.empty(3, device="meta"),

@@ -110,6 +110,7 @@ def test_killed_saves_leave_the_old_checkpoint_or_the_new_one(
         found.add(checked(checkpoint, f"seed {seed}: {arguments}, over {before}"))
         shutil.rmtree(checkpoint)
     assert OLD in found
+    assert found <= {OLD, NEW}
 
 
 def test_saves_killed_at_any_moment_leave_the_old_checkpoint_or_the_new_one(
@@ -137,53 +138,65 @@ def test_the_save_after_a_killed_one_leaves_nothing_of_it(
     for die_at in (3, 9, 12):
         with started(RANKS, save_dying, str(checkpoint), {}, 1, die_at) as ranks:
             ranks[1].process.join(30)
+            assert ranks[1].process.exitcode == -9
+    assert len(files_of(checkpoint)) > 1 + 2 * RANKS
     assert step_in(checkpoint) == OLD
     call_on_ranks(RANKS, save_step, str(checkpoint), NEW, {}, None)
     assert step_in(checkpoint) == NEW
     assert len(files_of(checkpoint)) == 1 + RANKS
 
 
-@pytest.mark.parametrize("over", ["nothing", "torch", "ours"])
-def test_a_power_cut_right_after_a_save_loses_nothing_of_it(
-    tmp_path: pathlib.Path, over: str
+@pytest.mark.parametrize(
+    ("over", "flushed"),
+    [("nothing", False), ("torch", False), ("ours", False), ("ours", True)],
+    ids=["over nothing", "over torch's", "over ours", "over ours, all flushed"],
+)
+def test_a_power_cut_at_any_step_of_the_commit_leaves_one_checkpoint_whole_and_after_it_the_new_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, over: str, flushed: bool
 ) -> None:
-    state = mixed_state()
-    with mounts.ext4(tmp_path, 128 << 20) as mount:
+    cuts: list[pathlib.Path] = []
+    with mounts.ext4(tmp_path, 64 << 20) as mount:
         # The journal is not committed by itself while this runs: what lasts is what was synced.
-        remount = ["mount", "-o", "remount,commit=3000", str(mount)]
-        subprocess.run(remount, check=True)
+        subprocess.run(["mount", "-o", "remount,commit=3000", str(mount)], check=True)
         checkpoint = mount / "new" / "checkpoint"
         if over == "torch":
             writer = dcp.FileSystemWriter(checkpoint, thread_count=2)
-            dcp.save(mixed_state(5), storage_writer=writer, no_dist=True)
+            dcp.save(mixed_state(OLD), storage_writer=writer, no_dist=True)
         elif over == "ours":
-            save(mixed_state(5), checkpoint)
-        save(state, checkpoint)
-        cut = tmp_path / "cut.img"
-        shutil.copyfile(mount.with_suffix(".img"), cut)
-        names = files_of(checkpoint)
-    with mounts.mounted(tmp_path / "after", "-o", "loop", str(cut)) as after:
-        survived = after / "new" / "checkpoint"
-        assert names - files_of(survived) == set()
-        assert_loads(survived, state)
-    cut.unlink()
+            save(mixed_state(OLD), checkpoint)
+        subprocess.run(["sync", "-f", str(mount)], check=True)
 
+        class Cuts(Steps):
+            """Keeps what the drive would hold if its power went at this step."""
 
-def test_a_power_cut_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: pathlib.Path) -> None:
-    state = mixed_state(5)
-    with mounts.ext4(tmp_path, 128 << 20) as mount:
-        save(state, mount / "checkpoint")
-        cut = tmp_path / "cut.img"
+            def step(self) -> None:
+                if flushed:
+                    subprocess.run(["sync", "-f", str(mount)], check=True)
+                cuts.append(tmp_path / f"cut{len(cuts)}.img")
+                copy = ["cp", "--sparse=always", str(mount.with_suffix(".img")), str(cuts[-1])]
+                subprocess.run(copy, check=True)
 
         class Cut(FileSystemWriter):
             def finish(self, metadata: Any, results: Any) -> None:
-                shutil.copyfile(mount.with_suffix(".img"), cut)
+                Cuts().install(monkeypatch.setattr)
                 super().finish(metadata, results)
 
-        dcp.save(mixed_state(6), storage_writer=Cut(mount / "checkpoint"), no_dist=True)
-    with mounts.mounted(tmp_path / "after", "-o", "loop", str(cut)) as after:
-        assert_loads(after / "checkpoint", state)
-    cut.unlink()
+        dcp.save(mixed_state(NEW), storage_writer=Cut(checkpoint), no_dist=True)
+        monkeypatch.undo()
+        Cuts().step()
+        names = files_of(checkpoint)
+    found = []
+    for cut in cuts:
+        with mounts.mounted(tmp_path / "after", "-o", "loop", str(cut)) as after:
+            survived = after / "new" / "checkpoint"
+            found.append(whole_step_in(survived))
+            lost = names - files_of(survived) if found[-1] == NEW else names
+        cut.unlink()
+    before = 0 if over == "nothing" else OLD
+    assert found == sorted(found)
+    assert set(found) == {before, NEW}, found
+    assert not lost
+    assert found.count(NEW) > 2  # files of before are removed after the rename
 
 
 def checked(checkpoint: pathlib.Path, what: str) -> int:
@@ -208,11 +221,16 @@ def step_in(checkpoint: pathlib.Path) -> int:
     return int(steps.pop())
 
 
-def assert_loads(checkpoint: pathlib.Path, state: dict[str, Any]) -> None:
-    assert_same(load(checkpoint, state), state)
-    metadata = metadata_of(checkpoint)
-    for name, (nbytes, _) in metadata.tensorferry["files"].items():
-        assert (checkpoint / name).stat().st_size == nbytes
+def whole_step_in(checkpoint: pathlib.Path) -> int:
+    """Return the step of the mixed state that a directory holds whole, 0 if there is no checkpoint."""
+    if not (checkpoint / ".metadata").exists():
+        return 0
+    loaded = load(checkpoint, mixed_state())
+    step = int(loaded["nested"]["step"])
+    assert_same(loaded, mixed_state(step))
+    files = getattr(metadata_of(checkpoint), "tensorferry", {"files": {}})["files"]
+    assert all((checkpoint / name).stat().st_size == nbytes for name, (nbytes, _) in files.items())
+    return step
 
 
 def await_first_file(checkpoint: pathlib.Path, known: set[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import pickle
-import resource
 import shutil
 import stat
 import subprocess
@@ -158,13 +157,10 @@ def test_a_disk_with_just_enough_space_is_enough(tmp_path: pathlib.Path) -> None
 
 def test_a_size_limit_is_reported(directory: pathlib.Path) -> None:
     path = directory / "file"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
-    try:
-        with storage_error(errno.EFBIG, path):
-            save(torch.ones(4 * MIB), path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    ended = child.call(
+        "tests.checkpoint.programs:save_within", path=path, file_nbytes=MIB, layout=None
+    )
+    assert ended.result == [errno.EFBIG, str(path)]
     assert files_of(directory) == set()
 
 

@@ -9,12 +9,10 @@ import contextlib
 import datetime
 import io
 import json
-import logging
 import os
 import pathlib
 import pickle
 import struct
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +44,7 @@ from tensorferry.checkpoint.metadata import parse_metadata, trailer_of
 from tensorferry.checkpoint.pickles import MalformedError, RefusedError
 from tests.checkpoint.canary import nothing_happens
 from tests.checkpoint.test_metadata import ATTACKS, TARGET, Calling, some_metadata
+from tests.support.data import SEED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,12 +160,11 @@ def load_checkpoint(path: pathlib.Path, value: Any, **options: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, warm: None) -> Any:
+def in_a_folder(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, warm: None, unlogged: None
+) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    logging.disable()
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
@@ -455,7 +453,6 @@ def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: pathlib.Path) ->
 # --- at random ---
 
 MUTATIONS = int(os.environ.get("TENSORFERRY_TEST_MUTATIONS", "1000"))
-SEED = int(os.environ.get("TENSORFERRY_TEST_SEED", str(time.time_ns() % 10**9)))
 OBJECT = {"a": [1, 2.5, "text"], "b": np.arange(4.0), "c": {1, 2}, "d": torch.Size([2])}
 
 

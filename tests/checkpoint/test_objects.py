@@ -8,6 +8,7 @@ import io
 import os
 import pathlib
 import pickle
+import tempfile
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -93,13 +94,11 @@ def test_load_returns_what_was_saved(directory: pathlib.Path, name: str, how: st
 )
 def test_any_sizes_in_any_order(sizes: list[tuple[torch.dtype, int]]) -> None:
     obj = [torch.ones(count, dtype=dtype) * k for k, (dtype, count) in enumerate(sizes)]
-    path = pathlib.Path(f"/dev/shm/tensorferry-test-{os.getpid()}.pt")
-    try:
+    with tempfile.TemporaryDirectory(prefix="tensorferry-test-", dir="/dev/shm") as folder:
+        path = pathlib.Path(folder) / "object.pt"
         save(obj, path)
         assert path.read_bytes() == torch_bytes(obj)
         assert torch_bytes(load(path)) == torch_bytes(obj)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def test_tensors_that_share_memory_still_do(directory: pathlib.Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import inspect
-import logging
+import itertools
 import pickle
 import threading
 from typing import TYPE_CHECKING, Any
@@ -33,12 +33,15 @@ from tests.checkpoint.states import (
     save,
 )
 from tests.support import child
-from tests.support.faultfs import Fault, FaultFS, why_unavailable
+from tests.support.data import SEED
+from tests.support.faultfs import Fault
 from tests.support.leaks import nothing_leaks
 
 if TYPE_CHECKING:
     import io
     import pathlib
+
+    from tests.support.faultfs import FaultFS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*:UserWarning:torch", "ignore:Detected an existing", "ignore:ComplexHalf"
@@ -157,17 +160,20 @@ def narrowed(tensor: torch.Tensor, offsets: Any, lengths: Any) -> torch.Tensor:
     return tensor
 
 
+DRAWN = torch.Generator().manual_seed(SEED)
 STORED = {
-    "matrix": torch.randn(700, 900),
-    "cube": torch.randint(-(2**40), 2**40, (40, 50, 60)),
-    "transposed": torch.randn(800, 90).t(),
-    "permuted": torch.randn(30, 40, 50, dtype=torch.float64).permute(2, 0, 1),
-    "channels_last": torch.randn(4, 8, 30, 20).to(memory_format=torch.channels_last),
-    "half": torch.randn(333, 77, 5).half(),
-    "flat": torch.randint(0, 256, (3_000_001,), dtype=torch.uint8),
-    "flags": torch.rand(5000, 11) > 0.5,
+    "matrix": torch.randn(700, 900, generator=DRAWN),
+    "cube": torch.randint(-(2**40), 2**40, (40, 50, 60), generator=DRAWN),
+    "transposed": torch.randn(800, 90, generator=DRAWN).t(),
+    "permuted": torch.randn(30, 40, 50, dtype=torch.float64, generator=DRAWN).permute(2, 0, 1),
+    "channels_last": torch.randn(4, 8, 30, 20, generator=DRAWN).to(
+        memory_format=torch.channels_last
+    ),
+    "half": torch.randn(333, 77, 5, generator=DRAWN).half(),
+    "flat": torch.randint(0, 256, (3_000_001,), dtype=torch.uint8, generator=DRAWN),
+    "flags": torch.rand(5000, 11, generator=DRAWN) > 0.5,
     "scalar": torch.tensor(2.5),
-    "complex": torch.randn(40, 30, dtype=torch.complex64),
+    "complex": torch.randn(40, 30, dtype=torch.complex64, generator=DRAWN),
 }
 
 
@@ -248,8 +254,11 @@ def test_autograd_sees_that_a_tensor_has_changed(stored: pathlib.Path) -> None:
         loss.backward()
 
 
-def test_meta_tensors_take_nothing(stored: pathlib.Path) -> None:
-    read_slices(stored, [("matrix", (0, 0), (700, 900), torch.empty(700, 900, device="meta"))])
+def test_meta_tensors_take_nothing_and_those_beside_them_all(stored: pathlib.Path) -> None:
+    meta, beside = torch.empty(700, 900, device="meta"), torch.zeros(700, 900)
+    read_slices(stored, [("matrix", (0, 0), (700, 900), target) for target in (meta, beside)])
+    assert meta.is_meta
+    assert bits_of(beside) == bits_of(STORED["matrix"])
 
 
 def test_sizes_that_do_not_fit_are_refused_as_torch_does(directory: pathlib.Path) -> None:
@@ -293,11 +302,19 @@ def test_half_of_the_rows_takes_half_of_the_bytes(directory: pathlib.Path) -> No
         assert reader.nbytes_read <= 0.55 * sum(state[name].nbytes for name in names)
 
 
-def test_each_byte_is_read_once(directory: pathlib.Path) -> None:
-    save(big_state(), directory)
-    loaded = empty_like(big_state())
-    reader = load(loaded, directory)
-    (file,) = directory.glob("*.distcp")
+@pytest.mark.parametrize("small", [False, True], ids=["large tensors", "small tensors"])
+def test_each_byte_is_read_once(faultfs: FaultFS, small: bool) -> None:
+    state = {f"t{k}": torch.randn(10) for k in range(500)} if small else big_state()
+    save(state, faultfs.path)
+    (file,) = faultfs.path.glob("*.distcp")
+    loaded = empty_like(state)
+    faultfs.clear()
+    reader = load(loaded, faultfs.path)
+    assert_same(loaded, state)
+    requests = [each for each in faultfs.requests("read") if each.name == file.name]
+    parts = sorted((each.offset, each.offset + each.size) for each in requests)
+    assert parts
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(parts))
     assert reader.nbytes_read <= file.stat().st_size
 
 
@@ -308,15 +325,6 @@ def test_few_columns_do_not_take_the_whole_of_far_rows(directory: pathlib.Path) 
     reader = read_slices(directory, [("a", (0, 5), (16, 100), target)])
     assert bits_of(target) == bits_of(matrix[:, 5:105])
     assert reader.nbytes_read <= 16 * (512 << 10)
-
-
-def test_small_tensors_share_what_is_read(directory: pathlib.Path) -> None:
-    state = {f"t{k}": torch.randn(10) for k in range(500)}
-    save(state, directory)
-    loaded = empty_like(state)
-    reader = load(loaded, directory)
-    assert_same(loaded, state)
-    assert reader.nbytes_read <= sum(f.stat().st_size for f in directory.glob("*.distcp"))
 
 
 # --- planners ---
@@ -364,6 +372,9 @@ def test_planner_is_asked_once_for_each_item_by_the_thread_that_loads(
     assert len(planner.calls) == len(set(planner.calls))
     resolved = {name for call, name in planner.calls if call == "resolve"}
     assert resolved == {name for call, name in planner.calls if call == "commit"}
+    objects = {name for call, name in planner.calls if call == "bytes"}
+    names = metadata_of(directory).state_dict_metadata.keys()
+    assert resolved | objects == names - {"empty"}
     assert planner.threads == {threading.get_ident()}
 
 
@@ -417,7 +428,9 @@ class Failing(dcp.DefaultLoadPlanner):
 
 
 @pytest.mark.parametrize("call", ["resolve", "commit"])
-def test_failure_of_the_planner_is_what_is_raised(directory: pathlib.Path, call: str) -> None:
+def test_failure_of_the_planner_is_what_is_raised(
+    directory: pathlib.Path, unlogged: None, call: str
+) -> None:
     save(big_state(), directory)
     loaded = empty_like(big_state())
 
@@ -427,11 +440,9 @@ def test_failure_of_the_planner_is_what_is_raised(directory: pathlib.Path, call:
             dcp.load(loaded, storage_reader=reader, planner=Failing(call), no_dist=True)
 
     attempt()
-    logging.disable()  # pytest would keep all that torch logs
     with nothing_leaks(resident_slack_nbytes=64 << 20):
         for _ in range(3):
             attempt()
-    logging.disable(logging.NOTSET)
 
 
 # --- what went through extensions ---
@@ -478,18 +489,17 @@ def test_damaged_metadata_is_told_with_its_name(directory: pathlib.Path) -> None
         load({"a": torch.zeros(1)}, directory)
 
 
-def test_read_error_reaches_the_caller(directory: pathlib.Path) -> None:
-    if reason := why_unavailable():
-        pytest.skip(reason)
-    with FaultFS(directory / "faults") as faults:
-        save(big_state(), faults.path)
-        (file,) = faults.path.glob("*.distcp")
-        faults.order(Fault("read", start=20 << 20, end=21 << 20, error=errno.EIO, name=file.name))
-        with fails(tensorferry.StorageError, file.name):
-            load(empty_like(big_state()), faults.path)
-        faults.clear()
-        loaded = empty_like(big_state())
-        load(loaded, faults.path)
+def test_read_error_reaches_the_caller_and_the_next_load_reads_all(faultfs: FaultFS) -> None:
+    state = big_state()
+    loaded = empty_like(state)
+    save(state, faultfs.path)
+    (file,) = faultfs.path.glob("*.distcp")
+    faultfs.order(Fault("read", start=20 << 20, end=21 << 20, error=errno.EIO, name=file.name))
+    with fails(tensorferry.StorageError, f"bytes moved): '{file}'"):
+        load(loaded, faultfs.path)
+    faultfs.clear()
+    load(loaded, faultfs.path)
+    assert_same(loaded, state)
 
 
 def test_incomplete_checkpoint_names_what_is_missing(directory: pathlib.Path) -> None:
@@ -576,15 +586,13 @@ def test_unknown_level_is_refused(directory: pathlib.Path) -> None:
         FileSystemReader(directory, verify="always")  # type: ignore[arg-type]
 
 
-def test_loads_leak_nothing(directory: pathlib.Path) -> None:
+def test_loads_leak_nothing(directory: pathlib.Path, unlogged: None) -> None:
     save(mixed_state(), directory)
     loaded = empty_like(mixed_state())
     load(loaded, directory, verify="before")
-    logging.disable()  # pytest would keep all that torch logs
     with nothing_leaks(resident_slack_nbytes=64 << 20):
         for verify in LEVELS * 2:
             load(loaded, directory, verify=verify)
-    logging.disable(logging.NOTSET)
 
 
 # --- memory ---

@@ -1,13 +1,15 @@
-"""Checkpoints made by other versions of torch are read bit for bit, and theirs can read ours.
+"""Checkpoints made by other versions of torch are read bit for bit, and ours name nothing that theirs do not.
 
-For another version to read ours: write with `python -m tests.checkpoint.test_versions DIRECTORY`, then have that
-version run `tests/checkpoint/golden/make.py read DIRECTORY`.
+The torch that is installed reads ours here. For another version to do so: write with `python -m
+tests.checkpoint.test_versions DIRECTORY`, then have that version run `tests/checkpoint/golden/make.py read DIRECTORY`.
 """
 
 from __future__ import annotations
 
 import pathlib
+import pickle
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,16 @@ import torch.distributed.checkpoint as dcp
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, load, save, verify
 from tests.checkpoint.golden.make import HERE, differences, emptied, golden_state, read
 
-VERSIONS = sorted(path.parent.name for path in HERE.glob("*/object.pt"))
+INSTALLED = torch.__version__.partition("+")[0]
+OLDEST = "2.6.0"
+VERSIONS = sorted({path.parent.name for path in HERE.glob("*/object.pt")} - {INSTALLED})
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
+
+
+def test_there_are_checkpoints_of_the_oldest_torch_that_is_supported_and_of_newer_ones() -> None:
+    assert len({OLDEST, INSTALLED, *VERSIONS}) >= 4
+    assert (HERE / OLDEST / "object.pt").exists()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -37,6 +46,31 @@ def test_an_object_of_another_torch_is_read(version: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_checkpoint_of_another_torch_can_be_verified(version: str) -> None:
     assert verify(HERE / version / "checkpoint").problems == []
+
+
+def test_metadata_of_ours_names_nothing_that_the_oldest_torch_does_not(
+    directory: pathlib.Path,
+) -> None:
+    write(directory)
+    metadata = directory / "checkpoint" / ".metadata"
+    assert metadata.read_bytes()[1] == 4  # the pickle protocol
+    ours = named_in(metadata)
+    assert "torch.distributed.checkpoint.metadata.Metadata" in ours
+    assert ours <= named_in(HERE / OLDEST / "checkpoint" / ".metadata")
+
+
+def named_in(path: pathlib.Path) -> set[str]:
+    """The classes and functions that a pickle names."""
+    named = set()
+
+    class Naming(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            named.add(f"{module}.{name}")
+            return super().find_class(module, name)
+
+    with path.open("rb") as stream:
+        Naming(stream).load()
+    return named
 
 
 def test_this_torch_reads_ours(directory: pathlib.Path) -> None:

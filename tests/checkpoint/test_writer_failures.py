@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import resource
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +13,7 @@ import tensorferry
 from tensorferry.checkpoint import CheckpointError, FileSystemWriter
 from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import LAYOUTS, assert_same, load, mixed_state, save
-from tests.support import mounts
+from tests.support import child, mounts
 
 if TYPE_CHECKING:
     import pathlib
@@ -86,22 +85,27 @@ def test_full_disk_is_reported_and_leaves_the_checkpoint_before(
 
 @pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
 def test_file_size_limit_fails_the_save(directory: pathlib.Path, layout: dict[str, Any]) -> None:
-    state = {"small": torch.ones(100), "big": torch.ones(4 << 20)}
-    save(state, directory / "checkpoint")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-    try:
-        with pytest.raises(dcp.api.CheckpointException) as caught:
-            save({key: t + 1 for key, t in state.items()}, directory / "checkpoint", **layout)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caught.value.failures[0][0].errno == errno.EFBIG
-    assert_same(load(directory / "checkpoint", state), state)
-    assert len(files_of(directory / "checkpoint")) == 2
+    checkpoint = directory / "checkpoint"
+    save(mixed_state(), checkpoint)
+    before = files_of(checkpoint)
+    ended = child.call(
+        "tests.checkpoint.programs:save_within",
+        path=checkpoint,
+        file_nbytes=1 << 20,
+        layout=layout,
+    )
+    number, name = ended.result
+    assert number == errno.EFBIG
+    assert name.startswith(f"{checkpoint}/__0_")
+    assert_same(load(checkpoint, mixed_state()), mixed_state())
+    assert files_of(checkpoint) == before
 
 
 def test_directory_that_cannot_be_written_is_reported(directory: pathlib.Path) -> None:
     (directory / "file").write_text("")
     with pytest.raises(dcp.api.CheckpointException) as caught:
         save(mixed_state(), directory / "file" / "checkpoint")
-    assert isinstance(caught.value.failures[0][0], OSError)
+    failure = caught.value.failures[0][0]
+    assert isinstance(failure, OSError)
+    assert failure.errno == errno.ENOTDIR
+    assert str(failure.filename).startswith(str(directory / "file"))

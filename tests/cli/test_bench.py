@@ -114,7 +114,12 @@ def test_every_engine_moves_what_it_should(
 @needs_torch
 @pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
 def test_legacy_torch_save_is_measured_too(engine: str, directory: Path) -> None:
-    measure(directory, "--engine", engine, "--torch-legacy-save", "--write", "--validate")
+    options = ("--engine", engine, "--torch-legacy-save", "--write", "--validate")
+    assert found(measure(directory, *options)) == [("write", engine)]
+    run(directory, "--io-size", SIZE, "--loops=1", "--keep-files", *options)
+    for file in directory.iterdir():
+        assert file.read_bytes()[:2] != b"PK"
+        file.unlink()
 
 
 @pytest.mark.parametrize("engine", ["aio_handle", "files"])
@@ -137,6 +142,7 @@ def test_a_stored_profile_is_used_and_told(
     path = tmp_path_factory.mktemp("profiles") / "profiles.json"
     profiles.save(path, profiles.Profile(profiles.file_system_of(directory), profile))
     content = measure(directory, "--engine", engine, TENSORFERRY_PROFILES=str(path))
+    assert found(content) == [("write", engine), ("read", engine)]
     for result in content["results"]:
         used = result["settings"]
         assert (used["block_size"], used["queue_depth"]) == (128 << 10, 9)
@@ -161,7 +167,9 @@ def test_processes_work_in_the_folders_they_are_mapped_to(directory: Path) -> No
 
 @pytest.mark.parametrize("memory", ["ordinary", "locked"])
 def test_both_kinds_of_memory_are_measured(memory: str, directory: Path) -> None:
-    measure(directory, "--memory", memory, "--validate")
+    content = measure(directory, "--memory", memory, "--validate")
+    assert content["job"]["memory"] == memory
+    assert found(content) == [("write", "aio_handle"), ("read", "aio_handle")]
 
 
 def test_warm_up_counts_only_on_request(directory: Path) -> None:
@@ -227,7 +235,8 @@ def test_handles_are_measured_without_torch_and_numpy(
         (modules / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')")
     path = os.pathsep.join([str(modules), os.environ.get("PYTHONPATH", "")])
     for engine in ("aio_handle", "aio_basic", "files"):
-        measure(directory, "--engine", engine, "--compare", PYTHONPATH=path)
+        content = measure(directory, "--engine", engine, "--compare", PYTHONPATH=path)
+        assert {("write", engine), ("read", engine)} <= set(found(content))
 
 
 def test_help_names_every_option_of_ds_io() -> None:

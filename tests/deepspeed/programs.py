@@ -185,7 +185,7 @@ def gds(directory: str) -> dict[str, Any]:
         overlap_events=True,
         intra_op_parallelism=2,
     )
-    source = torch.rand(1_000_003)
+    source = torch.rand(1_000_003, generator=torch.Generator().manual_seed(1))
     found = torch.zeros_like(source)
     counts = [handle.sync_pwrite(source, f"{directory}/file")]
     counts += [handle.async_pread(found, f"{directory}/file"), handle.wait()]

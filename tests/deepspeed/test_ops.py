@@ -17,6 +17,8 @@ from tests.support.pretended import CudaArray, pretend_driver, pretend_no_driver
 if TYPE_CHECKING:
     import pathlib
 
+    from tests.support.data import RandomBytes
+
 EXAMPLE = torch.empty(0, dtype=torch.uint8)
 
 
@@ -65,9 +67,11 @@ def test_where_nothing_can_be_locked_deepspeeds_checks_still_hold() -> None:
     assert "RLIMIT_MEMLOCK" in ended.output
 
 
-def test_aio_write_and_aio_read_move_a_whole_tensor(directory: pathlib.Path) -> None:
+def test_aio_write_and_aio_read_move_a_whole_tensor(
+    directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
     path = str(directory / "file")
-    source = torch.randint(0, 256, (3_000_007,), dtype=torch.uint8)
+    source = torch.from_numpy(random_bytes(3_000_007))
     assert ops.aio_write(source, path, 1 << 20, 8, False, True, True) == 0
     found = torch.zeros_like(source)
     assert ops.aio_read(found, path, 4096, 4, True, False, True) == 0
@@ -84,9 +88,9 @@ def test_aio_write_and_aio_read_move_a_whole_tensor(directory: pathlib.Path) -> 
     ("dest", "src"),
     [
         (torch.zeros(5, 3), torch.arange(15.0).view(5, 3)),
-        (torch.zeros(64, dtype=torch.bfloat16), torch.rand(64).bfloat16()),
-        (torch.zeros(60, dtype=torch.uint8), torch.rand(15)),
-        (torch.zeros(6), torch.rand(3, 2).t()),
+        (torch.zeros(64, dtype=torch.bfloat16), torch.arange(64.0).bfloat16()),
+        (torch.zeros(60, dtype=torch.uint8), torch.arange(15.0)),
+        (torch.zeros(6), torch.arange(6.0).view(3, 2).t()),
         (torch.zeros(0), torch.zeros(0)),
     ],
 )

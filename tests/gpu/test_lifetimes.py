@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 PROGRAMS = "tests.gpu.programs"
 SLOW_S = 0.1
-INTERRUPT_MAX_S = 1.0  # for machines under load
 
 
 def test_arrays_dropped_at_once_are_written(
@@ -204,8 +203,7 @@ def test_ctrl_c_interrupts_a_call_that_waits_for_a_kernel(
 ) -> None:
     program = f"{PROGRAMS}:interrupt"
     ended = child.call(program, engine=engine, directory=directory, method=method, nbytes=nbytes)
-    print(f"KeyboardInterrupt left {method} {ended.result * 1000:.1f} ms after the signal")
-    assert ended.result <= INTERRUPT_MAX_S
+    assert ended.result is True
 
 
 def test_a_forked_child_is_told_that_it_cannot_use_the_gpu(

@@ -46,7 +46,8 @@ def as_bytes(tensor: Any) -> bytes:
 def test_every_dtype_and_shape(directory: pathlib.Path, dtype: str) -> None:
     path = directory / "tensor"
     for shape in SHAPES:
-        source = torch.randint(0, 2, shape, device="cuda").to(getattr(torch, dtype))
+        count = torch.arange(torch.Size(shape).numel(), device="cuda")
+        source = count.view(shape).remainder(5).to(getattr(torch, dtype))
         tensorferry.write(path, source, truncate=True)
         found = torch.empty(shape, dtype=source.dtype, device="cuda")
         assert tensorferry.read(path, found) is found
@@ -81,7 +82,7 @@ def test_destinations_that_are_not_contiguous_are_refused(directory: pathlib.Pat
 
 
 def test_lazy_conjugates_and_negatives(directory: pathlib.Path) -> None:
-    base = torch.randn(1001, dtype=torch.complex64, device="cuda")
+    base = torch.arange(1001, device="cuda") * (1 + 2j)
     for view in (base.conj(), base.conj().imag):
         tensorferry.write(directory / "file", view, truncate=True)
         assert (directory / "file").read_bytes() == as_bytes(view)
@@ -101,7 +102,7 @@ def test_views_at_every_offset_share_their_tensors_memory(directory: pathlib.Pat
 
 def test_tensors_that_require_grad(make_handle: MakeHandle, directory: pathlib.Path) -> None:
     handle = make_handle()
-    parameter = torch.nn.Parameter(torch.randn(1001, 3, device="cuda"))
+    parameter = torch.nn.Parameter(torch.arange(3003.0, device="cuda").view(1001, 3))
     wanted = as_bytes(parameter)
     handle.sync_pwrite(parameter, directory / "file")
     assert (directory / "file").read_bytes() == wanted

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import secrets
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SEED_VARIABLE = "TENSORFERRY_TEST_SEED"
 SEED = int(os.environ.get(SEED_VARIABLE) or secrets.randbits(32))
@@ -37,3 +43,25 @@ def aligned(nbytes: int, misalignment: int = 0) -> Bytes:
     storage = np.zeros(nbytes + 8192, np.uint8)
     start = (misalignment - storage.ctypes.data) % 4096
     return storage[start : start + nbytes]
+
+
+FOLD_NBYTES = 32 << 20
+
+
+def folded(nbytes: int, apart: Sequence[slice]) -> Bytes:
+    """Return an array of which all parts of 32 MiB are the same memory, but for those that hold bytes of `apart`."""
+    memory = mmap.mmap(-1, nbytes + FOLD_NBYTES)
+    array = np.frombuffer(memory, np.uint8)
+    map_fixed = ctypes.CDLL(None, use_errno=True).mmap
+    map_fixed.restype = ctypes.c_void_p
+    fold = os.memfd_create("fold")
+    os.truncate(fold, FOLD_NBYTES)
+    for begin in range(0, nbytes, FOLD_NBYTES):
+        if not any(part.start < begin + FOLD_NBYTES and part.stop > begin for part in apart):
+            place, flags = array.ctypes.data + begin, mmap.MAP_SHARED | 0x10  # MAP_FIXED
+            protection = mmap.PROT_READ | mmap.PROT_WRITE
+            size, offset = ctypes.c_size_t(FOLD_NBYTES), ctypes.c_long(0)
+            made = map_fixed(ctypes.c_void_p(place), size, protection, flags, fold, offset)
+            assert made == place, os.strerror(ctypes.get_errno())
+    os.close(fold)
+    return array[:nbytes]

@@ -44,6 +44,15 @@ class Holdings:
         )
 
 
+def thread_names() -> list[str]:
+    """Return what the threads of this process are called."""
+    names = []
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            names.append((task / "comm").read_text().strip())
+    return sorted(names)
+
+
 def count_descriptors() -> int:
     """Return how many descriptors this process has open, that of the counting aside."""
     return len(list(pathlib.Path("/proc/self/fd").iterdir())) - 1
@@ -69,7 +78,7 @@ def nothing_leaks(
     targets = descriptors()
     before = Holdings.now()
     yield
-    _settle(lambda: _excess(before, resident_slack_nbytes, objects_slack) == "")
+    settled(lambda: _excess(before, resident_slack_nbytes, objects_slack) == "")
     excess = _excess(before, resident_slack_nbytes, objects_slack)
     assert not excess, f"leaked {excess}; descriptors before {targets}, after {descriptors()}"
 
@@ -85,11 +94,12 @@ def _excess(before: Holdings, resident_slack_nbytes: int, objects_slack: int) ->
     return ", ".join(grown)
 
 
-def _settle(done: Callable[[], bool]) -> None:
-    """Give threads that are ending, and the kernel, a moment."""
-    deadline = time.monotonic() + SETTLE_TIMEOUT_S
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.05)
+def settled(done: Callable[[], bool], timeout_s: float = SETTLE_TIMEOUT_S) -> bool:
+    """Return whether done() comes true: threads that are ending, and the kernel, take a moment."""
+    deadline = time.monotonic() + timeout_s
+    while not (true := done()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return true
 
 
 def _status() -> dict[str, int]:

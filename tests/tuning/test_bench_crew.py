@@ -6,12 +6,11 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from tensorferry.tuning.crew import Crew, CrewError
+from tests.support.leaks import descriptors, settled
 
 
 class Worker:
@@ -28,12 +27,12 @@ class Worker:
     def fail_if(self, number: int) -> None:
         if self.number == number:
             raise OSError(28, "No space left on device", "/some/file")
-        time.sleep(60)
+        signal.pause()  # for ever: whoever waits for this one hangs
 
     def die_if(self, number: int) -> None:
         if self.number == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        signal.pause()  # for ever: whoever waits for this one hangs
 
     def leave(self) -> None:
         sys.exit(3)
@@ -57,13 +56,11 @@ def test_every_member_answers_in_order() -> None:
 
 
 def test_a_failure_is_raised_at_once_with_its_words() -> None:
-    started = time.monotonic()
     with (
         pytest.raises(CrewError, match=r"process 1: .*No space left on device.*/some/file"),
         crew_of(0, 1) as crew,
     ):
         crew.call("fail_if", 1)
-    assert time.monotonic() - started < 30
     assert multiprocessing.active_children() == []
 
 
@@ -101,11 +98,12 @@ def test_members_do_not_hear_what_a_terminal_sends() -> None:
 
 
 def test_crews_leave_no_descriptors() -> None:
-    def count() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    for number in range(3):
+    def work() -> None:
         with crew_of(0, 1) as crew:
             crew.call("add", 1)
-        before = before if number else count()  # noqa: F821 (the first one counts the resource tracker's)
-        assert count() == before
+
+    work()  # the resource tracker's stay
+    before = descriptors()
+    for _ in range(2):
+        work()
+    assert settled(lambda: descriptors() == before)

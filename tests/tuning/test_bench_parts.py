@@ -16,6 +16,7 @@ from tensorferry.tuning.bench.memory import Memory, ValidationError
 from tensorferry.tuning.bench.results import ProcessResult, Result
 from tensorferry.tuning.bench.task import Loop, Task
 from tensorferry.tuning.scratch import make_cold, remove, scratch_directory
+from tests.support.data import SEED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,7 +133,11 @@ def test_torch_loads_what_was_saved_fast(
     zip_format: bool, buffer_nbytes: int, directory: Path
 ) -> None:
     torch = pytest.importorskip("torch")
-    saved = {"large": torch.rand(700_001), "small": [torch.arange(n) for n in range(50)]}
+    drawn = torch.Generator().manual_seed(SEED)
+    saved = {
+        "large": torch.rand(700_001, generator=drawn),
+        "small": [torch.arange(n) for n in range(50)],
+    }
     with tensorferry.aio_handle() as handle:
         file = FastSaveFile(directory / "file", handle, buffer_nbytes)
         torch.save(saved, file, _use_new_zipfile_serialization=zip_format)

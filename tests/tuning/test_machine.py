@@ -430,10 +430,8 @@ def test_a_library_that_breaks_is_unknown_with_the_reason_and_leaves_no_process(
 ) -> None:
     (tmp_path / "torch.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    begin = time.monotonic()
     with asking("torch") as answer:
         assert BROKEN[program] in answer(5.0)["unknown"]
-    assert time.monotonic() - begin < 30
     assert f"PYTHONPATH={tmp_path}" not in environments_of_processes()
 
 

@@ -9,8 +9,8 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,10 +23,12 @@ from tensorferry.tuning.journal import Journal
 from tensorferry.tuning.settings import Settings
 from tensorferry.tuning.space import Space
 from tensorferry.tuning.tune import Job, tune
-from tests.support import mounts
+from tests.support import leaks, mounts
+from tests.support.expect import assert_equal
 
 if TYPE_CHECKING:
     from tensorferry.tuning.race import Step, Turn
+    from tests.support.data import RandomBytes
 
 MIB = 1 << 20
 SPACE = Space(("threads",), (256 << 10, 1 << 20), (2, 4), (1, 2))
@@ -162,17 +164,13 @@ def test_a_measurement_that_takes_too_long_is_stopped(directory: pathlib.Path) -
 
 
 def test_measuring_leaves_no_threads_and_descriptors(directory: pathlib.Path) -> None:
-    def counts() -> tuple[int, int]:
-        names = ("task", "fd")
-        tasks, descriptors = (len(os.listdir(f"/proc/self/{name}")) for name in names)  # noqa: PTH208
-        return tasks, descriptors
-
     with Drives([directory], 16 * MIB):
         pass
-    before = counts()
+    before = leaks.thread_names(), leaks.descriptors()
     with Drives([directory, directory], 16 * MIB) as drives:
         drives.measure(SETTINGS, True, 16 * MIB)
-    assert counts() == before
+        assert leaks.thread_names() > before[0]
+    assert leaks.settled(lambda: (leaks.thread_names(), leaks.descriptors()) == before)
 
 
 # Failures
@@ -312,13 +310,20 @@ def test_heat_maps_are_drawn(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_tuning_works_beside_other_threads(directory: pathlib.Path, journal: pathlib.Path) -> None:
-    results = []
-    thread = threading.Thread(
-        target=lambda: results.append(
-            tune(job(directory), Notes(), journal_path=journal, save=False)
-        )
-    )
-    thread.start()
-    thread.join()
-    assert len(results) == 1
+def test_tuning_in_a_thread_measures_its_own_transfers_and_disturbs_no_others(
+    directory: pathlib.Path, journal: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    folder, path = directory / "tuned", directory / "others"
+    folder.mkdir()
+    data = random_bytes(3_000_017)
+    with ThreadPoolExecutor(1) as pool:
+        tuning = pool.submit(tune, job(folder), Notes(), journal_path=journal, save=False)
+        while not tuning.done():
+            tensorferry.write(path, data)
+            assert_equal(tensorferry.read(path, np.zeros_like(data)), data)
+        found = tuning.result().found
+    for turn in found.turns:
+        for measured in (turn.write, turn.read):
+            assert measured.stopped or measured.nbytes == turn.nbytes
+    assert found.chosen.engine == "threads"
+    assert list(folder.iterdir()) == []

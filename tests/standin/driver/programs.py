@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -110,8 +111,8 @@ def no_gds(function: str, code: int) -> list[Any]:
 def locked_memory_that_cuda_refuses() -> dict[str, Any]:
     """Ask for page-locked memory after CUDA was used, when it registers no more."""
     driver, gpu = _driver(), the_gpu()
-    tensorferry.write("/dev/shm/tensorferry-test-locked", gpu.array(100))
-    pathlib.Path("/dev/shm/tensorferry-test-locked").unlink()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        tensorferry.write(file.name, gpu.array(100))
     before = driver.count("registered_nbytes")
     good = tensorferry.empty(1 << 20, "u1")
     grown = driver.count("registered_nbytes") - before

@@ -319,6 +319,7 @@ def test_a_driver_that_is_too_old_or_has_no_gpu_is_refused_with_the_reason(
 ) -> None:
     arguments = {"function": "", "code": 0, "options": options}
     ended = child.call(f"{PROGRAMS}:first_use", directory=directory, **arguments)
+    assert ended.result
     for raised, _, message in ended.result.values():
         assert raised == "EngineUnavailableError"
         assert text in message
@@ -328,6 +329,7 @@ def test_after_an_error_that_stays_every_call_says_so_and_the_process_ends(
     driver: StandIn, directory: pathlib.Path
 ) -> None:
     ended = child.call(f"{PROGRAMS}:poisoned", directory=directory)
+    assert len(ended.result) > 1
     for name, (raised, number, message) in ended.result.items():
         assert raised == "StorageError", name
         assert number == errno.EIO
