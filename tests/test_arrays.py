@@ -381,6 +381,9 @@ class EndedAtOnce:
 
     def check_usable(self) -> None: ...
 
+    def outstanding(self) -> int:
+        return 0
+
     def of(self, file: object) -> EndedAtOnce:
         return self
 

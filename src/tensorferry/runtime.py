@@ -146,9 +146,8 @@ def with_descriptors(scheduler: AnyScheduler, action: Callable[[], _Result]) -> 
         if scheduler.outstanding() == 0 or not scheduler.wait_for_progress(60.0):
             break
     while True:
-        pending = (
-            scheduler.outstanding()
-        )  # what ends while the action fails may have given back enough
+        # Looked up before: what ends while the action fails may have given back enough.
+        pending = scheduler.outstanding()
         try:
             return action()
         except StorageError as error:
