@@ -100,6 +100,33 @@ def test_members_do_not_hear_what_a_terminal_sends() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
+class Keeper:
+    """A member that has a file to remove."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def orphaned(self) -> None:
+        self.path.unlink()
+
+
+def killed_with_a_crew(path: Path) -> None:
+    with Crew(Keeper, [(path,)]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_members_whose_crew_is_killed_clean_up(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    process = multiprocessing.get_context("spawn").Process(target=killed_with_a_crew, args=(path,))
+    process.start()
+    process.join()
+    deadline = time.monotonic() + 30
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not path.exists()
+
+
 def test_crews_leave_no_descriptors() -> None:
     def count() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
