@@ -14,6 +14,8 @@ PYTHONS ?=
 PYTEST_ARGS ?=
 # How many tests run beside each other; those marked `alone` do not.
 JOBS ?= 2
+# For `make mutants`: names of those in tests/mutants.py to try; empty: all.
+MUTANTS ?=
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -31,7 +33,7 @@ PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo test test-cpp test-torch test-gpu bench-gpu test-deepspeed lint format stub sanitize bench wheel clean
+.PHONY: help setup build demo test test-cpp test-torch test-gpu bench-gpu test-deepspeed mutants lint format stub sanitize bench wheel clean
 
 help: ## List these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' \
@@ -64,6 +66,9 @@ bench-gpu: $(if $(GPU_PYTHON),,$(VENV)/.core.stamp) ## Run the benchmarks that n
 test-deepspeed: $(VENV)/.core.stamp deepspeed ## Run DeepSpeed's own I/O tests against us: DEEPSPEED_SOURCE=checkout
 	@test -d "$(DEEPSPEED_SOURCE)" || { echo "make $@ DEEPSPEED_SOURCE=path of a DeepSpeed checkout"; exit 2; }
 	$(BIN)/python tools/deepspeed_tests.py "$(DEEPSPEED_SOURCE)"
+
+mutants: $(VENV)/.core.stamp ## See that tests notice known defects; MUTANTS=name for one of them
+	$(BIN)/python -m tools.mutants $(MUTANTS)
 
 lint: $(VENV)/.core.stamp ## Check style, types, and that the stub is up to date
 	$(BIN)/ruff check $(PYTHON_DIRS)

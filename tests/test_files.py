@@ -6,7 +6,7 @@ import copy
 import errno
 import os
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
@@ -213,6 +213,14 @@ def test_many_small_files_and_pieces(directory: pathlib.Path, random_bytes: Rand
         [(directory / "one", array, int(at)) for array, at in zip(arrays, offsets, strict=False)]
     )
     assert (directory / "one").read_bytes() == b"".join(arrays)
+
+
+@pytest.mark.parametrize("bad", ["a\0b", 5.5, None, True, ["list"]], ids=repr)
+def test_many_looks_at_every_path_before_it_opens_one(directory: pathlib.Path, bad: Any) -> None:
+    items: list[Any] = [(directory / str(index), b"data") for index in range(300)]
+    with pytest.raises((TypeError, ValueError), match=r"items\[300\]"):
+        tensorferry.write_many([*items, (bad, b"data")])
+    assert list(directory.iterdir()) == []
 
 
 def test_many_reports_the_first_that_failed_and_knows_the_rest(directory: pathlib.Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +191,22 @@ def test_nothing_touches_the_array_of_a_cancelled_read_once_it_is_done(
             buffer[:] = bytes(len(buffer))
             file.read_into(bytearray(1_000_000)).result()
             assert not any(buffer)
+
+
+def test_a_future_does_not_keep_the_copy_of_what_was_not_contiguous(
+    directory: pathlib.Path,
+) -> None:
+    np = pytest.importorskip("numpy")
+    source = np.zeros((2, 4 << 20), np.uint8).T
+    tracemalloc.start()
+    try:
+        with tensorferry.open(directory / "file", "w") as file:
+            future = file.write_from(source)
+            assert tracemalloc.get_traced_memory()[1] > source.nbytes, "it was not copied"
+            assert future.result() is source
+            assert tracemalloc.get_traced_memory()[0] < source.nbytes / 2
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_cancelled_future_is_not_warned_of(directory: pathlib.Path) -> None:

@@ -39,10 +39,20 @@ def direct_mode(direct: Direct) -> str:
 
 def checked_path(path: Path, name: str = "path") -> str:
     """Return a path as text, which os.fsencode() turns back into its bytes."""
-    text = os.fsdecode(path)
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        raise TypeError(f"{name}: {path!r} is neither a path nor a descriptor") from None
     if "\0" in text:
         raise ValueError(f"{name}: {path!r} has a null character")
     return text
+
+
+def checked_descriptor(descriptor: int, name: str = "path") -> int:
+    """Return a descriptor, which no bool is."""
+    if isinstance(descriptor, bool):
+        raise TypeError(f"{name}: {descriptor!r} is neither a path nor a descriptor")
+    return descriptor
 
 
 def checked_offset(offset: int, nbytes: int, name: str = "offset") -> int:
@@ -59,10 +69,8 @@ def checked_offset(offset: int, nbytes: int, name: str = "offset") -> int:
 
 def open_for_transfer(path: Path | int, write: bool, direct: str, name: str = "path") -> _core.File:
     """Open a path (created if missing, for writing) or reopen the file of a descriptor, which stays the caller's."""
-    if isinstance(path, bool):
-        raise TypeError(f"{name}: {path!r} is neither a path nor a descriptor")
     if isinstance(path, int):
-        return _core.file_from_descriptor(path, write, direct)
+        return _core.file_from_descriptor(checked_descriptor(path, name), write, direct)
     text = checked_path(path, name)
     return _core.open_file(text, not write, write, write, False, False, direct)
 
@@ -210,6 +218,11 @@ def transfer_many(
             check,
         )
     )
+    for at, path in enumerate(batch.paths):
+        if isinstance(path, int):
+            checked_descriptor(path, f"items[{at}]")
+        elif type(path) is not str or "\0" in path:
+            checked_path(path, f"items[{at}]")
     call = _Call(scheduler, batch, write, direct, truncate, sync, background)
     failures = call.run()
     if failures:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import gc
+import threading
+import time
 import weakref
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 import tensorferry
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
-from tensorferry.checkpoint.pipeline import BUFFER_NBYTES, Pipeline
+from tensorferry.checkpoint.pipeline import BUFFER_NBYTES, MAX_THREADS, Pipeline
 from tensorferry.checkpoint.stream import Stream
 from tests.support import mounts
 from tests.support.leaks import nothing_leaks
@@ -103,6 +105,31 @@ def test_sources_are_let_go_of_when_they_have_been_copied(directory: pathlib.Pat
         assert not any(reference() is not None for reference in alive)
         stream.finish()
     assert most <= 10  # those of eight buffers, and the one at hand
+
+
+def test_few_sources_wait_to_be_copied(directory: pathlib.Path) -> None:
+    written: list[int] = []
+    may_copy = threading.Event()
+
+    def write(stream: Stream) -> None:
+        for _ in range(12):
+            stream.write(torch.ones(BUFFER_NBYTES // 4))
+            written.append(stream.nbytes)
+
+    with Pipeline() as pipeline:
+        for _ in range(MAX_THREADS):
+            pipeline.submit(may_copy.wait)
+        stream = Stream(str(directory / "file"), pipeline)
+        writer = threading.Thread(target=write, args=(stream,))
+        writer.start()
+        count = 0
+        while count < len(written) or not written:  # until it has to wait
+            count = len(written)
+            time.sleep(0.3)
+        may_copy.set()
+        writer.join()
+        stream.finish()
+    assert count <= 3, f"{count} of 12 sources were kept at once"
 
 
 def test_what_is_given_may_change_once_it_is_copied(directory: pathlib.Path) -> None:

@@ -108,6 +108,19 @@ TEST_CASE("a closed file refuses everything, and closing it again does nothing")
   CHECK_FALSE(file->directory());
 }
 
+TEST_CASE("a file that retires waits for its leases and gives no more") {
+  TemporaryDirectory directory;
+  auto file = open_file(directory.file("file"), true);
+  {
+    const auto lease = file->lease();
+    CHECK(lease);
+    CHECK_FALSE(file->retire(milliseconds(0)));
+    CHECK_FALSE(file->lease());
+  }
+  CHECK(file->retire(milliseconds(0)));
+  CHECK_FALSE(file->lease());
+}
+
 TEST_CASE("threads that close and use one file's descriptors leave none open") {
   TemporaryDirectory directory;
   const std::string path = directory.file("file");

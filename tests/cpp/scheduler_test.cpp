@@ -229,6 +229,17 @@ TEST_CASE("a cancelled request ends, and its queue goes on") {
   }
 }
 
+TEST_CASE("who submits more than may be outstanding waits") {
+  auto scheduler = make("threads");
+  const milliseconds at_once(0);
+  CHECK(scheduler->admit(Scheduler::max_outstanding, at_once) == Scheduler::Admission::admitted);
+  CHECK(scheduler->admit(1, at_once) == Scheduler::Admission::full);
+  scheduler->take_back(1);
+  CHECK(scheduler->admit(1, at_once) == Scheduler::Admission::admitted);
+  scheduler->take_back(Scheduler::max_outstanding);
+  CHECK(scheduler->close(milliseconds(10'000)));
+}
+
 TEST_CASE("closing finishes what is outstanding") {
   TemporaryDirectory directory;
   for (const auto& engine : engines) {
@@ -240,6 +251,7 @@ TEST_CASE("closing finishes what is outstanding") {
     auto request = start(*scheduler, {open_file(path, true), source.data(), 5, source.size(), true});
     request->notify(queue, 42);
     CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(scheduler->admit(1, milliseconds(0)) == Scheduler::Admission::closed);
     CHECK(request->done());
     CHECK(queue->take() == std::vector<uint64_t>{42});
     struct stat status;

@@ -346,6 +346,21 @@ def _work_of_all_kinds(handle: tensorferry.aio_handle, path: pathlib.Path, engin
 # Forks
 
 
+def space_refused_half_way(engine: str, directory: str) -> dict[str, int | None]:
+    """Reserve space of which the file gets some before the rest is refused."""
+    path = pathlib.Path(directory) / "file"
+    path.write_bytes(bytes(1_000))
+    calls = slow_calls.attached()
+    calls.order(Rule("fallocate", "file", error=errno.ENOSPC, after=True, times=1))
+    number = None
+    with tensorferry.open(path, "r+", engine=engine) as file:
+        try:
+            file.preallocate(1 << 20)
+        except tensorferry.StorageError as error:
+            number = error.errno
+    return {"errno": number, "size": path.stat().st_size}
+
+
 def fork_during_reservation(engine: str, directory: str) -> bool:
     """Fork while a thread reserves space for a file; the child writes to that very file."""
     calls = slow_calls.attached()
@@ -641,6 +656,21 @@ def refused_pieces(engine: str, directory: str, pieces: int) -> int:
         tensorferry.write_many(items, truncate=True)
     assert caught.value.errno == errno.ENOSPC
     assert len(caught.value.others) == pieces - 1
+    return path.stat().st_size
+
+
+def piece_refused_by_another_name(engine: str, directory: str) -> int:
+    """Truncate a file to two pieces, of which one, by another name, has no room; return the size that it has then."""
+    calls = slow_calls.attached()
+    path, link = (pathlib.Path(directory) / name for name in ("file", "link"))
+    path.write_bytes(bytes(1_450_000))
+    link.symlink_to(path)
+    calls.order(Rule("fallocate", "/file", error=errno.ENOSPC))
+    piece = np.ones(100_000, np.uint8)
+    with pytest.raises(tensorferry.StorageError) as caught:
+        tensorferry.write_many([(path, piece, 1_400_000), (link, piece)], truncate=True)
+    assert caught.value.errno == errno.ENOSPC
+    assert path.read_bytes()[: piece.size] == piece.tobytes()
     return path.stat().st_size
 
 

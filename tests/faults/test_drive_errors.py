@@ -111,6 +111,18 @@ def test_an_error_of_a_transfer_at_an_odd_offset_lies_within_the_transfer(
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
+def test_after_an_error_no_further_block_begins(
+    make_handle: MakeHandle, faultfs: FaultFS, random_bytes: RandomBytes, op: str
+) -> None:
+    path = faultfs.path / "file"
+    random_bytes(NBYTES).tofile(path)
+    faultfs.order(Fault(op, error=errno.EIO))
+    with storage_error(errno.EIO, path, expected=NBYTES):
+        transfer(make_handle(block_size=BLOCK, queue_depth=1), op, random_bytes(NBYTES), path)
+    assert len(faultfs.requests(op)) == 1
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
 def test_of_several_blocks_that_fail_the_first_by_offset_is_reported(
     blocks_handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes, op: str
 ) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import tensorferry
+from tests.faults import meetings
+from tests.faults.test_meetings import run  # noqa: F401  a fixture
 from tests.support import child, mounts
 from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault, FaultFS
@@ -20,6 +22,8 @@ from tests.support.forks import assert_exits_with_zero, in_child
 
 if TYPE_CHECKING:
     import pathlib
+
+    from tests.faults.test_meetings import Run
 
 MIB = 1 << 20
 
@@ -51,6 +55,14 @@ def test_a_refused_reservation_never_cuts_off_what_another_writer_appends_meanwh
     assert below.read_bytes() == b"old" * 1000 + b"appended by another"
 
 
+def test_a_file_is_no_longer_than_before_where_space_is_refused_half_way(
+    run: Run,  # noqa: F811
+    directory: pathlib.Path,
+) -> None:
+    found = run(meetings.space_refused_half_way, directory=directory)
+    assert found == {"errno": errno.ENOSPC, "size": 1_000}
+
+
 def test_a_write_that_ext4_has_no_room_for_reserves_nothing(small_ext4: pathlib.Path) -> None:
     before = mounts.free_nbytes(small_ext4)
     path = small_ext4 / "file"
@@ -60,6 +72,19 @@ def test_a_write_that_ext4_has_no_room_for_reserves_nothing(small_ext4: pathlib.
     assert path.stat().st_size == 0
     assert path.stat().st_blocks == 0
     assert mounts.free_nbytes(small_ext4) == before
+
+
+def test_pieces_that_do_not_fit_together_are_refused_before_one_is_written(
+    small_ext4: pathlib.Path,
+) -> None:
+    path, piece = small_ext4 / "file", np.ones(64 << 10, np.uint8)
+    count = mounts.free_nbytes(small_ext4) // piece.nbytes + 64
+    items = [(path, piece, index * piece.nbytes) for index in range(count)]
+    assert count > 256, "all would be submitted at once"
+    with pytest.raises(tensorferry.StorageError) as raised:
+        tensorferry.write_many(items, direct=True)
+    assert raised.value.errno == errno.ENOSPC
+    assert path.stat().st_size == 0
 
 
 def test_a_reservation_that_fits_because_the_file_holds_blocks_already_is_made(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 Handle = tensorferry.aio_handle
 
 PROGRAMS = "tests.faults.programs"
+
+
+class Array(np.ndarray):  # type: ignore[type-arg]
+    """An array that can be watched."""
 
 
 @covers("del_handle_with_pending", "del_handle_with_pending_locked")
@@ -140,9 +145,6 @@ def test_dropping_a_future_completes_its_transfer(
 def test_an_array_is_released_when_its_transfer_is_complete_and_not_before(
     handle: Handle, faultfs: FaultFS
 ) -> None:
-    class Array(np.ndarray):  # type: ignore[type-arg]
-        """An array that can be watched."""
-
     path = faultfs.path / "file"
     source = np.full(100_003, 5, np.uint8).view(Array)
     watched = weakref.ref(source)
@@ -159,20 +161,40 @@ def test_an_array_is_released_when_its_transfer_is_complete_and_not_before(
     assert (contents(path) == 5).all()
 
 
+def test_an_array_whose_future_nobody_kept_is_released_by_a_later_call(
+    engine: str, directory: pathlib.Path
+) -> None:
+    with tensorferry.open(directory / "file", "w", engine=engine) as file:
+        source = np.full(4 << 20, 5, np.uint8).view(Array)
+        watched = weakref.ref(source)
+        file.write_from(source)
+        del source
+        deadline = time.monotonic() + 10
+        while watched() is not None and time.monotonic() < deadline:
+            file.write(b"another", 8 << 20)
+        assert watched() is None
+
+
 @covers("temp_tensor_async")
+@pytest.mark.parametrize("product", ["handle", "file"])
 def test_a_target_that_nobody_else_holds_is_read_into_safely(
-    handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes
+    engine: str, faultfs: FaultFS, random_bytes: RandomBytes, product: str
 ) -> None:
     path = faultfs.path / "file"
     random_bytes(1 << 20).tofile(path)
     faultfs.order(Fault("read", hold=True))
-    for _ in range(4):
-        handle.async_pread(np.zeros(1 << 20, np.uint8), str(path))
-    gc.collect()
-    faultfs.await_held()
-    usurpers = [np.full(1 << 20, 9, np.uint8) for _ in range(8)]
-    faultfs.release()
-    assert handle.wait() == 4
+    with (
+        tensorferry.aio_handle(engine=engine) as handle,
+        tensorferry.open(path, engine=engine) as file,
+    ):
+        for _ in range(4):
+            target = np.zeros(1 << 20, np.uint8)
+            handle.async_pread(target, path) if product == "handle" else file.read_into(target)
+        del target
+        gc.collect()
+        faultfs.await_held()
+        usurpers = [np.full(1 << 20, 9, np.uint8) for _ in range(8)]
+        faultfs.release()
     assert all((usurper == 9).all() for usurper in usurpers)
 
 
@@ -341,6 +363,61 @@ def test_ctrl_c_interrupts_a_call_that_waits_for_a_read_that_is_stuck(
     )
     thread.join(JOIN_TIMEOUT_S)
     assert raised.exists()
+
+
+def test_ctrl_c_ends_a_blocking_read_before_its_time(engine: str, faultfs: FaultFS) -> None:
+    np.full(4 << 20, 5, np.uint8).tofile(faultfs.path / "file")
+    target = np.zeros(4 << 20, np.uint8)
+
+    def interrupt() -> None:
+        faultfs.await_held()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    faultfs.order(Fault("read", hold=True))
+    with tensorferry.aio_handle(engine=engine, block_size=64 << 10, queue_depth=4) as handle:
+        sender = threading.Thread(target=interrupt)
+        sender.start()
+        with pytest.raises(KeyboardInterrupt):
+            handle.sync_pread(target, faultfs.path / "file")
+        sender.join()
+        faultfs.release()
+    assert 0 in target, "blocks that had not begun were read nevertheless"
+
+
+def test_read_many_that_fails_half_way_touches_nothing_afterwards(
+    engine: str, faultfs: FaultFS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(os.PathLike[str]):
+        checked = False
+
+        def __fspath__(self) -> str:
+            if not self.checked:
+                self.checked = True
+                return "where it is opened it cannot be said"
+            faultfs.await_held()  # of the items before this one
+            raise ZeroDivisionError
+
+    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
+    monkeypatch.setattr("tensorferry.runtime._default", None)
+    np.full(1 << 20, 5, np.uint8).tofile(faultfs.path / "file")
+    target = np.zeros(1 << 20, np.uint8)
+    pieces = [(faultfs.path / "file", target[at : at + 4096], at) for at in range(0, 1 << 20, 4096)]
+    returned = threading.Event()
+
+    def release() -> None:
+        faultfs.await_held()
+        returned.wait(0.5)
+        faultfs.release()
+
+    faultfs.order(Fault("read", hold=True))
+    releaser = threading.Thread(target=release)
+    releaser.start()
+    with pytest.raises(ZeroDivisionError):
+        tensorferry.read_many([*pieces, (Broken(), bytearray(1))])
+    held = faultfs.held()
+    returned.set()
+    releaser.join()
+    assert held == 0, "reads into the arrays were still on their way"
 
 
 @covers("fork_after_handle")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import pathlib
+import resource
 import shutil
 import tempfile
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +17,8 @@ import tensorferry
 from tests.faults.table import covers
 from tests.support import child
 from tests.support.expect import assert_works
+from tests.support.faultfs import Fault, FaultFS
+from tests.support.leaks import count_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +49,35 @@ def test_more_files_than_descriptors_are_written_and_read(
 
 
 @covers("fd_exhaustion")
+def test_half_of_the_descriptors_is_left_to_others(
+    make_handle: MakeHandle, faultfs: FaultFS
+) -> None:
+    handle, count = make_handle(), 120
+    before, most = count_descriptors(), 0
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def write() -> None:
+        for index in range(count):
+            handle.async_pwrite(bytes(5_003), faultfs.path / f"file{index}")
+
+    writer = threading.Thread(target=write)
+    faultfs.order(Fault("write", hold=True))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+    try:
+        writer.start()
+        faultfs.await_held()
+        while most < count_descriptors() - before:  # until it waits for others to end
+            most = count_descriptors() - before
+            time.sleep(0.5)
+        faultfs.release()
+        writer.join()
+        assert handle.wait() == count
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert 64 < most <= 200 // 2 + 1
+
+
+@covers("fd_exhaustion")
 def test_descriptors_that_come_back_while_a_file_cannot_be_opened_are_taken(
     engine: str, directory: pathlib.Path
 ) -> None:
@@ -62,6 +96,28 @@ def test_no_descriptor_left_raises_emfile_and_leaks_none(
     assert ended.result["grown"] == 0
     for refusal in ended.result["refusals"]:  # an engine without descriptors needs none
         assert "Too many open files" in refusal
+
+
+def test_a_drive_that_hangs_takes_a_bounded_number_of_threads(
+    make_handle: MakeHandle, faultfs: FaultFS
+) -> None:
+    def threads() -> int:
+        names = [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
+        return sum(name.startswith("tensorferry") for name in names)
+
+    path, nbytes = faultfs.path / "file", 64 << 10
+    path.write_bytes(bytes(100 * nbytes))
+    faultfs.order(Fault("read", hold=True))
+    handle, before, most = make_handle(queue_depth=128), threads(), 0
+    for index in range(100):
+        handle.async_pread(bytearray(nbytes), path, index * nbytes)
+    faultfs.await_held(8)
+    while most < threads() - before:  # until no more are started
+        most = threads() - before
+        time.sleep(0.3)
+    faultfs.release()
+    assert handle.wait() == 100
+    assert most <= 32 + 8 + 8, "an engine's, and those for what may block"
 
 
 @covers("nonroot_unpinned_16MB", "nonroot_locked_16MB")

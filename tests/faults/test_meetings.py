@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import pytest
 
+import tensorferry
 from tests.faults import meetings
 from tests.support import child, slow_calls
 from tests.support.expect import assert_equal, contents
@@ -148,6 +149,23 @@ def test_threads_that_drive_a_queue_make_no_call_that_may_block(
     assert not made, f"threads that drive a queue called {', '.join(made)}"
 
 
+def test_a_write_that_hangs_in_the_page_cache_holds_up_no_other_transfer(
+    engine: str, faultfs: FaultFS, directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
+    monkeypatch.setattr("tensorferry.runtime._default", None)
+    data = np.full(4 << 20, 7, np.uint8)
+    faultfs.order(Fault("write", hold=True))
+    with tensorferry.open(faultfs.path / "stuck", "w") as file:
+        stuck = file.write_from(data[:5_003])
+        faultfs.await_held()
+        tensorferry.write(directory / "other", data)
+        assert faultfs.held()
+        assert not stuck.done()
+        faultfs.release()
+    assert_equal(contents(directory / "other"), data)
+
+
 def test_threads_that_drive_a_queue_do_not_sleep_when_the_kernel_says_try_again(
     run: Run, engine: str, directory: pathlib.Path, faultfs: FaultFS
 ) -> None:
@@ -228,6 +246,12 @@ def test_a_file_is_not_cut_where_a_piece_was_refused(
     run: Run, directory: pathlib.Path, pieces: int
 ) -> None:
     assert run(meetings.refused_pieces, directory=directory, pieces=pieces) == 1_450_000
+
+
+def test_a_file_is_not_cut_where_a_piece_by_another_name_was_refused(
+    run: Run, directory: pathlib.Path
+) -> None:
+    assert run(meetings.piece_refused_by_another_name, directory=directory) == 1_450_000
 
 
 @pytest.mark.parametrize("sync", [False, True])

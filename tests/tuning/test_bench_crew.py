@@ -6,11 +6,16 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tensorferry.tuning.crew import Crew, CrewError
 from tests.support.leaks import descriptors, settled
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Worker:
@@ -95,6 +100,33 @@ def test_members_do_not_hear_what_a_terminal_sends() -> None:
         [blocked] = crew.call("blocked")
     assert blocked == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+class Keeper:
+    """A member that has a file to remove."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def orphaned(self) -> None:
+        self.path.unlink()
+
+
+def killed_with_a_crew(path: Path) -> None:
+    with Crew(Keeper, [(path,)]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_members_whose_crew_is_killed_clean_up(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    process = multiprocessing.get_context("spawn").Process(target=killed_with_a_crew, args=(path,))
+    process.start()
+    process.join()
+    deadline = time.monotonic() + 30
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not path.exists()
 
 
 def test_crews_leave_no_descriptors() -> None:

@@ -1,0 +1,72 @@
+// Whose block is next, told by who gets the blocks when one line is taken from.
+#include "transfer/line.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "scheduling.h"
+
+namespace tensorferry {
+namespace {
+
+constexpr uint64_t block_nbytes = uint64_t{256} << 10;
+constexpr uint64_t mebibyte = uint64_t{1} << 20;
+
+// A line of requests with one transfer each, of which nothing is ever moved; they are called by letters.
+class Requests {
+ public:
+  void add(char name, uint64_t nbytes, bool background = false) {
+    auto request = std::make_shared<Request>(scheduler_, RequestOptions{.background = background});
+    auto transfer = Transfer::create({file_, nullptr, 0, nbytes, true}, request, 0, block_nbytes);
+    REQUIRE(transfer);
+    request->add({*transfer});
+    left_[(*transfer).get()] = {name, nbytes};
+    line_.add(*transfer);
+  }
+
+  // Takes so many blocks, and returns whose they were.
+  std::string take(size_t count) {
+    std::string names;
+    while (names.size() < count && !line_.empty()) {
+      const std::shared_ptr<Transfer> transfer = line_.front();
+      auto& [name, left] = left_[transfer.get()];
+      const uint64_t nbytes = std::min(left, block_nbytes);
+      left -= nbytes;
+      line_.took(*transfer, nbytes, left == 0);
+      names += name;
+    }
+    return names;
+  }
+
+  ~Requests() { (void)scheduler_->close(milliseconds(10'000)); }  // nothing was handed over
+
+ private:
+  TemporaryDirectory directory_;
+  std::shared_ptr<Scheduler> scheduler_ = make("threads");
+  std::shared_ptr<File> file_ = open_file(directory_.file("file"), true, DirectMode::never);
+  std::map<const Transfer*, std::pair<char, uint64_t>> left_;
+  Line line_;
+};
+
+}  // namespace
+
+TEST_CASE("requests take turns of a megabyte") {
+  Requests line;
+  line.add('a', 3 * mebibyte);
+  line.add('b', 3 * mebibyte);
+  CHECK(line.take(100) == "aaaabbbbaaaabbbbaaaabbbb");
+}
+
+TEST_CASE("small requests come first, and the others in every seventeenth block") {
+  Requests line;
+  line.add('g', 2 * mebibyte, true);
+  line.add('n', 2 * mebibyte);
+  CHECK(line.take(2) == "nn");
+  for (int count = 0; count < 40; ++count) line.add('s', 4096);
+  const std::string sixteen(16, 's');
+  CHECK(line.take(34) == sixteen + "n" + sixteen + "n");
+  CHECK(line.take(100) == std::string(8, 's') + "nnnn" + std::string(8, 'g'));
+}
+
+}  // namespace tensorferry

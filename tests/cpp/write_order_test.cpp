@@ -1,0 +1,67 @@
+// Who may write now, and whose turn comes next; nothing is written.
+#include "transfer/write_order.h"
+
+#include <doctest/doctest.h>
+
+#include <string>
+
+namespace tensorferry {
+namespace {
+
+constexpr FileIdentity file{1, 2}, other_file{1, 3};
+
+class Named final : public OrderedWrite {
+ public:
+  Named(char name, std::string& turns, const FileIdentity& identity, uint64_t begin, uint64_t end)
+      : OrderedWrite(identity, begin, end), name_(name), turns_(turns) {}
+
+  void turn_has_come() override { turns_ += name_; }
+
+ private:
+  const char name_;
+  std::string& turns_;
+};
+
+}  // namespace
+
+TEST_CASE("of two writes of a file the second begins at once just where they do not overlap") {
+  std::string turns;
+  constexpr uint64_t size = 5;
+  for (uint64_t begin = 0; begin < size; ++begin)
+    for (uint64_t end = begin + 1; end <= size; ++end)
+      for (uint64_t later_begin = 0; later_begin < size; ++later_begin)
+        for (uint64_t later_end = later_begin + 1; later_end <= size; ++later_end) {
+          INFO(begin, "-", end, " ", later_begin, "-", later_end);
+          const auto first = std::make_shared<Named>('a', turns, file, begin, end);
+          const auto second = std::make_shared<Named>('b', turns, file, later_begin, later_end);
+          REQUIRE(WriteOrder::enter(first, false));
+          const bool begun = WriteOrder::enter(second, false);
+          CHECK(begun == (later_end <= begin || end <= later_begin));
+          WriteOrder::leave(*first);
+          if (begun) WriteOrder::leave(*second);
+        }
+  CHECK(turns.empty());
+}
+
+TEST_CASE("writes that wait go on in their order, as soon as what is before them has ended") {
+  std::string turns;
+  const auto write = [&](char name, uint64_t begin, uint64_t end, const FileIdentity& identity = file) {
+    return std::make_shared<Named>(name, turns, identity, begin, end);
+  };
+  const auto a = write('a', 0, 10), b = write('b', 10, 20), c = write('c', 5, 15), d = write('d', 0, 3);
+  const auto elsewhere = write('e', 0, 20, other_file);
+  CHECK(WriteOrder::enter(a, true));
+  CHECK(WriteOrder::enter(b, true));
+  CHECK_FALSE(WriteOrder::enter(c, true));
+  CHECK_FALSE(WriteOrder::enter(d, true));
+  CHECK(WriteOrder::enter(elsewhere, true));
+  WriteOrder::leave(*a);
+  CHECK(turns.empty());  // c still has b before it, and d stands behind c
+  WriteOrder::leave(*b);
+  CHECK(turns == "cd");
+  for (const auto& ended : {c, d, elsewhere}) WriteOrder::leave(*ended);
+  CHECK(WriteOrder::enter(a, false));
+  WriteOrder::leave(*a);
+}
+
+}  // namespace tensorferry
