@@ -451,10 +451,10 @@ class File:
                 future = reference()
                 if future is None:
                     continue
-                if not _patiently(future._request.wait, self._scheduler):
+                if not patiently(future._request.wait, self._scheduler):
                     return True
                 future.done()  # sees the end while the array is as it was
-            return not _patiently(file.retire, self._scheduler)
+            return not patiently(file.retire, self._scheduler)
         except BaseException:
             with self._lock:
                 self._pending[:0] = pending
@@ -530,7 +530,7 @@ class File:
         return future
 
 
-def _patiently(step: Callable[[float], bool], scheduler: AnyScheduler) -> bool:
+def patiently(step: Callable[[float], bool], scheduler: AnyScheduler) -> bool:
     """Take steps, of so many seconds each, until one returns True; False where the scheduler moves nothing for long."""
     seen, deadline = None, 0.0
     while not step(min(_SLICE_SECONDS, runtime.CLOSE_PATIENCE_SECONDS)):
