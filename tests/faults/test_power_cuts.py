@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
+import itertools
 import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 import tensorferry
@@ -16,6 +15,7 @@ from tests.support import mounts
 from tests.support.expect import assert_equal, contents
 
 if TYPE_CHECKING:
+    import pathlib
     from collections.abc import Iterator
 
     from tests.support.data import Bytes, RandomBytes
@@ -86,7 +86,7 @@ def write_pieces(path: pathlib.Path, data: Bytes) -> None:
     other = path.parent.parent / "other"
     other.mkdir(exist_ok=True)
     cuts = [0, 1, 100_003, 1 << 20, data.size]
-    pieces = [(path, data[b:e], b) for b, e in zip(cuts, cuts[1:], strict=False)]
+    pieces = [(path, data[b:e], b) for b, e in itertools.pairwise(cuts)]
     tensorferry.write_many([*pieces[::-1], (other / "file", data[:5_003])], sync=True)
 
 
