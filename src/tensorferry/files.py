@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -532,13 +531,15 @@ class File:
 
 def patiently(step: Callable[[float], bool], scheduler: AnyScheduler) -> bool:
     """Take steps, of so many seconds each, until one returns True; False where the scheduler moves nothing for long."""
-    seen, deadline = None, 0.0
-    while not step(min(_SLICE_SECONDS, runtime.CLOSE_PATIENCE_SECONDS)):
-        now, moved = time.monotonic(), _moved(scheduler)
-        if moved != seen:
-            seen, deadline = moved, now + runtime.CLOSE_PATIENCE_SECONDS
-        elif now >= deadline:
+    # Steps are counted, since the clock goes on while the process is stopped (SIGSTOP, a frozen container).
+    step_seconds = min(_SLICE_SECONDS, runtime.CLOSE_PATIENCE_SECONDS / 10)
+    seen, left = None, 0.0
+    while not step(step_seconds):
+        moved = _moved(scheduler)
+        left = runtime.CLOSE_PATIENCE_SECONDS if moved != seen else left - step_seconds
+        if left <= 0:
             return False
+        seen = moved
     return True
 
 

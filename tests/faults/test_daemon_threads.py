@@ -1,4 +1,4 @@
-"""Leaving the interpreter while daemon threads are in calls that wait for the drive: no hang, no crash, nothing lost."""
+"""Leaving the interpreter while daemon threads wait for the drive: no hang, no crash, nothing lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from tests.support.faultfs import FaultFS
 
 NBYTES = 3_000_001
-WRITERS = ["write", "write_many", "sync_pwrite", "wait", "result", "callback", "file.close", "close"]
+WRITERS = [
+    "write",
+    "write_many",
+    "sync_pwrite",
+    "wait",
+    "result",
+    "callback",
+    "file.close",
+    "close",
+]
 
 
 def leave(engine: str, directory: str) -> None:
