@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from tests.support.data import RandomBytes
 
@@ -386,6 +386,46 @@ def test_a_callback_may_submit_again_and_close_the_file(
     file.write_from(b"\5" * 1_000_000).add_done_callback(read_back)
     assert ended.get(timeout=60)
     assert buffer == b"\5" * 1_000_000
+
+
+def test_callbacks_may_move_other_arrays_wait_for_others_and_close_what_serves_them(
+    engine: str, directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
+    data, other = b"\5" * 3_000_001, bytearray(3_000_001)
+    path, beside = directory / "file", directory / "beside"
+    handle = tensorferry.aio_handle(engine=engine)
+    done = queue.Queue[Any]()
+    file = tensorferry.open(path, "w+", engine=engine)
+
+    def deeds() -> Iterator[object]:
+        yield tensorferry.write(beside, data, sync=True)
+        yield tensorferry.read_many([(beside, other), (beside, other)])
+        yield tensorferry.write_many([(beside, data, 7), (path, data)], truncate=True)
+        yield handle.sync_pwrite(data, directory / "by handle")
+        yield handle.async_pwrite(data, directory / "by handle", 5)
+        yield last.result(), last.exception()
+        yield handle.close()
+        yield file.close()
+        raise LookupError("and a failure")
+
+    def callback(_: object) -> None:
+        try:
+            for deed in deeds():
+                done.put(deed)
+        finally:
+            done.put("ended")
+
+    last = file.write_from(data, len(data))  # which the callback waits for
+    first = file.write_from(data)
+    first.add_done_callback(callback)
+    first.add_done_callback(lambda _: done.put("the next"))
+    seen = [done.get(timeout=60) for _ in range(10)]
+    assert seen[8:] == ["ended", "the next"]
+    assert file.closed
+    assert other == data
+    assert path.read_bytes() == data
+    assert (directory / "by handle").read_bytes() == b"\5" * (len(data) + 5)
 
 
 def test_a_callback_that_ends_its_thread_takes_no_other_with_it(directory: pathlib.Path) -> None:

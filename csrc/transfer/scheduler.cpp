@@ -16,6 +16,8 @@ namespace {
 // Beyond this a blocking call is left to a worker, which has several blocks in flight.
 constexpr uint64_t max_inline_nbytes = uint64_t{1} << 20;
 
+constexpr std::chrono::milliseconds patience_slice{100};
+
 }  // namespace
 
 std::shared_ptr<Scheduler> Scheduler::create(const SchedulerOptions& options, std::vector<EngineRefusal>& refusals) {
@@ -163,11 +165,15 @@ bool Scheduler::close(std::chrono::milliseconds patience) {
   }
   state_ = State::closing;
   progress_.notify_all();  // for those who wait to be admitted
+  auto left = patience;
   while (!is_idle()) {
     const auto moved = [&] { return completed_ + statistics_.read_nbytes + statistics_.written_nbytes; };
     const uint64_t before = moved();
-    progress_.wait_for(lock, patience, [&] { return moved() != before || is_idle(); });
-    if (moved() != before || is_idle()) continue;
+    // In slices, since the clock goes on while the process is stopped (SIGSTOP, a frozen container).
+    const auto slice = std::min(left, patience_slice);
+    const bool quiet = !progress_.wait_for(lock, slice, [&] { return moved() != before || is_idle(); });
+    left = quiet ? left - slice : patience;
+    if (!quiet || left.count() > 0) continue;
     // Hung in the kernel. The threads own the scheduler; they end when all has come back, or with the process.
     abandon_workers();
     return false;

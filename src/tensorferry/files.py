@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -451,10 +450,10 @@ class File:
                 future = reference()
                 if future is None:
                     continue
-                if not _patiently(future._request.wait, self._scheduler):
+                if not patiently(future._request.wait, self._scheduler):
                     return True
                 future.done()  # sees the end while the array is as it was
-            return not _patiently(file.retire, self._scheduler)
+            return not patiently(file.retire, self._scheduler)
         except BaseException:
             with self._lock:
                 self._pending[:0] = pending
@@ -530,15 +529,17 @@ class File:
         return future
 
 
-def _patiently(step: Callable[[float], bool], scheduler: AnyScheduler) -> bool:
+def patiently(step: Callable[[float], bool], scheduler: AnyScheduler) -> bool:
     """Take steps, of so many seconds each, until one returns True; False where the scheduler moves nothing for long."""
-    seen, deadline = None, 0.0
-    while not step(min(_SLICE_SECONDS, runtime.CLOSE_PATIENCE_SECONDS)):
-        now, moved = time.monotonic(), _moved(scheduler)
-        if moved != seen:
-            seen, deadline = moved, now + runtime.CLOSE_PATIENCE_SECONDS
-        elif now >= deadline:
+    # Steps are counted, since the clock goes on while the process is stopped (SIGSTOP, a frozen container).
+    step_seconds = min(_SLICE_SECONDS, runtime.CLOSE_PATIENCE_SECONDS / 10)
+    seen, left = None, 0.0
+    while not step(step_seconds):
+        moved = _moved(scheduler)
+        left = runtime.CLOSE_PATIENCE_SECONDS if moved != seen else left - step_seconds
+        if left <= 0:
             return False
+        seen = moved
     return True
 
 

@@ -161,9 +161,9 @@ def _descriptor_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
-def close_scheduler(scheduler: AnyScheduler) -> bool:
+def close_scheduler(scheduler: AnyScheduler, *, patient: bool = True) -> bool:
     """Finish what is outstanding, end the workers, and say so, and return False, where the kernel would not finish."""
-    ended = scheduler.close(CLOSE_PATIENCE_SECONDS)
+    ended = scheduler.close(CLOSE_PATIENCE_SECONDS if patient else 0.0)
     if not ended:
         warn_of_left_behind("outstanding I/O")
     return ended

@@ -196,3 +196,45 @@ def save_in_a_process_by_default(path: str) -> list[str]:
             del answer
         dist.destroy_process_group()
     return staged
+
+
+def save_and_load_without_isal(directory: str) -> None:
+    """Save and load where isal cannot be imported, and load what was saved with it."""
+    import sys
+    import zlib
+
+    sys.modules["isal"] = None  # type: ignore[assignment]
+    from tensorferry.checkpoint import checksums, load
+    from tests.checkpoint.states import assert_same, mixed_state
+
+    assert checksums.crc32 is zlib.crc32
+    save_both(f"{directory}/without")
+    for name in ("with", "without"):
+        assert_same(load(f"{directory}/{name}/file"), mixed_state())
+        assert_same(load_folder(f"{directory}/{name}/folder"), mixed_state())
+
+
+def save_both(directory: str) -> None:
+    """Save a state as a file and as a folder."""
+    import os
+    import pathlib
+
+    from tensorferry.checkpoint import save
+    from tests.checkpoint.states import mixed_state
+    from tests.checkpoint.states import save as save_folder
+
+    os.mkdir(directory)  # noqa: PTH102
+    save(mixed_state(), f"{directory}/file")
+    save_folder(mixed_state(), pathlib.Path(directory, "folder"))
+
+
+def load_folder(directory: str) -> dict[str, Any]:
+    """Load that folder, verified before."""
+    import torch.distributed.checkpoint as dcp
+
+    from tensorferry.checkpoint import FileSystemReader
+    from tests.checkpoint.states import empty_like, mixed_state
+
+    state = empty_like(mixed_state())
+    dcp.load(state, storage_reader=FileSystemReader(directory, verify="before"), no_dist=True)
+    return state

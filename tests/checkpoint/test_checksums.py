@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorferry.checkpoint import checksums
+from tests.checkpoint.programs import load_folder, save_both
+from tests.checkpoint.states import assert_same, digests, flipped, mixed_state
+from tests.support import child
+
+if TYPE_CHECKING:
+    import pathlib
 
 pieces = st.binary(max_size=2000)
 
@@ -44,3 +51,19 @@ def test_negative_length_is_refused() -> None:
 )
 def test_last_chunk_may_be_short(nbytes: int, count: int) -> None:
     assert checksums.chunk_count(nbytes) == count
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
+def test_checkpoints_are_the_same_and_verified_where_isal_is_missing(
+    directory: pathlib.Path,
+) -> None:
+    pytest.importorskip("isal")
+    save_both(str(directory / "with"))
+    child.call("tests.checkpoint.programs:save_and_load_without_isal", directory=directory)
+    assert (directory / "with/file").read_bytes() == (directory / "without/file").read_bytes()
+    assert digests(directory / "with/folder") == digests(directory / "without/folder")
+    assert_same(load_folder(str(directory / "without/folder")), mixed_state())
+    (data,) = (directory / "without/folder").glob("*.distcp")
+    data.write_bytes(flipped(data.read_bytes(), 8 * 500_000))
+    with pytest.raises(BaseException, match=r"bytes \d+ to \d+ of .*distcp"):
+        load_folder(str(directory / "without/folder"))

@@ -219,6 +219,30 @@ def memory_is_given_back(engine: str, directory: str, nbytes: int) -> list[str]:
     return held
 
 
+# A direct transfer that is refused
+
+
+def refused_direct_transfers(engine: str, directory: str, write: bool, direct: bool) -> int | None:
+    """Have the kernel refuse blocks of a transfer past the page cache; return its errno, or None."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory) / "file"
+    data = random_bytes(6_000_011, 1)
+    np.zeros_like(data).tofile(path) if write else data.tofile(path)
+    with path.open() as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with tensorferry.open(path, "r+", engine=engine, direct=direct or "auto") as opened:
+        call = {"threads": "pwrite" if write else "pread", "libaio": "io_submit"}[engine]
+        calls.order(Rule(call, path.name, error=errno.EINVAL, times=3))
+        try:
+            moved = opened.write(data) if write else opened.read(np.zeros_like(data))
+        except tensorferry.StorageError as error:
+            return error.errno
+        assert calls.hits() == 3
+    assert_equal(contents(path) if write else moved, data)
+    return None
+
+
 # A close(2) that fails
 
 

@@ -461,6 +461,40 @@ def little_lockable_memory(engine: str, directory: str, limit: int) -> dict[str,
     }
 
 
+def no_threads_allowed(engine: str, directory: str) -> dict[str, Any]:
+    """Ask for handles and files as an ordinary user who may start no thread; then as one who may."""
+    os.environ["TENSORFERRY_ENGINE"] = engine
+    path = pathlib.Path(directory) / "file"
+    path.write_bytes(bytes(4096))
+    path.chmod(0o666)
+    try:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    except PermissionError as error:
+        return {"skip": f"becoming another user needs root: {error}"}
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
+    array = np.ones(4096, np.uint8)
+    refusals = []
+    for attempt in (
+        lambda: tensorferry.aio_handle(engine=engine),
+        lambda: tensorferry.open(path, engine=engine),
+        lambda: tensorferry.write(path, array),
+        lambda: tensorferry.read_many([(path, array)]),
+    ):
+        try:
+            attempt()
+        except tensorferry.EngineUnavailableError as error:
+            refusals.append(str(error))
+    resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+    handle = tensorferry.aio_handle(engine=engine)
+    assert_works(handle, path.parent)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
+    assert_works(handle, path.parent)  # who has threads needs no more
+    return {"refusals": refusals}
+
+
 def exhaust_aio_contexts(directory: str) -> dict[str, Any]:
     """Take all Linux AIO contexts of the system, then ask for a handle without io_uring."""
     seccomp.block(["io_uring"])

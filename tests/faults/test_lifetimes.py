@@ -593,7 +593,8 @@ def test_a_handle_closed_beside_io_that_does_not_end_says_what_it_left(
     handle.async_pwrite(data.copy(), path)
     faultfs.await_held()
     # As after 60 seconds without progress.
-    monkeypatch.setattr(tensorferry.handles, "close_scheduler", lambda _: False)
+    monkeypatch.setattr(tensorferry.runtime, "CLOSE_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(tensorferry.handles, "close_scheduler", lambda _, **__: False)
     with pytest.warns(RuntimeWarning, match="offset 0 of .*file.*: it has not ended"):
         handle.close()
     monkeypatch.undo()

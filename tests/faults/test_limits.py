@@ -11,12 +11,13 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 import tensorferry
 from tests.faults.table import covers
 from tests.support import child
-from tests.support.expect import assert_works
+from tests.support.expect import assert_equal, assert_works
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.leaks import count_descriptors
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.conftest import MakeHandle
+    from tests.support.data import RandomBytes
+    from tests.support.faultfs import FaultFS
 
 PROGRAMS = "tests.faults.programs"
 
@@ -173,3 +176,53 @@ def test_four_hundred_handles_with_deep_queues_exist_or_are_refused_with_a_reaso
             break
     assert_works(handles[0], directory)
     assert_works(handles[-1], directory)
+
+
+def test_submitters_beyond_16384_outstanding_transfers_wait_and_all_is_done(
+    faultfs: FaultFS, random_bytes: RandomBytes
+) -> None:
+    count, nbytes, limit = 4_200, 64, 16_384
+    data = random_bytes(4 * count * nbytes)
+    data.tofile(faultfs.backing / "cached")
+    found = np.zeros_like(data)
+    futures: list[tensorferry.Future] = []
+    with tensorferry.open(faultfs.path / "cached") as file:
+        faultfs.order(Fault("read", hold=True))
+
+        def submit(begin: int) -> None:
+            for at in range(begin, begin + count * nbytes, nbytes):
+                futures.append(file.read_into(found[at : at + nbytes], at))
+
+        threads = [
+            threading.Thread(target=submit, args=(k * count * nbytes,), daemon=True)
+            for k in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 60
+        while file._scheduler.outstanding() < limit and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        outstanding, submitted = file._scheduler.outstanding(), len(futures)
+        faultfs.clear()
+        for thread in threads:
+            thread.join()
+        for future in futures:
+            future.result()
+    assert outstanding == limit
+    assert submitted <= limit < len(futures) == 4 * count
+    assert_equal(found, data)
+
+
+@pytest.mark.root
+def test_an_ordinary_user_who_may_start_no_thread_is_told_and_works_when_he_may_again(
+    engine: str, open_directory: pathlib.Path
+) -> None:
+    program = f"{PROGRAMS}:no_threads_allowed"
+    found = child.call(program, engine=engine, directory=open_directory).result
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    assert len(found["refusals"]) == 4
+    for refusal in found["refusals"]:
+        assert "cannot start a thread" in refusal
+        assert "ulimit -u" in refusal

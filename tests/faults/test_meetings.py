@@ -92,6 +92,20 @@ def test_memory_is_given_back_as_soon_as_the_caller_has_the_result(
     assert not held, f"still held after {'; '.join(held)}"
 
 
+# A direct transfer that is refused
+
+
+@pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
+def test_blocks_that_the_kernel_refuses_past_the_page_cache_go_through_it(
+    run: Run, engine: str, directory: pathlib.Path, write: bool
+) -> None:
+    if engine == "io_uring":
+        pytest.skip("blocks are refused in libc, which io_uring's do not pass; see test_devices.py")
+    program = meetings.refused_direct_transfers
+    assert run(program, directory=directory, write=write, direct=False) is None
+    assert run(program, directory=directory, write=write, direct=True) == errno.EINVAL
+
+
 # A close(2) that fails
 
 

@@ -15,6 +15,8 @@ from tests.support.faultfs import is_mounted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+DEVICE_NBYTES = 32 << 20
+
 
 @contextlib.contextmanager
 def mounted(path: pathlib.Path, *arguments: str) -> Iterator[pathlib.Path]:
@@ -52,6 +54,32 @@ def ext4(directory: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
             yield path
     finally:
         image.unlink()
+
+
+@contextlib.contextmanager
+def loop_device(directory: pathlib.Path, *options: str) -> Iterator[pathlib.Path]:
+    """Attach a new file in directory as a loop device; skip where that cannot be."""
+    if os.geteuid() != 0:
+        pytest.skip("loop devices need root")
+    with tempfile.NamedTemporaryFile(dir=directory, suffix=".img") as image:
+        image.truncate(DEVICE_NBYTES)
+        command = ["losetup", "--find", "--show", *options, image.name]
+        attached = subprocess.run(command, capture_output=True, text=True)
+        if attached.returncode != 0:
+            pytest.skip(f"no loop device: {attached.stderr.strip()}")
+        device = attached.stdout.strip()
+        try:
+            yield pathlib.Path(device)
+        finally:
+            subprocess.run(["losetup", "--detach", device], check=True)
+
+
+@contextlib.contextmanager
+def ext4_on(device: pathlib.Path, mount_point: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Mount a new ext4 that lies on a device."""
+    subprocess.run(["mkfs.ext4", "-q", str(device)], check=True, capture_output=True)
+    with mounted(mount_point, str(device)) as path:
+        yield path
 
 
 @contextlib.contextmanager

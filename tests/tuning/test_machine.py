@@ -8,7 +8,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from typing import TYPE_CHECKING, Any
@@ -27,34 +26,6 @@ from tests.support.leaks import count_descriptors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-EXT4_NBYTES = 32 << 20
-
-
-@contextlib.contextmanager
-def loop_device(directory: pathlib.Path, *options: str) -> Iterator[pathlib.Path]:
-    """Attach a new file in directory as a loop device; skip where that cannot be."""
-    if os.geteuid() != 0:
-        pytest.skip("loop devices need root")
-    with tempfile.NamedTemporaryFile(dir=directory, suffix=".img") as image:
-        image.truncate(EXT4_NBYTES)
-        command = ["losetup", "--find", "--show", *options, image.name]
-        attached = subprocess.run(command, capture_output=True, text=True)
-        if attached.returncode != 0:
-            pytest.skip(f"no loop device: {attached.stderr.strip()}")
-        device = attached.stdout.strip()
-        try:
-            yield pathlib.Path(device)
-        finally:
-            subprocess.run(["losetup", "--detach", device], check=True)
-
-
-@contextlib.contextmanager
-def ext4_on(device: pathlib.Path, mount_point: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Mount a new ext4 that lies on a device."""
-    subprocess.run(["mkfs.ext4", "-q", str(device)], check=True, capture_output=True)
-    with mounts.mounted(mount_point, str(device)) as path:
-        yield path
-
 
 @pytest.mark.root
 @pytest.mark.parametrize("sector_nbytes", [512, 4096])
@@ -62,7 +33,10 @@ def test_alignments_are_those_of_the_drives_sectors_and_of_the_library(
     sector_nbytes: int, directory: pathlib.Path
 ) -> None:
     options = (f"--sector-size={sector_nbytes}", "--direct-io=on")
-    with loop_device(directory, *options) as device, ext4_on(device, directory / "mount") as path:
+    with (
+        mounts.loop_device(directory, *options) as device,
+        mounts.ext4_on(device, directory / "mount") as path,
+    ):
         found = storage.file_system(path)
         assert found["type"] == "ext4"
         assert found["mount_point"] == str(path)
@@ -79,7 +53,7 @@ def test_alignments_are_those_of_the_drives_sectors_and_of_the_library(
         assert (loop["name"], loop["kind"]) == (device.name, "loop device")
         assert loop["direct_io"] is True
         assert loop["queue"]["logical_block_size"] == sector_nbytes
-        assert loop["nbytes"] == EXT4_NBYTES
+        assert loop["nbytes"] == mounts.DEVICE_NBYTES
         names = {lower["name"] for lower in devices.flat(loop["below"])}
         under = storage.device_number(storage.mount_of(directory))
         if under is not None:
@@ -88,7 +62,7 @@ def test_alignments_are_those_of_the_drives_sectors_and_of_the_library(
 
 @pytest.mark.root
 def test_a_block_device_is_looked_at_without_a_file_system(directory: pathlib.Path) -> None:
-    with loop_device(directory) as device:
+    with mounts.loop_device(directory) as device:
         found = storage.file_system(device)
         assert found["type"] == "block device"
         assert found["direct_io"]["works"] is True

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import operator
 import os
+import pathlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,11 +17,19 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from tensorferry.checkpoint import blobs, delivery, plain_objects
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.metadata import chunk_of, data_file, file_checksums, payload_of
+from tensorferry.checkpoint.metadata import (
+    METADATA_NAME,
+    chunk_of,
+    data_file,
+    file_checksums,
+    payload_of,
+    read_metadata,
+)
 from tensorferry.checkpoint.pickles import MalformedError, RefusedError, screen
 from tensorferry.checkpoint.pipeline import READING_BUFFER_COUNT, Pipeline
 from tensorferry.checkpoint.ranges import is_inside
 from tensorferry.checkpoint.sweep import DataFile, Queue, Sweep, cuts
+from tensorferry.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -101,14 +111,29 @@ class Contents:
         damaged: Callable[[CheckpointError], None] | None = None,
     ) -> DataFile:
         """Open a data file."""
-        return DataFile(
-            data_file(self._folder, name, trusted=self._trusted),
-            name,
-            self._checksums.get(name),
-            self.names_at,
-            verify=self._verify,
-            damaged=damaged,
-        )
+        path = data_file(self._folder, name, trusted=self._trusted)
+        checksums = self._checksums.get(name)
+        try:
+            return DataFile(
+                path, name, checksums, self.names_at, verify=self._verify, damaged=damaged
+            )
+        except StorageError as error:
+            if error.errno == errno.ENOENT and self._was_replaced(name):
+                why = "another save has replaced the checkpoint since its metadata was read: load again"
+                error.strerror = f"{error.strerror}; {why}"
+            raise
+
+    def _was_replaced(self, name: str) -> bool:
+        """Return whether a file that is missing is one that present metadata does not name any more."""
+        try:
+            present = [
+                read_metadata(path, trust_pickle=self._trusted)
+                for path in pathlib.Path(self._folder).glob(f"*{METADATA_NAME}")
+            ]
+        except (OSError, CheckpointError):
+            return False
+        named = {info.relative_path for one in present for info in one.storage_data.values()}
+        return bool(present) and name not in named
 
     def has_checksums(self, name: str) -> bool:
         """Return whether parts of a data file can be verified by themselves."""

@@ -113,7 +113,7 @@ class FileWriter(io.RawIOBase):
             self.abort()
 
     def __del__(self) -> None:
-        if hasattr(self, "_replacement") and not self.closed:
+        if hasattr(self, "_replacement") and not self.closed and not self._replacement.is_parents:
             warnings.warn(
                 f"{self.name!r} was never closed, and is given up", ResourceWarning, 2, self
             )

@@ -101,6 +101,19 @@ class Pipeline:
         self._buffers: deque[Buffer] = deque()
         self._copying = _Crew(min(MAX_THREADS, len(os.sched_getaffinity(0))))
         self._writing = _Crew(1)
+        self._generation = _core.fork_generation()
+
+    @property
+    def is_parents(self) -> bool:
+        """Whether this is a forked child, which has neither the threads nor a right to what they write."""
+        return self._generation != _core.fork_generation()
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child."""
+        if self.is_parents:
+            raise RuntimeError(
+                "this was begun before fork(): the parent process writes it, and a child must begin its own"
+            )
 
     def take_buffer(self) -> Buffer:
         """Return a buffer for the next part of a stream; whoever takes it completes its ``filled``.
@@ -110,6 +123,7 @@ class Pipeline:
         StorageError
             What the oldest buffer held could not be written.
         """
+        self.check_process()
         if len(self._buffers) < self._buffer_count:
             buffer = _new_buffer()
         else:
@@ -124,6 +138,7 @@ class Pipeline:
 
     def submit(self, action: Callable[[], _Result], done: Future[Any] | None = None) -> Future[Any]:
         """Have a thread call ``action``; the future (``done``, if given) gets its result or exception."""
+        self.check_process()
         return self._copying.submit(action, done)
 
     def submit_write(self, action: Callable[[], tensorferry.Future], done: Future[Any]) -> None:
@@ -137,6 +152,8 @@ class Pipeline:
 
     def close(self) -> None:
         """End the threads when all jobs are done."""
+        if self.is_parents:
+            return
         self._copying.close()
         self._writing.close()
         _keep(self._buffers)

@@ -65,6 +65,7 @@ class Replacement:
         self._last_name = target.name
         self._name: str | None = None  # what it is called for now, in the directory
         self._sync = sync
+        self._process = os.getpid()
         with contextlib.ExitStack() as undo:
             self._directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, self._directory)
@@ -149,7 +150,14 @@ class Replacement:
         if self._sync:
             sync_names(directory)
 
+    @property
+    def is_parents(self) -> bool:
+        """Whether this is a forked child: it may close what it has inherited, no more."""
+        return self._process != os.getpid()
+
     def _give_up(self) -> None:
+        if self.is_parents:
+            return
         self.stream.abort()
         # An exception's traceback may keep the file open for long; its space is wanted now. Nothing is cut that has a
         # name: it may be the one that was asked for.
@@ -158,7 +166,7 @@ class Replacement:
                 os.ftruncate(self._descriptor, 0)
 
     def _remove(self) -> None:
-        if self._name is not None:
+        if self._name is not None and not self.is_parents:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._name, dir_fd=self._directory)
 

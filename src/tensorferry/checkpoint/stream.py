@@ -174,6 +174,7 @@ class Stream:
 
     def reserve(self, nbytes: int) -> None:
         """Reserve space for a file of ``nbytes`` bytes."""
+        self._pipeline.check_process()
         self._file.preallocate(_aligned(nbytes))
 
     def write(self, array: Any) -> None:
@@ -264,7 +265,12 @@ class Stream:
         return self._ending
 
     def abort(self) -> None:
-        """Close the file, when nothing is being written to it any more; remove it if it was made here."""
+        """Close the file, when nothing is being written to it any more; remove it if it was made here.
+
+        A forked child leaves it to its parent.
+        """
+        if self._pipeline.is_parents:
+            return
         if self._part is not None:
             self._part.filled.set_result(None)
             self._part = None

@@ -1,0 +1,221 @@
+"""What happens meanwhile: loads while another process replaces the checkpoint, forks in the middle of saves."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import itertools
+import os
+import pathlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tensorferry
+from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, FileWriter, save
+from tensorferry.checkpoint import load as load_object
+from tests.checkpoint import ranks
+from tests.checkpoint.ranks import call_on_ranks, files_of
+from tests.checkpoint.states import empty_like
+from tests.support.forks import assert_exits_with_zero, in_child
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
+)
+
+LOADS = 20
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """A state of which every value tells the step."""
+    sizes = [(1 << 18) + 5, 300, 1, 1 << 16]
+    return {str(k): torch.full((n,), float(step)) for k, n in enumerate(sizes)} | {"step": step}
+
+
+def steps_in(state: dict[str, Any]) -> set[float]:
+    ends = [torch.as_tensor(value).aminmax() for value in state.values()]
+    return {float(value) for both in ends for value in both}
+
+
+def save_as(form: str, step: int, path: str | pathlib.Path) -> None:
+    if form == "directory":
+        dcp.save(state_of(step), storage_writer=FileSystemWriter(path), no_dist=True)
+    else:
+        save(state_of(step), path)
+
+
+def replace_without_end(path: str, form: str) -> None:
+    """Save one step after the other in one place."""
+    torch.set_num_threads(1)
+    for step in itertools.count(2):
+        save_as(form, step, path)
+
+
+@contextlib.contextmanager
+def replaced(path: pathlib.Path, form: str) -> Iterator[None]:
+    process = ranks._context.Process(target=replace_without_end, args=(str(path), form))
+    process.start()
+    try:
+        yield
+        assert process.is_alive(), "nobody replaced anything"
+    finally:
+        process.kill()
+        process.join()
+
+
+def load(path: pathlib.Path, form: str) -> dict[str, Any]:
+    if form == "file":
+        loaded: dict[str, Any] = load_object(path)
+        return loaded
+    state = empty_like(state_of(0))
+    dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("form", ["directory", "file"])
+def test_loads_beside_saves_that_replace_the_checkpoint_are_of_one_step_or_say_so(
+    directory: pathlib.Path, form: str
+) -> None:
+    path = directory / "checkpoint"
+    save_as(form, 1, path)
+    seen = set()
+    with replaced(path, form):
+        for _ in range(LOADS):
+            try:
+                steps = steps_in(load(path, form))
+            except dcp.api.CheckpointException as error:
+                if "another save has replaced" not in str(error.failures[0][0]):
+                    raise
+                continue
+            assert len(steps) == 1, steps
+            seen |= steps
+    assert len(seen) > 3
+
+
+def test_a_load_whose_files_a_save_has_removed_says_that_the_checkpoint_was_replaced(
+    directory: pathlib.Path,
+) -> None:
+    class Late(FileSystemReader):
+        def read_data(self, *arguments: Any) -> Any:
+            save_as("directory", 2, directory)
+            return super().read_data(*arguments)
+
+    save_as("directory", 1, directory)
+    state = empty_like(state_of(0))
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(state, storage_reader=Late(directory), no_dist=True)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, tensorferry.StorageError)
+    assert error.errno == errno.ENOENT
+    assert "another save has replaced the checkpoint" in str(error)
+    assert steps_in(load(directory, "directory")) == {2.0}
+
+
+def fork_beside_saves(_rank: int, directory: str, form: str) -> list[list[float]]:
+    """Fork children while a thread saves; return the steps that each save left."""
+    base = pathlib.Path(directory)
+    save_as(form, 0, base / "warm-up")
+    found = []
+
+    def work_of_child() -> None:
+        own = base / f"child{os.getpid()}"
+        save_as(form, 7, own)
+        assert steps_in(load(own, form)) == {7.0}
+
+    for step in range(1, 5):
+        path = base / "checkpoint"
+        saving = threading.Thread(target=save_as, args=(form, step, path))
+        saving.start()
+        children = []
+        while saving.is_alive():
+            time.sleep(0.003)
+            if (pid := os.fork()) == 0:
+                in_child(gc.collect if children else work_of_child)
+            children.append(pid)
+            if len(children) == 3:
+                break
+        for pid in children:
+            assert_exits_with_zero(pid)
+        saving.join()
+        found.append(sorted(steps_in(load(path, form))))
+    return found
+
+
+@pytest.mark.parametrize("form", ["directory", "file"])
+def test_children_forked_in_the_middle_of_saves_work_and_the_saves_are_whole(
+    directory: pathlib.Path, form: str
+) -> None:
+    (found,) = call_on_ranks(1, fork_beside_saves, str(directory), form)
+    assert found == [[step] for step in range(1, 5)]
+
+
+def fork_with_an_open_writer(_rank: int, directory: str, deed: str) -> str:
+    """Fork between two writes of a file; a child that goes on with it must be told, and may let it go."""
+    path = pathlib.Path(directory) / "file"
+    halves = b"1" * 9_000_001, b"2" * 5_000_003
+    writer = FileWriter(path)
+    writer.write(halves[0])
+    reader, told = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            if deed == "drop":
+                del writer
+            elif deed == "write":
+                writer.write(halves[1])
+            else:
+                getattr(writer, deed)()
+        except RuntimeError as error:
+            os.write(told, str(error).encode())
+        os._exit(0)
+    assert_exits_with_zero(pid)
+    os.close(told)
+    writer.write(halves[1])
+    writer.close()
+    assert path.read_bytes() == b"".join(halves)
+    assert files_of(pathlib.Path(directory)) == {"file"}
+    return os.read(reader, 1000).decode()
+
+
+@pytest.mark.parametrize("deed", ["drop", "abort", "close", "write"])
+def test_a_forked_child_cannot_harm_the_file_that_its_parent_writes(
+    directory: pathlib.Path, deed: str
+) -> None:
+    (told,) = call_on_ranks(1, fork_with_an_open_writer, str(directory), deed)
+    assert ("before fork()" in told) == (deed in ("close", "write")), told
+
+
+class Forking(dcp.DefaultSavePlanner):
+    """Forks in the middle of a save; in the child, what is to be saved cannot be had."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if write_item.index.fqn == "1":
+            if (pid := os.fork()) == 0:
+                raise ValueError("in the child")
+            assert_exits_with_zero(pid)
+        return super().resolve_data(write_item)
+
+
+def fail_in_a_child(_rank: int, directory: str) -> list[float]:
+    """Save, and fail to do so in a child forked meanwhile; return the steps that there are."""
+    path, parent = pathlib.Path(directory), os.getpid()
+    save_as("directory", 1, path)
+    try:
+        writer = FileSystemWriter(path)
+        dcp.save(state_of(2), storage_writer=writer, planner=Forking(), no_dist=True)
+    except dcp.api.CheckpointException:
+        os._exit(int(os.getpid() == parent))
+    return sorted(steps_in(load(path, "directory")))
+
+
+def test_a_save_that_fails_in_a_forked_child_takes_nothing_from_its_parents(
+    directory: pathlib.Path,
+) -> None:
+    assert call_on_ranks(1, fail_in_a_child, str(directory)) == [[2]]

@@ -1,0 +1,109 @@
+"""Block devices, with sectors of 4,096 bytes too, and drives that ask for more than they said."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import tensorferry
+from tests.support import mounts
+from tests.support.data import aligned
+from tests.support.expect import assert_equal, storage_error
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from tests.support.data import RandomBytes
+
+pytestmark = pytest.mark.root
+
+LOOP_SET_BLOCK_SIZE = 0x4C09
+EDGES = [0, 1, 511, 512, 513, 4095, 4096, 4097, 12_288, 70_001, 1 << 20]
+
+
+def write_and_read_anywhere(
+    path: pathlib.Path, model: Any, random_bytes: RandomBytes, engine: str
+) -> None:
+    """Write and read at odd and even places, from memory at any address; all that must be left alone is compared."""
+    choices = random_bytes.generator
+    with tensorferry.open(path, "r+", engine=engine, block_size=64 << 10) as file:
+        for _ in range(60):
+            nbytes, offset = (int(choices.choice(EDGES) + choices.integers(2)) for _ in range(2))
+            data = random_bytes.at(nbytes, int(choices.choice([0, 1, 511, 512, 4095])))
+            file.write(data, offset)
+            model[offset : offset + nbytes] = data
+            begin = int(choices.choice(EDGES))
+            found = aligned(min(nbytes + 513, model.size - begin), int(choices.choice([0, 8, 512])))
+            assert_equal(file.read(found, begin), model[begin : begin + found.size])
+        assert_equal(file.read(np.zeros_like(model)), model)
+        assert file.stats()["direct_nbytes"] > 0
+
+
+@pytest.mark.parametrize("what", ["device", "file system"])
+def test_any_bytes_are_written_and_read_where_sectors_have_4096_bytes(
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes, what: str
+) -> None:
+    model = np.zeros(3 << 20, np.uint8)
+    with mounts.loop_device(directory, "--sector-size=4096", "--direct-io=on") as device:
+        if what == "device":
+            write_and_read_anywhere(device, model, random_bytes, engine)
+            return
+        with mounts.ext4_on(device, directory / "mount") as mount:
+            model.tofile(mount / "file")
+            write_and_read_anywhere(mount / "file", model, random_bytes, engine)
+
+
+def test_a_direct_read_that_turns_out_to_be_refused_goes_through_the_page_cache(
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    """The device told 512 bytes when it was opened, and then asks for 4,096."""
+    data = random_bytes(3 << 20)[:-1024]
+    with mounts.loop_device(directory, "--sector-size=512", "--direct-io=on") as device:
+        tensorferry.write(device, data, 512)
+        with (
+            tensorferry.open(device, engine=engine) as automatic,
+            tensorferry.open(device, engine=engine, direct=True) as always,
+        ):
+            demand_sectors_of(device, 4096)
+            assert_equal(automatic.read(aligned(data.size), 512), data)
+            assert automatic.stats()["buffered_nbytes"] > 0
+            with storage_error(errno.EINVAL, device, expected=data.size):
+                always.read(aligned(data.size), 512)
+
+
+def demand_sectors_of(device: pathlib.Path, nbytes: int) -> None:
+    descriptor = os.open(device, os.O_RDWR)
+    try:
+        fcntl.ioctl(descriptor, LOOP_SET_BLOCK_SIZE, nbytes)
+    except OSError as error:
+        pytest.skip(f"this kernel does not change sectors of a device in use: {error}")
+    finally:
+        os.close(descriptor)
+
+
+def test_a_device_has_its_size_and_is_neither_extended_nor_cut(
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    data = random_bytes(200_003)
+    end = mounts.DEVICE_NBYTES
+    with mounts.loop_device(directory) as device:
+        handle = tensorferry.aio_handle(engine=engine)
+        assert handle.sync_pwrite(data, device, end - data.size) == 1
+        found = np.zeros_like(data)
+        handle.async_pread(found, device, end - data.size)
+        assert handle.wait() == 1
+        assert_equal(found, data)
+        with storage_error(errno.ENOSPC, device):
+            tensorferry.write(device, data, end - 4096)
+        with pytest.raises(tensorferry.ShortReadError, match=str(end)):
+            tensorferry.read(device, found, end - 4096)
+        with storage_error(errno.EINVAL, device):
+            tensorferry.write(device, data[:4096], truncate=True)
+        tensorferry.write(device, data, sync=True)
+        with tensorferry.open(device) as file:
+            assert file.size == end

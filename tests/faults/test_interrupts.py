@@ -1,0 +1,145 @@
+"""Ctrl-C in calls that wait for a drive that is stuck: it comes at once, and what is in flight harms nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import tensorferry
+from tensorferry import runtime
+from tests.support.expect import assert_equal, assert_works, contents
+from tests.support.faultfs import Fault
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+    from tests.conftest import MakeHandle
+    from tests.support.data import RandomBytes
+    from tests.support.faultfs import FaultFS
+
+# The calling thread itself does what fits one block, and FUSE does not let go a thread that it holds.
+NBYTES = 6 << 20
+MARGIN = 100_003
+
+
+@contextlib.contextmanager
+def interrupted(faultfs: FaultFS) -> Iterator[None]:
+    """Send Ctrl-C when requests are held; the block is left by it while they still are."""
+
+    def send() -> None:
+        faultfs.await_held()
+        os.kill(os.getpid(), signal.SIGINT)
+        if not left.wait(20):
+            faultfs.release()
+
+    left = threading.Event()
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+        assert faultfs.held() > 0, "Ctrl-C came when all was over"
+    finally:
+        left.set()
+        sender.join()
+
+
+@pytest.fixture(autouse=True)
+def _default_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions use the engine as well, from now on."""
+    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
+    monkeypatch.setattr(runtime, "_default", None)
+
+
+@pytest.fixture
+def file(faultfs: FaultFS, random_bytes: RandomBytes) -> tuple[pathlib.Path, Any]:
+    """A file that transfers leave a margin of at both ends, and its bytes."""
+    data = random_bytes(NBYTES + 2 * MARGIN)
+    data.tofile(faultfs.backing / "file")
+    return faultfs.path / "file", data
+
+
+READS: dict[str, Any] = {
+    "read_many": lambda path, array, _: tensorferry.read_many(
+        [(path, array[:MARGIN], MARGIN), (path, array[MARGIN:], 2 * MARGIN)]
+    ),
+    "handle.read": lambda path, array, handle: handle.read(array, path, file_offset=MARGIN),
+}
+WRITES: dict[str, Any] = {
+    "write": lambda path, array, _: tensorferry.write(path, array, MARGIN),
+    "write_many": lambda path, array, _: tensorferry.write_many(
+        [(path, array[MARGIN:], 2 * MARGIN), (path, array[:MARGIN], MARGIN)]
+    ),
+    "sync_pwrite": lambda path, array, handle: handle.sync_pwrite(array, path, MARGIN),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_left_by_ctrl_c_touches_no_memory_that_has_gone_to_others(
+    handle: tensorferry.aio_handle, faultfs: FaultFS, file: tuple[pathlib.Path, Any], name: str
+) -> None:
+    path, data = file
+    faultfs.order(Fault("read", hold=True))
+    with interrupted(faultfs):
+        READS[name](path, np.zeros(NBYTES, np.uint8), handle)
+    gc.collect()
+    others = [np.full(NBYTES, 9, np.uint8) for _ in range(4)]
+    faultfs.clear()
+    assert_works(handle, faultfs.path)
+    READS[name](path, found := np.zeros(NBYTES, np.uint8), handle)
+    assert_equal(found, data[MARGIN:-MARGIN])
+    assert all((other == 9).all() for other in others)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_left_by_ctrl_c_changes_nothing_outside_its_range(
+    handle: tensorferry.aio_handle, faultfs: FaultFS, file: tuple[pathlib.Path, Any], name: str
+) -> None:
+    path, data = file
+    old = data[MARGIN:-MARGIN]
+    faultfs.order(Fault("write", hold=True))
+    with interrupted(faultfs):
+        WRITES[name](path, ~old, handle)
+    gc.collect()
+    others = [np.full(NBYTES, 9, np.uint8) for _ in range(4)]
+    faultfs.clear()
+    # Done after what is in flight, which it overlaps.
+    assert handle.sync_pwrite(~data[:1], path, MARGIN) == 1
+    found = contents(path)
+    assert_equal(found[:MARGIN], data[:MARGIN])
+    assert_equal(found[-MARGIN:], data[-MARGIN:])
+    middle = found[MARGIN + 1 : -MARGIN]
+    assert ((middle == ~old[1:]) | (middle == old[1:])).all()
+    WRITES[name](path, ~old, handle)
+    assert_equal(contents(path)[MARGIN:-MARGIN], ~old)
+    assert all((other == 9).all() for other in others)
+
+
+@pytest.mark.parametrize("product", ["file", "handle"])
+def test_a_close_left_by_ctrl_c_can_be_done_again_and_loses_nothing(
+    make_handle: MakeHandle, engine: str, faultfs: FaultFS, random_bytes: RandomBytes, product: str
+) -> None:
+    data = random_bytes(NBYTES)
+    path = faultfs.path / "new"
+    opened: Any
+    faultfs.order(Fault("write", hold=True))
+    if product == "file":
+        opened = tensorferry.open(path, "w", engine=engine)
+        opened.write_from(data)
+    else:
+        opened = make_handle()
+        opened.async_pwrite(data, path)
+    with interrupted(faultfs):
+        opened.close()
+    faultfs.clear()
+    opened.close()
+    assert_equal(contents(path), data)
+    assert_works(make_handle(), faultfs.path)

@@ -1,0 +1,119 @@
+"""What `sync=True` has returned from is there after a power cut: an image of the device, mounted again, has it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+import tensorferry
+from tests.support import mounts
+from tests.support.expect import assert_equal, contents
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+    from tests.support.data import Bytes, RandomBytes
+
+NBYTES = 3_000_001
+
+# (file system, how it is mounted: nothing is committed by itself while a test runs)
+FILE_SYSTEMS = [("ext4", "commit=3000"), ("ext2", "")]
+
+
+class Cut:
+    """A file system, and what a power cut at this moment would leave of it."""
+
+    def __init__(self, image: pathlib.Path, mount: pathlib.Path) -> None:
+        self.path = mount
+        self._image = image
+
+    @contextlib.contextmanager
+    def now(self) -> Iterator[pathlib.Path]:
+        """Mount what the device holds."""
+        image = self._image.with_suffix(".cut")
+        shutil.copyfile(self._image, image)
+        # A file system without a journal is mended first, as it is when a machine starts again.
+        subprocess.run(["fsck.ext4", "-fy", str(image)], capture_output=True, check=False)
+        with mounts.mounted(self._image.with_suffix(".after"), "-o", "loop", str(image)) as after:
+            yield after
+        image.unlink()
+
+
+@pytest.fixture(params=FILE_SYSTEMS, ids=[name for name, _ in FILE_SYSTEMS])
+def cut(request: pytest.FixtureRequest, directory: pathlib.Path) -> Iterator[Cut]:
+    """A new file system that power cuts are made of."""
+    name, options = request.param
+    image = directory / "device.img"
+    with image.open("wb") as file:
+        file.truncate(48 << 20)
+    made = subprocess.run([f"mkfs.{name}", "-q", str(image)], capture_output=True, text=True)
+    if made.returncode != 0:
+        pytest.skip(made.stderr)
+    how = ",".join(["loop", options] if options else ["loop"])
+    with mounts.mounted(directory / "mount", "-t", name, "-o", how, str(image)) as mount:
+        yield Cut(image, mount)
+
+
+def write_new(path: pathlib.Path, data: Bytes) -> None:
+    tensorferry.write(path, data, sync=True)
+
+
+def write_old(path: pathlib.Path, data: Bytes) -> None:
+    path.write_bytes(b"x" * (data.size + 5))
+    tensorferry.write(path, data, truncate=True, sync=True)
+
+
+def write_later(path: pathlib.Path, data: Bytes) -> None:
+    """What made the name was no durable write; the name is, all the same."""
+    tensorferry.write(path, data[:10])
+    tensorferry.write(path, data, sync=True)
+
+
+def write_by_link(path: pathlib.Path, data: Bytes) -> None:
+    link = path.parent.parent / f"link to {path.name}"
+    link.symlink_to(path)
+    tensorferry.write(link, data, sync=True)
+
+
+def write_pieces(path: pathlib.Path, data: Bytes) -> None:
+    """Pieces of the file, out of order, among other files in other directories."""
+    other = path.parent.parent / "other"
+    other.mkdir(exist_ok=True)
+    cuts = [0, 1, 100_003, 1 << 20, data.size]
+    pieces = [(path, data[b:e], b) for b, e in itertools.pairwise(cuts)]
+    tensorferry.write_many([*pieces[::-1], (other / "file", data[:5_003])], sync=True)
+
+
+def write_by_file(path: pathlib.Path, data: Bytes) -> None:
+    with tensorferry.open(path, "w") as file:
+        file.write(data[:5_003], sync=True)
+        file.write_from(data[5_003:], 5_003, sync=True).result()
+
+
+WAYS = [write_new, write_old, write_later, write_by_link, write_pieces, write_by_file]
+
+
+def test_what_was_written_with_sync_is_there_with_its_name_after_a_power_cut(
+    cut: Cut, random_bytes: RandomBytes
+) -> None:
+    folder = cut.path / "folder"
+    folder.mkdir()
+    subprocess.run(["sync", "-f", str(folder)], check=True)
+    for way in WAYS:
+        data = random_bytes(NBYTES)
+        way(folder / way.__name__, data)
+        with cut.now() as after:
+            assert_equal(contents(after / "folder" / way.__name__), data)
+
+
+def test_a_power_cut_loses_what_nobody_synced(cut: Cut, random_bytes: RandomBytes) -> None:
+    """Else the test above could not fail."""
+    tensorferry.write(cut.path / "file", random_bytes(NBYTES))
+    with cut.now() as after:
+        assert not (after / "file").exists()

@@ -1,0 +1,217 @@
+"""What no tensor can be in, and descriptors of all kinds: it works, or is refused by name, and never waited for."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import tensorferry
+from tests.support.expect import assert_equal, assert_works, contents, storage_error
+from tests.support.leaks import count_descriptors
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable
+
+    from tests.support.data import RandomBytes
+
+NBYTES = 200_003
+
+
+def fifo(directory: pathlib.Path) -> pathlib.Path:
+    os.mkfifo(directory / "fifo")
+    return directory / "fifo"
+
+
+def unix_socket(directory: pathlib.Path) -> pathlib.Path:
+    path = directory / "socket"
+    before = os.getcwd()  # noqa: PTH109
+    os.chdir(directory)  # the path of a socket may have no more than 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind("socket")
+    finally:
+        os.chdir(before)
+    return path
+
+
+def null(_: pathlib.Path) -> str:
+    return "/dev/null"
+
+
+def zero(_: pathlib.Path) -> str:
+    return "/dev/zero"
+
+
+def terminal(_: pathlib.Path) -> str:
+    return "/dev/ptmx"
+
+
+def same(directory: pathlib.Path) -> pathlib.Path:
+    return directory
+
+
+def circle(directory: pathlib.Path) -> pathlib.Path:
+    (directory / "circle").symlink_to(directory / "circle")
+    return directory / "circle"
+
+
+REFUSED: list[tuple[Callable[[pathlib.Path], Any], tuple[int, ...]]] = [
+    (fifo, (errno.ESPIPE, errno.ENXIO)),
+    (unix_socket, (errno.ENXIO,)),
+    (null, (errno.ESPIPE,)),
+    (zero, (errno.ESPIPE,)),
+    (terminal, (errno.ESPIPE, errno.EIO)),
+    (same, (errno.EISDIR,)),
+    (circle, (errno.ELOOP,)),
+]
+
+
+@pytest.mark.parametrize(("make", "errors"), REFUSED, ids=[make.__name__ for make, _ in REFUSED])
+def test_what_cannot_hold_a_tensor_is_refused_by_name_in_every_call(
+    handle: tensorferry.aio_handle,
+    directory: pathlib.Path,
+    make: Callable[[pathlib.Path], Any],
+    errors: tuple[int, ...],
+) -> None:
+    target, array = make(directory), np.zeros(NBYTES, np.uint8)
+    good = directory / "good"
+    assert_works(handle, directory)
+    tensorferry.write_many([(good, array)], sync=True)
+    calls: list[Callable[[], Any]] = [
+        lambda: tensorferry.read(target, array),
+        lambda: tensorferry.write(target, array, sync=True),
+        lambda: tensorferry.write(target, array[:0]),
+        lambda: tensorferry.read_many([(good, array), (target, array)]),
+        lambda: tensorferry.write_many([(good, array), (target, array)], truncate=True),
+        lambda: handle.sync_pread(array, target),
+        lambda: handle.sync_pwrite(array, target),
+        lambda: handle.async_pread(array, target),
+        lambda: handle.async_pwrite(array, target),
+        *(lambda mode=mode: tensorferry.open(target, mode) for mode in ("r", "r+", "w", "w+")),  # type: ignore[misc]
+    ]
+    before = count_descriptors()
+    for call in calls:
+        with storage_error(errors, target):
+            call()
+    assert handle.wait() == 0
+    assert count_descriptors() == before
+    assert contents(good).size == NBYTES
+    if make is not same:
+        assert_works(handle, directory)
+
+
+def test_a_fifo_that_somebody_has_open_is_refused_too(
+    handle: tensorferry.aio_handle, directory: pathlib.Path
+) -> None:
+    path = fifo(directory)
+    descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    os.write(descriptor, b"x" * 4096)
+    array = np.zeros(4096, np.uint8)
+    for target in (path, descriptor):
+        for call in (handle.sync_pread, handle.sync_pwrite, handle.async_pread):
+            with storage_error(errno.ESPIPE, path):
+                call(array, target)
+    assert len(os.read(descriptor, 1 << 16)) == 4096
+    os.close(descriptor)
+
+
+CALLS = ["sync_pread", "async_pread", "read", "sync_pwrite", "async_pwrite", "write"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        (os.O_RDONLY, "write"),
+        (os.O_WRONLY, "read"),
+        (os.O_RDWR, ""),
+        (os.O_RDWR | os.O_APPEND, ""),
+        (os.O_RDWR | os.O_DIRECT, ""),
+        (os.O_RDWR | os.O_SYNC | os.O_NONBLOCK, ""),
+        (os.O_PATH, "write"),
+    ],
+)
+def test_a_descriptor_is_used_for_what_it_was_opened_for_and_stays_as_it_was(
+    handle: tensorferry.aio_handle,
+    directory: pathlib.Path,
+    random_bytes: RandomBytes,
+    flags: int,
+    refused: str,
+) -> None:
+    path = directory / "file"
+    data = random_bytes(NBYTES)
+    data.tofile(path)
+    descriptor = os.open(path, flags)
+    before = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        for name in CALLS:
+            expected = contents(path)
+            new = random_bytes(NBYTES - 10)
+            arguments: tuple[Any, ...] = (False, 7) if name in ("read", "write") else (7,)
+            if refused and refused in name:
+                with storage_error(errno.EBADF, f"descriptor {descriptor}") as caught:  # type: ignore[arg-type]
+                    getattr(handle, name)(new, descriptor, *arguments)
+                assert "only" in str(caught.value)
+            else:
+                getattr(handle, name)(new, descriptor, *arguments)
+                assert handle.wait() == name.startswith("async")
+                if "write" in name:
+                    expected[7:-3] = new
+                assert_equal(new, expected[7:-3])
+            assert_equal(contents(path), expected)
+        assert fcntl.fcntl(descriptor, fcntl.F_GETFL) == before
+        if flags != os.O_PATH:
+            assert os.lseek(descriptor, 0, os.SEEK_CUR) == 0
+    finally:
+        os.close(descriptor)
+
+
+def test_files_without_a_name_are_written_and_read_by_their_descriptors(
+    handle: tensorferry.aio_handle, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    removed = os.open(directory / "removed", os.O_RDWR | os.O_CREAT)
+    (directory / "removed").unlink()
+    nameless = os.open(directory, os.O_RDWR | os.O_TMPFILE)
+    in_memory = os.memfd_create("memory")
+    for descriptor in (removed, nameless, in_memory):
+        data = random_bytes(NBYTES)
+        handle.async_pwrite(data, fd=descriptor, file_offset=5)
+        assert handle.wait() == 1
+        assert os.pread(descriptor, NBYTES + 100, 5) == data.tobytes()
+        found = np.zeros_like(data)
+        assert handle.sync_pread(found, descriptor, 5) == 1
+        assert_equal(found, data)
+        os.close(descriptor)
+        with storage_error(errno.EBADF, f"descriptor {descriptor}"):  # type: ignore[arg-type]
+            handle.async_pread(found, descriptor)
+    assert handle.wait() == 0
+
+
+def test_descriptors_that_lead_to_no_file_are_refused_by_name(
+    handle: tensorferry.aio_handle, directory: pathlib.Path
+) -> None:
+    pipe, socks = os.pipe(), socket.socketpair()
+    folder, event = os.open(directory, os.O_RDONLY), os.eventfd(0)
+    array = np.zeros(NBYTES, np.uint8)
+    for descriptor in (pipe[0], socks[0].fileno(), folder, event):
+        named = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
+        with pytest.raises(tensorferry.StorageError) as caught:
+            handle.async_pread(array, descriptor)
+        assert caught.value.errno in (errno.ESPIPE, errno.EISDIR, errno.ENXIO)
+        assert caught.value.filename in (named, f"descriptor {descriptor}")
+    for descriptor in (*pipe, folder, event):
+        os.close(descriptor)
+    for one in socks:
+        one.close()
+    for wrong in (-1, 1 << 20):
+        with storage_error(errno.EBADF, f"descriptor {wrong}"):  # type: ignore[arg-type]
+            handle.sync_pread(array, wrong)
+    for call in (tensorferry.open, lambda target: handle.sync_pread(array, target)):
+        with pytest.raises(TypeError):
+            call(True)  # type: ignore[operator]
