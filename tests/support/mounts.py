@@ -60,13 +60,13 @@ def ext4(directory: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
 def loop_device(directory: pathlib.Path, *options: str) -> Iterator[pathlib.Path]:
     """Attach a new file in directory as a loop device; skip where that cannot be."""
     if os.geteuid() != 0:
-        pytest.skip("loop devices need root")
+        required.missing("mounts", "loop devices need root")
     with tempfile.NamedTemporaryFile(dir=directory, suffix=".img") as image:
         image.truncate(DEVICE_NBYTES)
         command = ["losetup", "--find", "--show", *options, image.name]
         attached = subprocess.run(command, capture_output=True, text=True)
         if attached.returncode != 0:
-            pytest.skip(f"no loop device: {attached.stderr.strip()}")
+            required.missing("mounts", f"no loop device: {attached.stderr.strip()}")
         device = attached.stdout.strip()
         try:
             yield pathlib.Path(device)
