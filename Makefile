@@ -14,7 +14,7 @@ PYTHONS ?=
 PYTEST_ARGS ?=
 # How many tests run beside each other; those marked `alone` do not.
 JOBS ?= 2
-# For `make mutants`: names of those in tests/mutants.py to try; empty: all.
+# For `make mutants`: names of those in tests/project/mutants.py to try; empty: all.
 MUTANTS ?=
 BENCH_ARGS ?=
 

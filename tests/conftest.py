@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 import tensorferry
-from tests.support import deepspeed_gcc, required
+from tests.support import deepspeed_gcc, mounts, required
 from tests.support.data import SEED, SEED_VARIABLE, RandomBytes
+from tests.support.faultfs import FaultFS, FaultFSUnavailableError, why_unavailable
 
 # Settings that this machine's user has stored must not decide what is tested; child processes inherit this.
 os.environ["TENSORFERRY_PROFILES"] = "0"
@@ -29,6 +30,7 @@ os.environ["TENSORFERRY_PROFILES"] = "0"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SMALL_EXT4_NBYTES = 32 << 20
 ENGINES = ["io_uring", "libaio", "threads"]
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -170,6 +172,60 @@ def tmpfs_directory() -> Iterator[pathlib.Path]:
     """A new directory on a tmpfs."""
     with tempfile.TemporaryDirectory(prefix="tensorferry-test-", dir="/dev/shm") as path:
         yield pathlib.Path(path)
+
+
+@pytest.fixture(scope="module")
+def _faultfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultFS]:
+    reason = why_unavailable()
+    if reason:
+        required.missing("fuse", reason)
+    with contextlib.ExitStack() as stack:
+        try:
+            fs = stack.enter_context(FaultFS(tmp_path_factory.mktemp("faultfs")))
+        except FaultFSUnavailableError as unavailable:
+            required.missing("fuse", str(unavailable))
+        yield fs
+
+
+@pytest.fixture
+def faultfs(_faultfs: FaultFS) -> Iterator[FaultFS]:
+    """A FUSE file system that fails on demand."""
+    yield _faultfs
+    _faultfs.clear()
+    _empty(_faultfs.backing)
+
+
+@pytest.fixture(scope="module")
+def _ext4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    with mounts.ext4(tmp_path_factory.mktemp("ext4"), SMALL_EXT4_NBYTES) as path:
+        yield path
+
+
+@pytest.fixture
+def small_ext4(_ext4: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty ext4 of less than 32 MiB."""
+    yield _ext4
+    _empty(_ext4)
+
+
+@pytest.fixture
+def small_tmpfs(directory: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty tmpfs of 8 MiB."""
+    with mounts.tmpfs(directory / "tmpfs", 8 << 20) as path:
+        yield path
+
+
+@pytest.fixture
+def ramfs(directory: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty ramfs: no O_DIRECT, no fallocate."""
+    with mounts.ramfs(directory / "ramfs") as path:
+        yield path
+
+
+def _empty(directory: pathlib.Path) -> None:
+    for entry in directory.iterdir():
+        if entry.name != "lost+found":
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def takes_direct_io(directory: pathlib.Path) -> bool:

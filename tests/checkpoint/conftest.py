@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.conftest import _faultfs, faultfs
 from tests.support.data import SEED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-__all__ = ["_faultfs", "faultfs"]
 
 # All of this needs torch, which the project's tests can do without.
 collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_*.py"]

@@ -19,12 +19,12 @@ BLOCKED_ENGINE = {"io_uring": "io_uring", "aio": "libaio"}
 
 # What leaves the choice of the engine to the core, files, handles and checkpoints.
 SUITES = [
-    "tests/test_files.py",
-    "tests/test_futures.py",
-    "tests/test_handles.py",
-    "tests/test_memory.py",
-    "tests/test_package.py",
-    "tests/faults/test_lifetimes.py",
+    "tests/transfers/test_files.py",
+    "tests/transfers/test_futures.py",
+    "tests/transfers/test_handles.py",
+    "tests/transfers/test_memory.py",
+    "tests/project/test_package.py",
+    "tests/transfers/test_lifetimes.py",
     "tests/checkpoint/test_reader.py",
     "tests/checkpoint/test_stream.py",
     "tests/checkpoint/test_writer.py",
@@ -46,7 +46,7 @@ def test_the_best_engine_left_is_chosen_and_the_refusals_name_seccomp_and_a_reme
     engine: str, directory: pathlib.Path
 ) -> None:
     ended = child.call(
-        "tests.faults.programs:report_engine", prefix=under_seccomp(engine), directory=directory
+        "tests.transfers.programs:report_engine", prefix=under_seccomp(engine), directory=directory
     )
     assert ended.result["engine"] == engine
     blocked = {BLOCKED_ENGINE[group] for group in FILTERS[engine]}

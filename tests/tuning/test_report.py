@@ -16,7 +16,6 @@ from tensorferry.tuning.advice import LEVELS, advise, known
 from tensorferry.tuning.machine.libraries import asking
 from tensorferry.tuning.report import report
 from tests.support import child, libraries, mounts
-from tests.tuning.test_machine import loop_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,7 +140,7 @@ def test_a_nearly_full_file_system_in_memory_is_advised_on(directory: pathlib.Pa
 def test_a_loop_device_through_the_page_cache_is_advised_on_until_it_is_switched(
     directory: pathlib.Path,
 ) -> None:
-    with loop_device(directory) as device:
+    with mounts.loop_device(directory) as device:
         loops = [
             advice for advice in about(report(device), "devices") if "loop" in advice["finding"]
         ]

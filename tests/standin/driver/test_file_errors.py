@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.conftest import _faultfs, faultfs  # noqa: F401 - pytest looks for them here
 from tests.gpu.arrays import Amid
 from tests.gpu.programs import assert_moves
 from tests.support.expect import assert_equal, contents, storage_error
@@ -30,7 +29,7 @@ def test_a_drive_that_fails_in_the_middle_of_the_pipeline(
     driver: StandIn,
     gpu: Gpu,
     make_handle: MakeHandle,
-    faultfs: FaultFS,  # noqa: F811
+    faultfs: FaultFS,
     random_bytes: RandomBytes,
     op: str,
     place: int,
@@ -59,7 +58,7 @@ def test_a_drive_that_moves_less_than_asked(
     driver: StandIn,
     gpu: Gpu,
     make_handle: MakeHandle,
-    faultfs: FaultFS,  # noqa: F811
+    faultfs: FaultFS,
     random_bytes: RandomBytes,
     op: str,
 ) -> None:

@@ -25,7 +25,7 @@ SECONDS = float(os.environ.get("TENSORFERRY_STRESS_SECONDS") or 20)
 def test_nothing_is_lost_where_threads_meet_at_random_moments(directory: pathlib.Path) -> None:
     engines = [name for name, refusal in tensorferry.engines().items() if refusal is None]
     ended = child.call(
-        "tests.stress.meetings:run",
+        "tests.transfers.stress:run",
         timeout_s=SECONDS + 180,
         directory=directory,
         engines=engines,

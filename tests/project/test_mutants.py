@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from tests.mutants import MUTANTS, Mutant
+from tests.project.mutants import MUTANTS, Mutant
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

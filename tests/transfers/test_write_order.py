@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.faults.test_table_handles import in_threads
 from tests.support import child
 from tests.support.expect import assert_equal, assert_works, contents, storage_error
 from tests.support.faultfs import Fault, FaultFS
+from tests.transfers.test_handle_faults import in_threads
 
 if TYPE_CHECKING:
     import pathlib
@@ -149,7 +149,7 @@ def test_dropping_a_handle_completes_overlapping_writes_in_order(
 def test_a_forked_child_does_not_wait_for_the_writes_of_its_parent(
     engine: str, directory: pathlib.Path
 ) -> None:
-    child.call("tests.faults.programs:fork_and_overlap", engine=engine, directory=directory)
+    child.call("tests.transfers.programs:fork_and_overlap", engine=engine, directory=directory)
 
 
 def test_a_thousand_overlapping_writes_stay_in_order(

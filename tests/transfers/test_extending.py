@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.faults import meetings
-from tests.faults.test_meetings import run  # noqa: F401  a fixture
 from tests.support import child, mounts
 from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.forks import assert_exits_with_zero, in_child
+from tests.transfers import meetings
+from tests.transfers.test_meetings import run  # noqa: F401  a fixture
 
 if TYPE_CHECKING:
     import pathlib
 
-    from tests.faults.test_meetings import Run
+    from tests.transfers.test_meetings import Run
 
 MIB = 1 << 20
 
@@ -136,7 +136,7 @@ def test_where_io_uring_is_forbidden_after_its_start_transfers_fail_and_close_re
     if engine == "threads":
         pytest.skip("it makes no calls that this filter forbids")
     pytest.importorskip("pyseccomp")
-    program = "tests.faults.programs:forbidden_while_running"
+    program = "tests.transfers.programs:forbidden_while_running"
     ended = child.call(program, engine=engine, directory=directory)
     assert ended.result == [errno.EPERM] * 3
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.faults.table import covers
 from tests.support import mounts
 from tests.support.expect import (
     assert_equal,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 Handle = tensorferry.aio_handle
 
 
-@covers("missing_file_sync")
+@pytest.mark.covers("missing_file_sync")
 def test_reading_a_missing_file_raises_enoent(handle: Handle, directory: pathlib.Path) -> None:
     path = directory / "missing"
     with storage_error(errno.ENOENT, path):
@@ -42,7 +41,7 @@ def test_reading_a_missing_file_raises_enoent(handle: Handle, directory: pathlib
     assert_works(handle, directory)
 
 
-@covers("missing_file_async")
+@pytest.mark.covers("missing_file_async")
 def test_submitting_a_read_of_a_missing_file_raises_enoent_and_leaves_nothing_pending(
     handle: Handle, directory: pathlib.Path
 ) -> None:
@@ -52,7 +51,7 @@ def test_submitting_a_read_of_a_missing_file_raises_enoent_and_leaves_nothing_pe
     assert_works(handle, directory)
 
 
-@covers("missing_file_async")
+@pytest.mark.covers("missing_file_async")
 def test_a_submission_that_fails_leaves_what_is_pending_alone(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -64,7 +63,7 @@ def test_a_submission_that_fails_leaves_what_is_pending_alone(
     assert_equal(contents(directory / "file"), source)
 
 
-@covers("missing_dir_write")
+@pytest.mark.covers("missing_dir_write")
 def test_writing_into_a_missing_directory_raises_enoent(
     handle: Handle, directory: pathlib.Path
 ) -> None:
@@ -76,7 +75,7 @@ def test_writing_into_a_missing_directory_raises_enoent(
     assert_works(handle, directory)
 
 
-@covers("is_directory")
+@pytest.mark.covers("is_directory")
 def test_reading_and_writing_a_directory_raise_eisdir(
     handle: Handle, directory: pathlib.Path
 ) -> None:
@@ -87,7 +86,7 @@ def test_reading_and_writing_a_directory_raise_eisdir(
     assert_works(handle, directory)
 
 
-@covers("read_past_eof_buffer_larger")
+@pytest.mark.covers("read_past_eof_buffer_larger")
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_buffer_larger_than_the_file_raises_short_read_and_is_not_touched(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes, blocking: bool
@@ -104,7 +103,7 @@ def test_a_buffer_larger_than_the_file_raises_short_read_and_is_not_touched(
     assert_works(handle, directory)
 
 
-@covers("read_offset_past_eof")
+@pytest.mark.covers("read_offset_past_eof")
 @pytest.mark.parametrize("offset", [10_000, 10_001, 1 << 20, 1 << 40, (1 << 63) - 4096])
 def test_an_offset_past_the_end_raises_short_read(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes, offset: int
@@ -118,7 +117,7 @@ def test_an_offset_past_the_end_raises_short_read(
     assert_works(handle, directory)
 
 
-@covers("read_shorter_than_file")
+@pytest.mark.covers("read_shorter_than_file")
 def test_a_buffer_smaller_than_the_file_is_filled(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -129,7 +128,7 @@ def test_a_buffer_smaller_than_the_file_is_filled(
     assert_equal(buffer, data[: 1 << 19])
 
 
-@covers("enospc_ext4")
+@pytest.mark.covers("enospc_ext4")
 def test_a_write_past_a_full_ext4_raises_enospc_and_the_file_does_not_look_complete(
     handle: Handle, directory: pathlib.Path, small_ext4: pathlib.Path
 ) -> None:
@@ -143,7 +142,7 @@ def test_a_write_past_a_full_ext4_raises_enospc_and_the_file_does_not_look_compl
     assert_works(handle, directory)
 
 
-@covers("enospc_ext4")
+@pytest.mark.covers("enospc_ext4")
 def test_a_write_past_a_full_ext4_keeps_the_bytes_that_were_there(
     handle: Handle, small_ext4: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -158,7 +157,7 @@ def test_a_write_past_a_full_ext4_keeps_the_bytes_that_were_there(
     assert_works(handle, small_ext4)
 
 
-@covers("enospc_ext4_async_overlap_T4")
+@pytest.mark.covers("enospc_ext4_async_overlap_T4")
 def test_an_async_overlapped_parallel_write_past_a_full_ext4_raises_enospc(
     make_handle: MakeHandle, small_ext4: pathlib.Path
 ) -> None:
@@ -171,7 +170,7 @@ def test_an_async_overlapped_parallel_write_past_a_full_ext4_raises_enospc(
     assert_works(handle, small_ext4)
 
 
-@covers("enospc_tmpfs")
+@pytest.mark.covers("enospc_tmpfs")
 def test_a_write_past_a_full_tmpfs_raises_enospc(handle: Handle, small_tmpfs: pathlib.Path) -> None:
     path = small_tmpfs / "file"
     with storage_error(errno.ENOSPC, path, expected=64 << 20):
@@ -180,7 +179,7 @@ def test_a_write_past_a_full_tmpfs_raises_enospc(handle: Handle, small_tmpfs: pa
     assert_works(handle, small_tmpfs)
 
 
-@covers("o_direct_unsupported_ramfs")
+@pytest.mark.covers("o_direct_unsupported_ramfs")
 @pytest.mark.parametrize("offset", [0, 7])
 def test_a_file_system_without_o_direct_is_written_and_read(
     handle: Handle, ramfs: pathlib.Path, random_bytes: RandomBytes, offset: int
@@ -188,7 +187,7 @@ def test_a_file_system_without_o_direct_is_written_and_read(
     _assert_round_trip(handle, ramfs / "file", random_bytes, 3_000_017, offset)
 
 
-@covers("tmpfs_write_read")
+@pytest.mark.covers("tmpfs_write_read")
 @pytest.mark.parametrize("offset", [0, 7])
 def test_tmpfs_is_written_and_read(
     handle: Handle, tmpfs_directory: pathlib.Path, random_bytes: RandomBytes, offset: int
@@ -207,7 +206,7 @@ def _assert_round_trip(
     assert_equal(contents(path)[offset:], source)
 
 
-@covers("readonly_fs_write")
+@pytest.mark.covers("readonly_fs_write")
 def test_writing_on_a_read_only_file_system_raises_erofs(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -241,7 +240,7 @@ def immutable_file(directory: pathlib.Path, random_bytes: RandomBytes) -> Iterat
         yield path
 
 
-@covers("readonly_file_write_immutable")
+@pytest.mark.covers("readonly_file_write_immutable")
 def test_writing_a_file_that_nobody_may_change_raises_a_permission_error(
     handle: Handle, directory: pathlib.Path, immutable_file: pathlib.Path
 ) -> None:
@@ -257,7 +256,7 @@ def test_writing_a_file_that_nobody_may_change_raises_a_permission_error(
     assert_works(handle, directory)
 
 
-@covers("fd_bad")
+@pytest.mark.covers("fd_bad")
 @pytest.mark.parametrize("descriptor", [987_654, -1])
 def test_writing_to_a_descriptor_that_is_not_open_raises_at_submission(
     handle: Handle, directory: pathlib.Path, descriptor: int
@@ -268,7 +267,7 @@ def test_writing_to_a_descriptor_that_is_not_open_raises_at_submission(
     assert_works(handle, directory)
 
 
-@covers("fd_buffered", "fd_not_closed")
+@pytest.mark.covers("fd_buffered", "fd_not_closed")
 @pytest.mark.parametrize("flags", [0, os.O_DIRECT], ids=["buffered", "direct"])
 @pytest.mark.parametrize(("nbytes", "offset"), [(1 << 20, 0), (1_000_003, 7)])
 def test_a_descriptor_is_written_at_the_offset_and_stays_open(
@@ -292,7 +291,7 @@ def test_a_descriptor_is_written_at_the_offset_and_stays_open(
     assert_equal(contents(path)[offset:], source)
 
 
-@covers("fd_not_closed")
+@pytest.mark.covers("fd_not_closed")
 def test_a_descriptor_that_its_owner_closes_while_writes_are_pending_still_gets_all_data(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -308,7 +307,7 @@ def test_a_descriptor_that_its_owner_closes_while_writes_are_pending_still_gets_
     assert other.stat().st_size == 0
 
 
-@covers("fd_readonly")
+@pytest.mark.covers("fd_readonly")
 def test_writing_to_a_read_only_descriptor_raises_and_changes_nothing(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -331,7 +330,7 @@ def test_writing_to_a_read_only_descriptor_raises_and_changes_nothing(
     assert_works(handle, directory)
 
 
-@covers("fd_readonly")
+@pytest.mark.covers("fd_readonly")
 def test_a_descriptor_in_append_mode_is_written_at_the_offset(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -349,7 +348,7 @@ def test_a_descriptor_in_append_mode_is_written_at_the_offset(
     assert_equal(contents(path), np.concatenate([new, old[4096:]]))
 
 
-@covers("zero_size_write", "zero_size_write_overlap")
+@pytest.mark.covers("zero_size_write", "zero_size_write_overlap")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("blocking", [True, False])
 def test_writing_nothing_creates_an_empty_file(
@@ -366,7 +365,7 @@ def test_writing_nothing_creates_an_empty_file(
     assert_works(handle, directory)
 
 
-@covers("zero_size_write")
+@pytest.mark.covers("zero_size_write")
 def test_writing_nothing_to_a_file_keeps_its_bytes(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -377,7 +376,7 @@ def test_writing_nothing_to_a_file_keeps_its_bytes(
     assert_equal(contents(path), old)
 
 
-@covers("zero_size_read")
+@pytest.mark.covers("zero_size_read")
 def test_reading_nothing_counts_as_a_read(handle: Handle, directory: pathlib.Path) -> None:
     path = directory / "file"
     path.write_bytes(b"some bytes")
@@ -388,7 +387,7 @@ def test_reading_nothing_counts_as_a_read(handle: Handle, directory: pathlib.Pat
         handle.sync_pread(np.zeros(0, np.uint8), str(directory / "missing"))
 
 
-@covers("overwrite_shorter_no_truncate")
+@pytest.mark.covers("overwrite_shorter_no_truncate")
 @pytest.mark.parametrize(("nbytes", "offset"), [(4096, 0), (1_003, 0), (1_003, 77)])
 def test_a_shorter_write_keeps_the_rest_of_a_longer_file(
     handle: Handle,
@@ -406,7 +405,7 @@ def test_a_shorter_write_keeps_the_rest_of_a_longer_file(
     assert_equal(contents(path), wanted)
 
 
-@covers("negative_offset_read", "negative_offset_write")
+@pytest.mark.covers("negative_offset_read", "negative_offset_write")
 @pytest.mark.parametrize("offset", [-1, -4096, -(1 << 62)])
 def test_a_negative_offset_is_a_value_error_before_any_file_is_touched(
     handle: Handle, directory: pathlib.Path, offset: int
@@ -424,7 +423,7 @@ def test_a_negative_offset_is_a_value_error_before_any_file_is_touched(
     assert_works(handle, directory)
 
 
-@covers("negative_offset_write")
+@pytest.mark.covers("negative_offset_write")
 @pytest.mark.parametrize("offset", [(1 << 63) - 100, 1 << 64])
 def test_an_offset_that_no_file_can_have_is_refused_before_any_file_is_touched(
     handle: Handle, directory: pathlib.Path, offset: int
@@ -435,7 +434,7 @@ def test_an_offset_that_no_file_can_have_is_refused_before_any_file_is_touched(
     assert_works(handle, directory)
 
 
-@covers("path_types")
+@pytest.mark.covers("path_types")
 def test_paths_may_be_str_bytes_or_path_like_but_nothing_else(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:

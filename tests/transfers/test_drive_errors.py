@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.faults.table import covers
 from tests.support.expect import (
     assert_equal,
     assert_works,
@@ -302,7 +301,7 @@ def test_a_write_that_moves_nothing_is_an_error_not_a_hang(
     assert_works(blocks_handle, faultfs.path)
 
 
-@covers("truncated_during")
+@pytest.mark.covers("truncated_during")
 def test_a_read_that_meets_the_end_before_the_size_promised_raises_short_read(
     blocks_handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:
@@ -316,7 +315,7 @@ def test_a_read_that_meets_the_end_before_the_size_promised_raises_short_read(
     assert_works(blocks_handle, faultfs.path)
 
 
-@covers("truncated_during")
+@pytest.mark.covers("truncated_during")
 @pytest.mark.parametrize("left", [0, 3 * BLOCK, 3 * BLOCK + 1234])
 def test_a_file_truncated_while_it_is_read_raises_short_read(
     blocks_handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes, left: int
@@ -334,7 +333,7 @@ def test_a_file_truncated_while_it_is_read_raises_short_read(
     assert_works(blocks_handle, faultfs.path)
 
 
-@covers("truncated_during")
+@pytest.mark.covers("truncated_during")
 def test_a_file_on_disk_truncated_while_it_is_read_gives_its_bytes_or_short_read(
     handle: Handle, directory: pathlib.Path
 ) -> None:

@@ -43,7 +43,7 @@ MUTANTS = [
         "        except BaseException:\n            request.cancel()\n            raise",
         "        except BaseException:\n            raise",
         (
-            "tests/faults/test_lifetimes.py::test_ctrl_c_ends_a_blocking_read_before_its_time[threads]",
+            "tests/transfers/test_lifetimes.py::test_ctrl_c_ends_a_blocking_read_before_its_time[threads]",
         ),
     ),
     Mutant(
@@ -53,7 +53,7 @@ MUTANTS = [
         "request, [file], [address], [nbytes], [offset], [0], future, locations",
         "request, [file], [address], [nbytes], [offset], [0], None, locations",
         (
-            "tests/faults/test_lifetimes.py::test_a_target_that_nobody_else_holds_is_read_into_safely[threads-file]",
+            "tests/transfers/test_lifetimes.py::test_a_target_that_nobody_else_holds_is_read_into_safely[threads-file]",
         ),
     ),
     Mutant(
@@ -63,7 +63,7 @@ MUTANTS = [
         "  stopped_.store(true, std::memory_order_relaxed);\n",
         "",
         (
-            "tests/faults/test_drive_errors.py::test_after_an_error_no_further_block_begins[threads-read]",
+            "tests/transfers/test_drive_errors.py::test_after_an_error_no_further_block_begins[threads-read]",
         ),
     ),
     Mutant(
@@ -81,7 +81,7 @@ MUTANTS = [
         "                for request in requests.values():\n                    request.wait(None)\n            raise",
         "                pass\n            raise",
         (
-            "tests/faults/test_lifetimes.py::test_read_many_that_fails_half_way_touches_nothing_afterwards[threads]",
+            "tests/transfers/test_lifetimes.py::test_read_many_that_fails_half_way_touches_nothing_afterwards[threads]",
         ),
     ),
     Mutant(
@@ -90,7 +90,9 @@ MUTANTS = [
         "src/tensorferry/futures.py",
         "                    self._keep = None  # perhaps a copy that the caller knows nothing of\n",
         "",
-        ("tests/test_futures.py::test_a_future_does_not_keep_the_copy_of_what_was_not_contiguous",),
+        (
+            "tests/transfers/test_futures.py::test_a_future_does_not_keep_the_copy_of_what_was_not_contiguous",
+        ),
     ),
     Mutant(
         "closed-scheduler-admits",
@@ -107,7 +109,7 @@ MUTANTS = [
         "  if (!block.direct_descriptor && engine_->blocks_on_buffered()) return hand_to_helper(block);\n",
         "",
         (
-            "tests/faults/test_meetings.py::"
+            "tests/transfers/test_meetings.py::"
             "test_a_write_that_hangs_in_the_page_cache_holds_up_no_other_transfer[libaio]",
         ),
     ),
@@ -117,7 +119,7 @@ MUTANTS = [
         "csrc/transfer/request.cpp",
         "options_.sync || options_.truncate ? scheduler()->help_to_sync(job) : scheduler()->help(job);",
         "scheduler()->help(job);",
-        ("tests/faults/test_meetings.py::test_syncs_that_hang_hold_up_no_other_file[libaio]",),
+        ("tests/transfers/test_meetings.py::test_syncs_that_hang_hold_up_no_other_file[libaio]",),
     ),
     Mutant(
         "requests-take-no-turns",
@@ -190,7 +192,7 @@ MUTANTS = [
         "    for (uint64_t id : core_->take_finished()) owners_->drop(id);\n",
         "    (void)core_->take_finished();\n",
         (
-            "tests/faults/test_lifetimes.py::"
+            "tests/transfers/test_lifetimes.py::"
             "test_an_array_whose_future_nobody_kept_is_released_by_a_later_call[threads]",
         ),
     ),
@@ -209,7 +211,7 @@ MUTANTS = [
         "const bool cut = !incomplete_.contains(use->file->identity());",
         "const bool cut = true;",
         (
-            "tests/faults/test_meetings.py::test_a_file_is_not_cut_where_a_piece_by_another_name_was_refused[threads]",
+            "tests/transfers/test_meetings.py::test_a_file_is_not_cut_where_a_piece_by_another_name_was_refused[threads]",
         ),
     ),
     Mutant(
@@ -219,7 +221,7 @@ MUTANTS = [
         "fallocate_retrying(descriptor(), FALLOC_FL_KEEP_SIZE, begin, end - begin)",
         "fallocate_retrying(descriptor(), 0, begin, end - begin)",
         (
-            "tests/faults/test_extending.py::"
+            "tests/transfers/test_extending.py::"
             "test_a_file_is_no_longer_than_before_where_space_is_refused_half_way[threads]",
         ),
     ),
@@ -230,7 +232,7 @@ MUTANTS = [
         "if continued is not None and (self._begun is None or self._begun[0] != continued):",
         "if False and continued is not None:",
         (
-            "tests/faults/test_extending.py::test_pieces_that_do_not_fit_together_are_refused_before_one_is_written",
+            "tests/transfers/test_extending.py::test_pieces_that_do_not_fit_together_are_refused_before_one_is_written",
         ),
     ),
     Mutant(
@@ -240,7 +242,7 @@ MUTANTS = [
         "        self._how = write, truncate, sync, True, background\n",
         "        self._how = write, truncate, False, True, background\n",
         (
-            "tests/faults/test_meetings_files.py::test_many_pieces_of_one_file_are_synced_once[threads]",
+            "tests/transfers/test_meetings_files.py::test_many_pieces_of_one_file_are_synced_once[threads]",
         ),
     ),
     Mutant(
@@ -250,7 +252,7 @@ MUTANTS = [
         "options_.sync && file.name_made()",
         "options_.sync && false",
         (
-            "tests/faults/test_meetings_files.py::test_two_files_in_one_new_directory_sync_it_once[threads]",
+            "tests/transfers/test_meetings_files.py::test_two_files_in_one_new_directory_sync_it_once[threads]",
         ),
     ),
     Mutant(
@@ -260,7 +262,7 @@ MUTANTS = [
         "    if (!use.failed && !fault) fault = std::move(failed);\n",
         "",
         (
-            "tests/faults/test_meetings.py::test_a_close_that_fails_is_a_failure_of_what_was_written[threads-5]",
+            "tests/transfers/test_meetings.py::test_a_close_that_fails_is_a_failure_of_what_was_written[threads-5]",
         ),
     ),
     Mutant(
@@ -270,7 +272,7 @@ MUTANTS = [
         '  if (result != 0) return fault("fdatasync", errno);\n',
         "",
         (
-            "tests/faults/test_drive_errors.py::test_a_failed_fsync_is_raised_and_one_that_is_asked_for_is_made[threads]",
+            "tests/transfers/test_drive_errors.py::test_a_failed_fsync_is_raised_and_one_that_is_asked_for_is_made[threads]",
         ),
     ),
     Mutant(
@@ -279,7 +281,9 @@ MUTANTS = [
         "src/tensorferry/runtime.py",
         "        if scheduler.outstanding() == 0 or not scheduler.wait_for_progress(60.0):\n            break",
         "        break",
-        ("tests/faults/test_limits.py::test_half_of_the_descriptors_is_left_to_others[threads]",),
+        (
+            "tests/transfers/test_limits.py::test_half_of_the_descriptors_is_left_to_others[threads]",
+        ),
     ),
     Mutant(
         "any-number-of-transfers-is-outstanding",
@@ -296,7 +300,7 @@ MUTANTS = [
         "limit_(std::min(options.queue_depth, max_threads))",
         "limit_(options.queue_depth)",
         (
-            "tests/faults/test_limits.py::test_a_drive_that_hangs_takes_a_bounded_number_of_threads[threads]",
+            "tests/transfers/test_limits.py::test_a_drive_that_hangs_takes_a_bounded_number_of_threads[threads]",
         ),
     ),
     Mutant(
@@ -306,7 +310,7 @@ MUTANTS = [
         " && state.running < max_threads) {",
         ") {",
         (
-            "tests/faults/test_limits.py::test_a_drive_that_hangs_takes_a_bounded_number_of_threads[libaio]",
+            "tests/transfers/test_limits.py::test_a_drive_that_hangs_takes_a_bounded_number_of_threads[libaio]",
         ),
     ),
     Mutant(
@@ -479,7 +483,7 @@ MUTANTS = [
         "  if (!fault_ || fault.offset < fault_->offset) {",
         "  if (!fault_) {",
         (
-            "tests/faults/test_drive_errors.py::"
+            "tests/transfers/test_drive_errors.py::"
             "test_of_several_blocks_that_fail_the_first_by_offset_is_reported[threads-read]",
         ),
     ),
@@ -490,7 +494,7 @@ MUTANTS = [
         "        first.others = tuple(others)\n",
         "",
         (
-            "tests/faults/test_meetings_files.py::test_writes_that_fail_are_all_in_the_error_in_their_order[threads]",
+            "tests/transfers/test_meetings_files.py::test_writes_that_fail_are_all_in_the_error_in_their_order[threads]",
         ),
     ),
     Mutant(
@@ -500,7 +504,7 @@ MUTANTS = [
         "  static auto* instance = new ForkSafe<Lines>;\n  return instance->get();",
         "  static auto* instance = new Lines;\n  return *instance;",
         (
-            "tests/faults/test_write_order.py::test_a_forked_child_does_not_wait_for_the_writes_of_its_parent[threads]",
+            "tests/transfers/test_write_order.py::test_a_forked_child_does_not_wait_for_the_writes_of_its_parent[threads]",
         ),
     ),
 ]

@@ -1,4 +1,4 @@
-"""aio_handle: DeepNVMe's contract, on every engine. Its faults are in tests/faults."""
+"""aio_handle: DeepNVMe's contract, on every engine. Its faults are in tests/transfers."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import pytest
 
 from tensorferry.tuning import gpus
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 MORE_PAGES = [
     "ARCHITECTURE.md",

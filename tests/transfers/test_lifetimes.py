@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.faults.table import covers
-from tests.faults.test_table_handles import JOIN_TIMEOUT_S, in_threads
 from tests.support import child
 from tests.support.expect import assert_equal, assert_works, contents
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.leaks import settled
+from tests.transfers.test_handle_faults import JOIN_TIMEOUT_S, in_threads
 
 if TYPE_CHECKING:
     import pathlib
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
 
 Handle = tensorferry.aio_handle
 
-PROGRAMS = "tests.faults.programs"
+PROGRAMS = "tests.transfers.programs"
 
 
 class Array(np.ndarray):  # type: ignore[type-arg]
     """An array that can be watched."""
 
 
-@covers("del_handle_with_pending", "del_handle_with_pending_locked")
+@pytest.mark.covers("del_handle_with_pending", "del_handle_with_pending_locked")
 @pytest.mark.parametrize("locked", [False, True])
 def test_dropping_a_handle_completes_its_writes(
     engine: str, directory: pathlib.Path, locked: bool
@@ -56,7 +55,7 @@ def test_dropping_a_handle_completes_its_writes(
         assert (data == index + 1).all()
 
 
-@covers("del_handle_with_pending")
+@pytest.mark.covers("del_handle_with_pending")
 def test_dropping_a_handle_completes_writes_that_are_stuck(
     engine: str, faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:
@@ -68,7 +67,7 @@ def test_dropping_a_handle_completes_writes_that_are_stuck(
     assert_equal(contents(faultfs.path / "file"), data)
 
 
-@covers("del_handle_with_pending")
+@pytest.mark.covers("del_handle_with_pending")
 @pytest.mark.parametrize("how", ["dropped", "closed"])
 def test_a_handle_that_goes_with_failures_nobody_saw_warns_of_each(
     engine: str, faultfs: FaultFS, how: str
@@ -86,7 +85,7 @@ def test_a_handle_that_goes_with_failures_nobody_saw_warns_of_each(
     assert os.strerror(28) in second
 
 
-@covers("del_handle_with_pending")
+@pytest.mark.covers("del_handle_with_pending")
 def test_closing_a_handle_completes_its_writes(
     engine: str, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -98,7 +97,7 @@ def test_closing_a_handle_completes_its_writes(
         assert_equal(contents(directory / f"file{index}"), data)
 
 
-@covers("del_handle_with_pending")
+@pytest.mark.covers("del_handle_with_pending")
 def test_an_exception_in_a_with_block_is_kept_and_the_writes_complete(
     engine: str, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -141,7 +140,7 @@ def test_dropping_a_future_completes_its_transfer(
     assert_equal(contents(directory / "file"), data)
 
 
-@covers("temp_tensor_async", "async_then_free_buffer")
+@pytest.mark.covers("temp_tensor_async", "async_then_free_buffer")
 def test_an_array_is_released_when_its_transfer_is_complete_and_not_before(
     handle: Handle, faultfs: FaultFS
 ) -> None:
@@ -175,7 +174,7 @@ def test_an_array_whose_future_nobody_kept_is_released_by_a_later_call(
         assert watched() is None
 
 
-@covers("temp_tensor_async")
+@pytest.mark.covers("temp_tensor_async")
 @pytest.mark.parametrize("product", ["handle", "file"])
 def test_a_target_that_nobody_else_holds_is_read_into_safely(
     engine: str, faultfs: FaultFS, random_bytes: RandomBytes, product: str
@@ -280,7 +279,9 @@ def test_an_array_that_gives_its_memory_back_meanwhile_is_told(
     assert (failure.errno, failure.filename, failure.expected) == (errno.EFAULT, str(path), 4096)
 
 
-@covers("exit_with_pending", "exit_with_pending_locked", "exit_with_pending_locked_check")
+@pytest.mark.covers(
+    "exit_with_pending", "exit_with_pending_locked", "exit_with_pending_locked_check"
+)
 def test_leaving_the_interpreter_completes_the_writes(engine: str, directory: pathlib.Path) -> None:
     nbytes = 16_000_003
     program = f"{PROGRAMS}:leave_with_pending_writes"
@@ -288,7 +289,7 @@ def test_leaving_the_interpreter_completes_the_writes(engine: str, directory: pa
     _assert_complete(directory, 8, nbytes)
 
 
-@covers("exit_with_pending")
+@pytest.mark.covers("exit_with_pending")
 def test_leaving_the_interpreter_completes_writes_that_are_stuck(
     engine: str, faultfs: FaultFS
 ) -> None:
@@ -299,7 +300,7 @@ def test_leaving_the_interpreter_completes_writes_that_are_stuck(
     _assert_complete(faultfs.path, 3, 10_003)
 
 
-@covers("exit_with_pending")
+@pytest.mark.covers("exit_with_pending")
 def test_leaving_through_an_exception_completes_the_writes(
     engine: str, directory: pathlib.Path
 ) -> None:
@@ -310,7 +311,7 @@ def test_leaving_through_an_exception_completes_the_writes(
     _assert_complete(directory, 3, 4_000_003)
 
 
-@covers("exit_with_pending")
+@pytest.mark.covers("exit_with_pending")
 def test_leaving_with_failures_that_nobody_saw_says_so(engine: str, faultfs: FaultFS) -> None:
     faultfs.order(Fault("write", error=5, delay_s=0.2))
     path = faultfs.path / "file"
@@ -326,7 +327,7 @@ def _assert_complete(directory: pathlib.Path, count: int, nbytes: int) -> None:
         assert (data == value).all()
 
 
-@covers("interrupt_sigint")
+@pytest.mark.covers("interrupt_sigint")
 @pytest.mark.parametrize(
     ("method", "nbytes"),
     [
@@ -420,21 +421,21 @@ def test_read_many_that_fails_half_way_touches_nothing_afterwards(
     assert held == 0, "reads into the arrays were still on their way"
 
 
-@covers("fork_after_handle")
+@pytest.mark.covers("fork_after_handle")
 def test_a_forked_child_may_not_use_what_its_parent_opened_but_may_open_its_own(
     engine: str, directory: pathlib.Path
 ) -> None:
     child.call(f"{PROGRAMS}:fork", engine=engine, directory=directory)
 
 
-@covers("fork_after_handle")
+@pytest.mark.covers("fork_after_handle")
 def test_a_forked_child_leaves_normally_and_the_parents_writes_complete(
     engine: str, directory: pathlib.Path
 ) -> None:
     child.call(f"{PROGRAMS}:fork_and_leave_normally", engine=engine, directory=directory)
 
 
-@covers("fork_after_handle")
+@pytest.mark.covers("fork_after_handle")
 def test_children_of_children_work(engine: str, directory: pathlib.Path) -> None:
     child.call(f"{PROGRAMS}:fork_in_a_row", engine=engine, directory=directory)
 

@@ -1,12 +1,21 @@
-"""The situations in which DeepNVMe loses data or ends the process, and who tests ours in each.
+"""The situations in which DeepNVMe loses data or ends the process: each has tests here, which run on every engine.
 
-They were found by running DeepSpeed 0.19's handles; the names are those of that investigation.
+They were found by running DeepSpeed 0.19's handles; the names are those of that investigation. Tests say by the mark
+`covers` in which of them they assert our behaviour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import importlib
+import inspect
+import pathlib
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROWS = """
 missing_file_sync missing_file_async missing_dir_write is_directory read_past_eof_buffer_larger
@@ -38,17 +47,35 @@ concurrent_create_same_handle_two_threads_write async_then_free_buffer
 bounce_during_pending_mutation temp_tensor_async threads_deadlock_async_vs_wait
 """.split()  # noqa: SIM905
 
-Test = TypeVar("Test", bound=Callable[..., None])
-
-tests_of: dict[str, list[Callable[..., None]]] = {row: [] for row in ROWS}
+ON_EVERY_ENGINE = {"engine", "handle", "make_handle", "blocks_handle"}
 
 
-def covers(*rows: str) -> Callable[[Test], Test]:
-    """Mark a test as the one that asserts our behaviour in these rows of the table."""
+@pytest.fixture(scope="module")
+def tests_of() -> dict[str, list[Callable[..., Any]]]:
+    """The tests of each row."""
+    found = defaultdict(list)
+    for module in sorted(pathlib.Path(__file__).parent.glob("test_*.py")):
+        for test in vars(importlib.import_module(f"{__package__}.{module.stem}")).values():
+            for mark in getattr(test, "pytestmark", ()):
+                if mark.name == "covers":
+                    for row in mark.args:
+                        found[row].append(test)
+    return found
 
-    def register(test: Test) -> Test:
-        for row in rows:
-            tests_of[row].append(test)
-        return test
 
-    return register
+def test_there_are_106_rows() -> None:
+    assert len(set(ROWS)) == len(ROWS) == 106
+
+
+def test_marks_name_rows(tests_of: dict[str, list[Callable[..., Any]]]) -> None:
+    assert set(tests_of) <= set(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_row_has_a_test_on_every_engine(
+    row: str, tests_of: dict[str, list[Callable[..., Any]]]
+) -> None:
+    assert tests_of[row], f"no test covers {row}"
+    for test in tests_of[row]:
+        fixtures = set(inspect.signature(test).parameters)
+        assert fixtures & ON_EVERY_ENGINE, f"{test.__name__} does not run on every engine"

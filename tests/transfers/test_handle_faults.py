@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.faults.table import covers
-from tests.faults.test_limits import LIMIT_OF
 from tests.support.expect import (
     as_bytes,
     assert_equal,
@@ -20,6 +18,7 @@ from tests.support.expect import (
 )
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.leaks import nothing_leaks
+from tests.transfers.test_limits import LIMIT_OF
 
 if TYPE_CHECKING:
     import pathlib
@@ -56,7 +55,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         raise failures[0]
 
 
-@covers("wait_nothing_pending", "wait_twice")
+@pytest.mark.covers("wait_nothing_pending", "wait_twice")
 def test_waiting_for_nothing_returns_zero(handle: Handle, directory: pathlib.Path) -> None:
     assert handle.wait() == 0
     assert handle.wait() == 0
@@ -65,7 +64,7 @@ def test_waiting_for_nothing_returns_zero(handle: Handle, directory: pathlib.Pat
     assert handle.wait() == 0
 
 
-@covers("two_writes_same_file")
+@pytest.mark.covers("two_writes_same_file")
 def test_of_two_writes_of_one_range_the_later_wins(handle: Handle, directory: pathlib.Path) -> None:
     path = directory / "file"
     for value in (1, 2):
@@ -74,7 +73,7 @@ def test_of_two_writes_of_one_range_the_later_wins(handle: Handle, directory: pa
     assert_equal(contents(path), np.full(8 << 20, 2, np.uint8))
 
 
-@covers("two_writes_same_file_diff_size")
+@pytest.mark.covers("two_writes_same_file_diff_size")
 @pytest.mark.parametrize("sizes", [(8 << 20, 4_000_003), (4_000_003, 8 << 20)])
 def test_of_two_writes_of_different_sizes_the_later_wins_and_the_longer_keeps_its_end(
     handle: Handle, directory: pathlib.Path, sizes: tuple[int, int]
@@ -88,7 +87,7 @@ def test_of_two_writes_of_different_sizes_the_later_wins_and_the_longer_keeps_it
     assert_equal(contents(path), wanted)
 
 
-@covers("write_then_read_same_file_async")
+@pytest.mark.covers("write_then_read_same_file_async")
 def test_a_read_beside_a_write_sees_old_or_new_bytes_and_afterwards_new_ones(
     handle: Handle, directory: pathlib.Path
 ) -> None:
@@ -104,7 +103,7 @@ def test_a_read_beside_a_write_sees_old_or_new_bytes_and_afterwards_new_ones(
     assert (target == 2).all()
 
 
-@covers("mixed_async_then_sync")
+@pytest.mark.covers("mixed_async_then_sync")
 def test_a_sync_call_with_others_pending_completes_and_counts_them(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -117,7 +116,7 @@ def test_a_sync_call_with_others_pending_completes_and_counts_them(
     assert_equal(contents(directory / "second"), second)
 
 
-@covers("threads_shared_handle_sync")
+@pytest.mark.covers("threads_shared_handle_sync")
 def test_threads_that_share_a_handle_each_get_their_own_completion(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -136,7 +135,7 @@ def test_threads_that_share_a_handle_each_get_their_own_completion(
     assert handle.wait() == 0
 
 
-@covers("threads_shared_handle_async", "threads_deadlock_async_vs_wait")
+@pytest.mark.covers("threads_shared_handle_async", "threads_deadlock_async_vs_wait")
 @pytest.mark.parametrize("waiting_apart", [1, 3])
 def test_threads_that_submit_and_wait_on_one_handle_count_each_completion_once(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes, waiting_apart: int
@@ -156,7 +155,7 @@ def test_threads_that_submit_and_wait_on_one_handle_count_each_completion_once(
         assert_equal(contents(directory / f"file{number}"), source)
 
 
-@covers("threads_deadlock_async_vs_wait")
+@pytest.mark.covers("threads_deadlock_async_vs_wait")
 def test_a_thread_may_submit_while_another_waits(
     make_handle: MakeHandle, faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:
@@ -179,7 +178,7 @@ def test_a_thread_may_submit_while_another_waits(
         assert_equal(target, data)
 
 
-@covers("gil_async_pwrite_unpinned", "gil_async_pwrite_locked")
+@pytest.mark.covers("gil_async_pwrite_unpinned", "gil_async_pwrite_locked")
 @pytest.mark.parametrize("locked", [False, True])
 def test_submitting_a_write_returns_while_the_drive_is_stuck(
     handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes, locked: bool
@@ -197,7 +196,7 @@ def test_submitting_a_write_returns_while_the_drive_is_stuck(
     assert_equal(contents(faultfs.path / "file"), source)
 
 
-@covers("gil_read_write_methods")
+@pytest.mark.covers("gil_read_write_methods")
 @pytest.mark.parametrize(
     "method", ["read", "write", "sync_pread", "sync_pwrite", "pread", "pwrite", "wait", "close"]
 )
@@ -234,7 +233,7 @@ def test_python_threads_run_while_a_blocking_call_waits(
     assert_equal(contents(path), data)
 
 
-@covers("fd_leak_per_async")
+@pytest.mark.covers("fd_leak_per_async")
 def test_thousands_of_reads_of_one_file_leave_no_descriptor_open(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -254,7 +253,7 @@ def test_thousands_of_reads_of_one_file_leave_no_descriptor_open(
         assert_equal(target, data[offset : offset + 4096])
 
 
-@covers("fd_leak_on_exception")
+@pytest.mark.covers("fd_leak_on_exception")
 def test_calls_that_fail_leave_nothing_behind(handle: Handle, directory: pathlib.Path) -> None:
     path = directory / "file"
     path.write_bytes(bytes(1000))
@@ -276,7 +275,7 @@ def test_calls_that_fail_leave_nothing_behind(handle: Handle, directory: pathlib
     assert_works(handle, directory)
 
 
-@covers("many_handles_content")
+@pytest.mark.covers("many_handles_content")
 def test_many_handles_work_at_once(
     make_handle: MakeHandle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -290,7 +289,7 @@ def test_many_handles_work_at_once(
         assert_equal(contents(directory / f"file{index}"), source)
 
 
-@covers("default_handles_until_aio_max")
+@pytest.mark.covers("default_handles_until_aio_max")
 def test_two_hundred_handles_of_default_size_can_exist(
     engine: str, make_handle: MakeHandle, directory: pathlib.Path
 ) -> None:
@@ -307,7 +306,7 @@ def test_two_hundred_handles_of_default_size_can_exist(
     assert_works(handles[-1], directory)
 
 
-@covers("concurrent_create_same_handle_two_threads_write")
+@pytest.mark.covers("concurrent_create_same_handle_two_threads_write")
 def test_two_threads_create_one_file_through_one_handle(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -324,7 +323,7 @@ def test_two_threads_create_one_file_through_one_handle(
         assert_equal(contents(path), data)
 
 
-@covers("async_then_free_buffer")
+@pytest.mark.covers("async_then_free_buffer")
 def test_freeing_a_locked_tensor_while_it_is_written_keeps_its_memory_to_the_end(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -339,7 +338,7 @@ def test_freeing_a_locked_tensor_while_it_is_written_keeps_its_memory_to_the_end
     assert_equal(contents(path), data)
 
 
-@covers("bounce_during_pending_mutation")
+@pytest.mark.covers("bounce_during_pending_mutation")
 def test_changing_a_source_while_it_is_written_mixes_old_and_new_bytes_at_worst(
     handle: Handle, directory: pathlib.Path
 ) -> None:
@@ -353,7 +352,7 @@ def test_changing_a_source_while_it_is_written_mixes_old_and_new_bytes_at_worst(
     assert set(np.unique(data)) <= {1, 2}
 
 
-@covers("temp_tensor_async")
+@pytest.mark.covers("temp_tensor_async")
 def test_temporary_tensors_live_until_they_are_written(
     handle: Handle, directory: pathlib.Path
 ) -> None:
@@ -377,7 +376,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
 }
 
 
-@covers("temp_tensor_async")
+@pytest.mark.covers("temp_tensor_async")
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_temporary_source_of_any_kind_lives_until_it_is_written(
     handle: Handle, faultfs: FaultFS, kind: str
@@ -394,7 +393,7 @@ def test_a_temporary_source_of_any_kind_lives_until_it_is_written(
     assert usurper[0] == 9
 
 
-@covers("wait_nothing_pending")
+@pytest.mark.covers("wait_nothing_pending")
 def test_a_closed_handle_raises_value_error(engine: str, directory: pathlib.Path) -> None:
     handle = tensorferry.aio_handle(engine=engine)
     handle.close()
@@ -408,7 +407,7 @@ def test_a_closed_handle_raises_value_error(engine: str, directory: pathlib.Path
     assert not list(directory.iterdir())
 
 
-@covers("threads_shared_handle_async")
+@pytest.mark.covers("threads_shared_handle_async")
 def test_a_failure_among_many_is_raised_by_the_wait_that_covers_it(
     handle: Handle, directory: pathlib.Path, faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:

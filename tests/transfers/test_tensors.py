@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.faults.table import covers
 from tests.support.expect import assert_equal, assert_works, contents
 from tests.support.leaks import Holdings
 
@@ -36,7 +35,7 @@ def _random_tensor(random_bytes: RandomBytes, shape: tuple[int, ...], dtype: Any
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-@covers("dtypes")
+@pytest.mark.covers("dtypes")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_written_and_read(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes, dtype: Any
@@ -50,7 +49,7 @@ def test_every_dtype_is_written_and_read(
     assert_equal(target, source)
 
 
-@covers("locked_dtypes")
+@pytest.mark.covers("locked_dtypes")
 @pytest.mark.parametrize("dtype", COMMON_DTYPES, ids=str)
 def test_a_locked_tensor_has_the_examples_dtype_and_one_dimension(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes, dtype: Any
@@ -70,7 +69,7 @@ def test_a_locked_tensor_has_the_examples_dtype_and_one_dimension(
     assert handle.free_cpu_locked_tensor(locked) is True
 
 
-@covers("two_dim_unpinned_write", "two_dim_unpinned_read", "two_dim_locked")
+@pytest.mark.covers("two_dim_unpinned_write", "two_dim_unpinned_read", "two_dim_locked")
 @pytest.mark.parametrize("locked", [False, True])
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_tensor_of_two_dimensions_is_written_and_read(
@@ -98,7 +97,9 @@ def test_a_tensor_of_two_dimensions_is_written_and_read(
     assert_works(handle, directory)
 
 
-@covers("noncontig_unpinned_1d_write", "noncontig_locked_write", "transposed_unpinned_write")
+@pytest.mark.covers(
+    "noncontig_unpinned_1d_write", "noncontig_locked_write", "transposed_unpinned_write"
+)
 @pytest.mark.parametrize("locked", [False, True])
 @pytest.mark.parametrize("kind", ["strided", "transposed", "expanded", "negative"])
 @pytest.mark.parametrize("blocking", [False, True])
@@ -130,7 +131,7 @@ def test_a_source_that_is_not_contiguous_is_written_as_its_elements_in_order(
     assert_equal(contents(path), wanted)
 
 
-@covers("noncontig_unpinned_1d_read", "noncontig_locked_read")
+@pytest.mark.covers("noncontig_unpinned_1d_read", "noncontig_locked_read")
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_destination_that_is_not_contiguous_is_a_value_error_and_is_not_touched(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes, locked: bool
@@ -148,7 +149,7 @@ def test_a_destination_that_is_not_contiguous_is_a_value_error_and_is_not_touche
     assert_works(handle, directory)
 
 
-@covers("scalar_tensor")
+@pytest.mark.covers("scalar_tensor")
 def test_a_scalar_is_written_and_read(handle: Handle, directory: pathlib.Path) -> None:
     path = directory / "file"
     target = torch.tensor(0.0)
@@ -158,7 +159,7 @@ def test_a_scalar_is_written_and_read(handle: Handle, directory: pathlib.Path) -
     assert target.item() == 3.25
 
 
-@covers("requires_grad_read", "requires_grad_write")
+@pytest.mark.covers("requires_grad_read", "requires_grad_write")
 @pytest.mark.parametrize("kind", ["leaf", "parameter", "computed"])
 def test_tensors_that_require_grad_are_written_and_read(
     handle: Handle, directory: pathlib.Path, kind: str
@@ -176,7 +177,7 @@ def test_tensors_that_require_grad_are_written_and_read(
     assert_works(handle, directory)
 
 
-@covers("meta_tensor")
+@pytest.mark.covers("meta_tensor")
 def test_tensors_without_memory_of_their_own_are_refused(
     handle: Handle, directory: pathlib.Path
 ) -> None:
@@ -193,7 +194,7 @@ def test_tensors_without_memory_of_their_own_are_refused(
     assert_works(handle, directory)
 
 
-@covers("wrong_buffer_type")
+@pytest.mark.covers("wrong_buffer_type")
 def test_arrays_and_buffers_of_all_kinds_are_taken_and_other_objects_are_type_errors(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -223,7 +224,7 @@ def test_arrays_and_buffers_of_all_kinds_are_taken_and_other_objects_are_type_er
     assert_works(handle, directory)
 
 
-@covers("wrong_buffer_type")
+@pytest.mark.covers("wrong_buffer_type")
 def test_a_bytearray_cannot_be_resized_while_it_is_read_into(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -243,7 +244,7 @@ def test_a_bytearray_cannot_be_resized_while_it_is_read_into(
     assert len(target) == 10
 
 
-@covers("locked_leak_on_del")
+@pytest.mark.covers("locked_leak_on_del")
 def test_locked_memory_is_unlocked_when_its_tensor_goes(handle: Handle) -> None:
     example = torch.empty(0, dtype=torch.uint8)
     nbytes = 1 << 20
@@ -257,7 +258,7 @@ def test_locked_memory_is_unlocked_when_its_tensor_goes(handle: Handle) -> None:
     assert Holdings.now().locked_nbytes <= before.locked_nbytes
 
 
-@covers("free_semantics")
+@pytest.mark.covers("free_semantics")
 def test_free_takes_locked_tensors_once_and_nothing_else(handle: Handle) -> None:
     example = torch.empty(0, dtype=torch.float32)
     locked = handle.new_cpu_locked_tensor(1000, example)
@@ -269,7 +270,7 @@ def test_free_takes_locked_tensors_once_and_nothing_else(handle: Handle) -> None
     assert handle.free_cpu_locked_tensor(locked) is False
 
 
-@covers("use_after_free")
+@pytest.mark.covers("use_after_free")
 def test_a_tensor_may_be_used_after_it_was_freed(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -286,7 +287,7 @@ def test_a_tensor_may_be_used_after_it_was_freed(
     assert bool((view == 9).all())
 
 
-@covers("locked_tensor_multi_dim_kw")
+@pytest.mark.covers("locked_tensor_multi_dim_kw")
 def test_old_and_new_spellings_of_keywords_are_taken(engine: str) -> None:
     handle = tensorferry.aio_handle(engine=engine, num_threads=4)
     assert handle.get_thread_count() == handle.get_intra_op_parallelism() == 4
@@ -298,7 +299,7 @@ def test_old_and_new_spellings_of_keywords_are_taken(engine: str) -> None:
         assert handle.free_cpu_locked_tensor(locked) is True
 
 
-@covers("locked_zero_elems")
+@pytest.mark.covers("locked_zero_elems")
 def test_a_locked_tensor_may_be_empty(handle: Handle, directory: pathlib.Path) -> None:
     locked = handle.new_cpu_locked_tensor(0, torch.empty(0))
     assert locked.shape == (0,)
@@ -307,7 +308,7 @@ def test_a_locked_tensor_may_be_empty(handle: Handle, directory: pathlib.Path) -
     assert_works(handle, directory)
 
 
-@covers("locked_huge")
+@pytest.mark.covers("locked_huge")
 @pytest.mark.parametrize("count", [1 << 45, 1 << 60, (1 << 62) + 1, (1 << 63) - 1])
 def test_more_locked_memory_than_there_is_raises(
     handle: Handle, directory: pathlib.Path, count: int
@@ -317,13 +318,13 @@ def test_more_locked_memory_than_there_is_raises(
     assert_works(handle, directory)
 
 
-@covers("locked_huge")
+@pytest.mark.covers("locked_huge")
 def test_a_negative_number_of_elements_is_a_value_error(handle: Handle) -> None:
     with pytest.raises(ValueError, match="num_elem: -1 is negative"):
         handle.new_cpu_locked_tensor(-1, torch.empty(0))
 
 
-@covers("memcpy_semantics")
+@pytest.mark.covers("memcpy_semantics")
 def test_only_the_bytes_of_the_destination_change(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:

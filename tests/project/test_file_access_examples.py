@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 torch = pytest.importorskip("torch")
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "file_access"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "file_access"
 GPU_PROGRAMS = [
     f"{way}_{verb}_gpu_tensor.py" for way in ("py", "aio", "gds") for verb in ("load", "store")
 ]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.faults.table import covers
 from tests.support.data import RandomBytes, aligned
 from tests.support.expect import assert_equal, assert_works, contents, short_read
 
@@ -21,7 +20,7 @@ torch = pytest.importorskip("torch")
 Handle = tensorferry.aio_handle
 
 
-@covers("unaligned_size_write_locked_1000003", "unaligned_size_read_1000003")
+@pytest.mark.covers("unaligned_size_write_locked_1000003", "unaligned_size_read_1000003")
 def test_a_locked_tensor_of_an_odd_size_is_written_and_read(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -37,7 +36,7 @@ def test_a_locked_tensor_of_an_odd_size_is_written_and_read(
     handle.free_cpu_locked_tensor(locked)
 
 
-@covers(
+@pytest.mark.covers(
     "unaligned_size_write_unpinned_1000003",
     "unaligned_size_write_3MB_plus7",
     "unaligned_size_read_1000003",
@@ -67,7 +66,7 @@ def test_any_size_is_written_and_read(
     assert_equal(target, source)
 
 
-@covers("unaligned_size_read_of_bigger_file")
+@pytest.mark.covers("unaligned_size_read_of_bigger_file")
 def test_an_odd_number_of_bytes_of_a_bigger_file_is_read(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -79,7 +78,7 @@ def test_an_odd_number_of_bytes_of_a_bigger_file_is_read(
     assert (target[1_000_003:] == 7).all()
 
 
-@covers("unaligned_offset7_read", "offset512_on_512_sector")
+@pytest.mark.covers("unaligned_offset7_read", "offset512_on_512_sector")
 @pytest.mark.parametrize("offset", [1, 7, 511, 512, 513, 4095, 65_537])
 @pytest.mark.parametrize("nbytes", [1, 4096, 300_001])
 def test_any_offset_is_read(
@@ -97,7 +96,7 @@ def test_any_offset_is_read(
     assert target[0] == target[-1] == 7
 
 
-@covers("unaligned_offset7_write", "offset512_on_512_sector")
+@pytest.mark.covers("unaligned_offset7_write", "offset512_on_512_sector")
 @pytest.mark.parametrize("offset", [1, 7, 511, 512, 513, 4095, 65_537])
 @pytest.mark.parametrize("nbytes", [1, 4096, 300_001])
 def test_any_offset_is_written_and_the_neighbours_stay(
@@ -116,7 +115,7 @@ def test_any_offset_is_written_and_the_neighbours_stay(
     assert_equal(contents(path), wanted)
 
 
-@covers("unaligned_offset7_write")
+@pytest.mark.covers("unaligned_offset7_write")
 def test_a_new_file_written_at_an_offset_begins_with_zeros(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -126,7 +125,7 @@ def test_a_new_file_written_at_an_offset_begins_with_zeros(
     assert_equal(contents(path), np.concatenate([np.zeros(70_007, np.uint8), source]))
 
 
-@covers("unaligned_buffer_pointer", "read_alignment_luck")
+@pytest.mark.covers("unaligned_buffer_pointer", "read_alignment_luck")
 @pytest.mark.parametrize("misalignment", [0, 1, 4, 64, 256, 511, 512, 4095])
 def test_memory_of_any_alignment_is_read_into_and_written_from(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes, misalignment: int
@@ -143,7 +142,7 @@ def test_memory_of_any_alignment_is_read_into_and_written_from(
     assert (guarded[-64:] == 7).all()
 
 
-@covers("unaligned_buffer_pointer")
+@pytest.mark.covers("unaligned_buffer_pointer")
 def test_a_view_into_a_locked_tensor_is_read_into(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -159,7 +158,7 @@ def test_a_view_into_a_locked_tensor_is_read_into(
     handle.free_cpu_locked_tensor(locked)
 
 
-@covers("read_alignment_luck")
+@pytest.mark.covers("read_alignment_luck")
 def test_the_read_method_fills_ordinary_tensors_wherever_they_lie(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -173,7 +172,7 @@ def test_the_read_method_fills_ordinary_tensors_wherever_they_lie(
         keep += [target, torch.zeros(index + 1)]
 
 
-@covers(
+@pytest.mark.covers(
     "not_divisible_by_parallelism",
     "divisible_but_slice_unaligned",
     "divisible_but_slice_unaligned_1000000_T8",
@@ -198,7 +197,7 @@ def test_the_parallelism_need_not_divide_the_size(
     assert_equal(target, source)
 
 
-@covers("overflow_block_x_qd")
+@pytest.mark.covers("overflow_block_x_qd")
 @pytest.mark.parametrize("queue_depth", [1, 4, 32])
 def test_a_read_never_writes_past_the_end_of_its_view(
     make_handle: MakeHandle,
@@ -220,8 +219,8 @@ def test_a_read_never_writes_past_the_end_of_its_view(
     assert_equal(contents(directory / "view"), view)
 
 
-@covers("parallelism_zero", "parallelism_negative", "block_size_zero")
-@covers("queue_depth_zero", "queue_depth_zero_overlap")
+@pytest.mark.covers("parallelism_zero", "parallelism_negative", "block_size_zero")
+@pytest.mark.covers("queue_depth_zero", "queue_depth_zero_overlap")
 @pytest.mark.parametrize(
     "name", ["intra_op_parallelism", "num_threads", "block_size", "queue_depth"]
 )
@@ -235,7 +234,7 @@ def test_a_limit_below_one_is_a_value_error(
         tensorferry.aio_handle(engine=engine, overlap_events=overlap, **{name: value})
 
 
-@covers("block_size_unaligned_1000")
+@pytest.mark.covers("block_size_unaligned_1000")
 @pytest.mark.parametrize("block_size", [1, 1000, 4095, 1_048_577])
 def test_any_block_size_works(
     make_handle: MakeHandle,
@@ -252,7 +251,7 @@ def test_any_block_size_works(
     assert_equal(target, source)
 
 
-@covers("validate_true")
+@pytest.mark.covers("validate_true")
 @pytest.mark.parametrize("nbytes", [4096, 1_000_003])
 def test_validation_passes_on_a_sound_drive(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes, nbytes: int
@@ -268,7 +267,7 @@ def test_validation_passes_on_a_sound_drive(
     assert handle.wait() == 1
 
 
-@covers("read_method")
+@pytest.mark.covers("read_method")
 def test_the_read_and_write_methods_return_zero(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -280,7 +279,7 @@ def test_the_read_and_write_methods_return_zero(
     assert_equal(target, source)
 
 
-@covers("read_method_offset")
+@pytest.mark.covers("read_method_offset")
 def test_the_read_method_reads_at_an_offset_and_never_pads_with_zeros(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -296,8 +295,8 @@ def test_the_read_method_reads_at_an_offset_and_never_pads_with_zeros(
     assert_works(handle, directory)
 
 
-@covers("read_method_unaligned_pageable", "read_method_smaller_buffer")
-@covers("aio_read_smaller_buffer", "aio_rw")
+@pytest.mark.covers("read_method_unaligned_pageable", "read_method_smaller_buffer")
+@pytest.mark.covers("aio_read_smaller_buffer", "aio_rw")
 @pytest.mark.parametrize("misalignment", [0, 64, 100])
 @pytest.mark.parametrize("nbytes", [1000, 4096, 1_000_003])
 def test_the_read_method_fills_a_buffer_smaller_than_the_file(

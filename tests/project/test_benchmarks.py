@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import deepspeed_gcc
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "--rounds=2",
     f"--nbytes={4 << 20}",

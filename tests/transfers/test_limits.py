@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.faults.table import covers
 from tests.support import child
 from tests.support.expect import assert_equal, assert_works
 from tests.support.faultfs import Fault, FaultFS
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from tests.support.data import RandomBytes
     from tests.support.faultfs import FaultFS
 
-PROGRAMS = "tests.faults.programs"
+PROGRAMS = "tests.transfers.programs"
 
 # What an engine may run into when there are very many handles.
 LIMIT_OF = {"io_uring": "RLIMIT_MEMLOCK", "libaio": "aio-max-nr"}
@@ -43,7 +42,7 @@ def open_directory() -> Iterator[pathlib.Path]:
     shutil.rmtree(path)
 
 
-@covers("fd_exhaustion", "fd_leak_per_async")
+@pytest.mark.covers("fd_exhaustion", "fd_leak_per_async")
 def test_more_files_than_descriptors_are_written_and_read(
     engine: str, directory: pathlib.Path
 ) -> None:
@@ -51,7 +50,7 @@ def test_more_files_than_descriptors_are_written_and_read(
     child.call(program, engine=engine, directory=directory, limit=64, count=500)
 
 
-@covers("fd_exhaustion")
+@pytest.mark.covers("fd_exhaustion")
 def test_half_of_the_descriptors_is_left_to_others(
     make_handle: MakeHandle, faultfs: FaultFS
 ) -> None:
@@ -80,7 +79,7 @@ def test_half_of_the_descriptors_is_left_to_others(
     assert 64 < most <= 200 // 2 + 1
 
 
-@covers("fd_exhaustion")
+@pytest.mark.covers("fd_exhaustion")
 def test_descriptors_that_come_back_while_a_file_cannot_be_opened_are_taken(
     engine: str, directory: pathlib.Path
 ) -> None:
@@ -89,7 +88,7 @@ def test_descriptors_that_come_back_while_a_file_cannot_be_opened_are_taken(
     assert tries == [1, 0]
 
 
-@covers("fd_exhaustion")
+@pytest.mark.covers("fd_exhaustion")
 def test_no_descriptor_left_raises_emfile_and_leaks_none(
     engine: str, directory: pathlib.Path
 ) -> None:
@@ -123,7 +122,7 @@ def test_a_drive_that_hangs_takes_a_bounded_number_of_threads(
     assert most <= 32 + 8 + 8, "an engine's, and those for what may block"
 
 
-@covers("nonroot_unpinned_16MB", "nonroot_locked_16MB")
+@pytest.mark.covers("nonroot_unpinned_16MB", "nonroot_locked_16MB")
 @pytest.mark.parametrize("limit", [64 << 10, 8 << 20])
 def test_an_ordinary_user_with_little_lockable_memory_writes_and_reads(
     engine: str, open_directory: pathlib.Path, limit: int
@@ -147,7 +146,7 @@ def test_an_ordinary_user_with_little_lockable_memory_writes_and_reads(
     assert "lock" in ended.result["warnings"][0]
 
 
-@covers("many_handles_aio_max_nr", "default_handles_until_aio_max")
+@pytest.mark.covers("many_handles_aio_max_nr", "default_handles_until_aio_max")
 def test_when_linux_aio_has_no_context_left_libaio_is_refused_and_auto_goes_on(
     engine: str, directory: pathlib.Path
 ) -> None:
@@ -162,7 +161,7 @@ def test_when_linux_aio_has_no_context_left_libaio_is_refused_and_auto_goes_on(
     assert "seccomp" in ended.result["refusals"]["io_uring"]
 
 
-@covers("many_handles_aio_max_nr")
+@pytest.mark.covers("many_handles_aio_max_nr")
 def test_four_hundred_handles_with_deep_queues_exist_or_are_refused_with_a_reason(
     engine: str, make_handle: MakeHandle, directory: pathlib.Path
 ) -> None:

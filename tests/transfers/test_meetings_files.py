@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.faults import meetings
-from tests.faults.test_meetings import run  # noqa: F401  a fixture
 from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault, FaultFS
+from tests.transfers import meetings
+from tests.transfers.test_meetings import run  # noqa: F401  a fixture
 
 if TYPE_CHECKING:
-    from tests.faults.test_meetings import Run
     from tests.support.data import RandomBytes
+    from tests.transfers.test_meetings import Run
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.faults import meetings
 from tests.support import child, slow_calls
 from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault, FaultFS
+from tests.transfers import meetings
 
 if TYPE_CHECKING:
     import pathlib
 
-PROGRAMS = "tests.faults.meetings"
+PROGRAMS = "tests.transfers.meetings"
 HANG_S = 45.0
 
 

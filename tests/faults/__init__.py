@@ -1,1 +1,0 @@
-"""Tests of what happens when something goes wrong."""

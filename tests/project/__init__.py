@@ -1,0 +1,1 @@
+"""The project: its docs, examples, benchmarks and the package as a whole."""

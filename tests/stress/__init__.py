@@ -1,1 +1,0 @@
-"""Everything at once, at random moments."""
