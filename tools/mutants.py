@@ -1,8 +1,8 @@
 """Puts defects into a copy of the tree, one at a time, and runs the tests that must notice: `make mutants`.
 
-The defects and their tests are in tests/project/mutants.py. The copy, with a core of its own, is in build/mutants; it is
-kept, so that only what a defect touches is compiled again. A defect is noticed where a test fails, its process crashes, or
-pytest ends one that hangs; the exit status is 1 unless all are.
+The defects and their tests are in tests/project/mutants.py. The copy, with a core of its own, is in build/mutants; it
+is kept, so that only what a defect touches is compiled again. A defect is noticed where a test fails, its process
+crashes, or pytest ends one that hangs; the exit status is 1 unless all are.
 """
 
 from __future__ import annotations

@@ -146,6 +146,7 @@ def test_an_ordinary_user_with_little_lockable_memory_writes_and_reads(
     assert "lock" in ended.result["warnings"][0]
 
 
+@pytest.mark.alone  # Linux AIO's contexts are the whole machine's
 @pytest.mark.covers("many_handles_aio_max_nr", "default_handles_until_aio_max")
 def test_when_linux_aio_has_no_context_left_libaio_is_refused_and_auto_goes_on(
     engine: str, directory: pathlib.Path
@@ -161,6 +162,7 @@ def test_when_linux_aio_has_no_context_left_libaio_is_refused_and_auto_goes_on(
     assert "seccomp" in ended.result["refusals"]["io_uring"]
 
 
+@pytest.mark.alone  # Linux AIO's contexts are the whole machine's
 @pytest.mark.covers("many_handles_aio_max_nr")
 def test_four_hundred_handles_with_deep_queues_exist_or_are_refused_with_a_reason(
     engine: str, make_handle: MakeHandle, directory: pathlib.Path
