@@ -48,7 +48,7 @@ demo: $(VENV)/.core.stamp ## Run the demonstration
 	$(BIN)/python examples/demo.py
 
 test: test-cpp $(VENV)/.core.stamp deepspeed ## Run all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --maxschedchunk 1 $(PYTEST_ARGS)
 
 test-cpp: $(VENV)/.deps.stamp ## Build and run the C++ tests
 	$(call cpp_tests,cpp-tests,)

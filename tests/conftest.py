@@ -54,7 +54,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "own_engine" in getattr(item, "fixturenames", ()):
             item.add_marker("minutes")
             item.add_marker(pytest.mark.timeout(900))
-            item.add_marker(pytest.mark.xdist_group("own_engine"))  # only one compiles
     items.sort(
         key=lambda item: (
             item.get_closest_marker("alone") is not None,
@@ -121,17 +120,21 @@ def own_engine() -> dict[str, str]:
     if importlib.util.find_spec("deepspeed") is None:
         required.missing("deepspeed", "DeepSpeed is not installed (make deepspeed)")
     environment = deepspeed_gcc.ENVIRONMENT | {"TENSORFERRY_DEEPSPEED": "0"}
-    # Who is stopped while compiling leaves a file that torch would wait for; here only one compiles at a time.
     folder = deepspeed_gcc.EXTENSIONS
     folder.mkdir(parents=True, exist_ok=True)
+    compiled = folder / ".compiled"
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for left in folder.glob("*/lock"):
-            left.unlink()
-        return _compiled(environment)
+        if not compiled.exists():
+            # Who was stopped while compiling has left files that torch would wait for; here only one compiles.
+            for left in folder.glob("*/lock"):
+                left.unlink()
+            _compile(environment)
+            compiled.touch()
+    return environment
 
 
-def _compiled(environment: dict[str, str]) -> dict[str, str]:
+def _compile(environment: dict[str, str]) -> None:
     program = "import deepspeed.ops.op_builder as b; b.AsyncIOBuilder().load().aio_handle()"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -144,7 +147,6 @@ def _compiled(environment: dict[str, str]) -> dict[str, str]:
     if done.returncode != 0:
         last = done.stdout.strip().rpartition("\n")[2]
         required.missing("deepspeed", f"its own engine does not compile here: {last}")
-    return environment
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def test_a_drive_that_hangs_takes_a_bounded_number_of_threads(
     assert most <= 32 + 8 + 8, "an engine's, and those for what may block"
 
 
-@pytest.mark.xdist_group("ordinary user")  # limits count for all of a user's processes
+@pytest.mark.alone  # limits count for all of a user's processes
 @pytest.mark.covers("nonroot_unpinned_16MB", "nonroot_locked_16MB")
 @pytest.mark.parametrize("limit", [64 << 10, 8 << 20])
 def test_an_ordinary_user_with_little_lockable_memory_writes_and_reads(
@@ -216,7 +216,7 @@ def test_submitters_beyond_16384_outstanding_transfers_wait_and_all_is_done(
     assert_equal(found, data)
 
 
-@pytest.mark.xdist_group("ordinary user")  # limits count for all of a user's processes
+@pytest.mark.alone  # limits count for all of a user's processes
 @pytest.mark.root
 def test_an_ordinary_user_who_may_start_no_thread_is_told_and_works_when_he_may_again(
     engine: str, open_directory: pathlib.Path

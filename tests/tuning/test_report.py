@@ -87,7 +87,7 @@ def test_an_engine_forced_by_the_environment_is_told(
 
 
 @pytest.mark.root
-@pytest.mark.xdist_group("ordinary user")
+@pytest.mark.alone  # limits count for all of a user's processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 @pytest.mark.usefixtures("no_libraries")
 def test_an_ordinary_users_small_limits_are_advised_on(open_directory: pathlib.Path) -> None:
@@ -103,7 +103,7 @@ def test_an_ordinary_users_small_limits_are_advised_on(open_directory: pathlib.P
 
 
 @pytest.mark.root
-@pytest.mark.xdist_group("ordinary user")
+@pytest.mark.alone  # limits count for all of a user's processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 @pytest.mark.usefixtures("no_libraries")
 def test_a_folder_that_this_user_cannot_write_comes_first(open_directory: pathlib.Path) -> None:
