@@ -59,10 +59,11 @@ def compile_all(sources: list[Path], whole: Path, arguments: list[str]) -> None:
         code += f'#include "{source.relative_to(csrc)}"\n'
         code += "".join(f"#undef {name}\n" for name in constants)
     (whole / "all.cpp").write_text(code)
-    # What decides the object, without places: the code, the compiler, torch's version and the options.
+    # What decides the object, without places: the code, the processor (-march=native), compiler, torch and options.
     made_of = [
         path.read_text() for path in sorted(whole.rglob("*")) if path.suffix in (".h", ".cpp")
     ]
+    made_of += re.findall(r"^flags.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
     made_of.append(subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout)
     made_of += [argument for argument in arguments if not argument.startswith(("/", "-I"))]
     made_of += [
