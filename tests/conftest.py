@@ -54,6 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "own_engine" in getattr(item, "fixturenames", ()):
             item.add_marker("minutes")
             item.add_marker(pytest.mark.timeout(900))
+        if item.get_closest_marker("alone"):
+            item.add_marker(pytest.mark.timeout(900), append=False)  # waiting for the others counts
     items.sort(
         key=lambda item: (
             item.get_closest_marker("alone") is not None,

@@ -398,10 +398,11 @@ class PyScheduler {
     return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return core_->wait_for_progress(slice); });
   }
 
-  // Whether all ended well. What did not keeps its memory for ever.
-  bool close(double patience_seconds) {
+  // Whether all ended well. What did not keeps its memory for ever. After an interruption it is to be called again.
+  bool close(double patience_seconds, bool interruptible = false) {
     if (!core_->belongs_to_this_process()) return true;
     closed_ = true;
+    if (interruptible && !wait_until_idle(patience_seconds)) patience_seconds = 0;
     bool ended;
     {
       WithoutGil release;
@@ -451,6 +452,21 @@ class PyScheduler {
   std::atomic<bool> closed_{false};
 
  private:
+  // False where nothing moves for so long. Steps are counted: a stopped process must not lose its patience.
+  bool wait_until_idle(double patience_seconds) {
+    core_->refuse();
+    uint64_t seen = core_->progress();
+    double left = patience_seconds;
+    bool idle = false;
+    (void)wait_interruptibly(std::nullopt, [&](milliseconds slice) {
+      idle = core_->wait_until_idle(slice);
+      const uint64_t now = core_->progress();
+      left = std::exchange(seen, now) == now ? left - std::chrono::duration<double>(slice).count() : patience_seconds;
+      return idle || left <= 0;
+    });
+    return idle;
+  }
+
   [[noreturn]] static void raise_closed() { throw nb::value_error("this handle or file is closed"); }
 
   // Room for transfers; what is not handed over is taken back.
@@ -803,7 +819,8 @@ NB_MODULE(_core, module) {
       .def("belongs_to_this_process",
            [](const PyScheduler& scheduler) { return scheduler.core_->belongs_to_this_process(); })
       .def("stats", &PyScheduler::stats, nb::sig("def stats(self) -> dict[str, typing.Any]"))
-      .def("close", &PyScheduler::close, "patience_seconds"_a = PyScheduler::close_patience_seconds);
+      .def("close", &PyScheduler::close, "patience_seconds"_a = PyScheduler::close_patience_seconds,
+           "interruptible"_a = false);
 
   module.def("open_file", &open_file, "path"_a, "read"_a, "write"_a, "create"_a, "exclusive"_a, "truncate"_a,
              "direct"_a);

@@ -157,9 +157,25 @@ std::optional<Fault> Scheduler::prepare_for_gpus() {
   return std::nullopt;
 }
 
+void Scheduler::refuse() {
+  std::lock_guard lock(mutex_);
+  if (state_ == State::open) state_ = State::refusing;
+  progress_.notify_all();  // for those who wait to be admitted
+}
+
+bool Scheduler::wait_until_idle(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return progress_.wait_for(lock, timeout, [&] { return is_idle() || state_ == State::abandoned; });
+}
+
+uint64_t Scheduler::progress() const {
+  std::lock_guard lock(mutex_);
+  return completed_ + statistics_.read_nbytes + statistics_.written_nbytes;
+}
+
 bool Scheduler::close(std::chrono::milliseconds patience) {
   std::unique_lock lock(mutex_);
-  if (state_ != State::open) {
+  if (state_ != State::open && state_ != State::refusing) {
     progress_.wait(lock, [&] { return state_ != State::closing; });
     return state_ == State::closed;
   }

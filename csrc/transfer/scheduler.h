@@ -106,6 +106,13 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   size_t outstanding() const;
 
+  // Refuses what comes from now on. For who waits for the end in steps of his own, before `close`.
+  void refuse();
+  // Whether nothing is outstanding, or is not any more within `timeout`.
+  bool wait_until_idle(std::chrono::milliseconds timeout);
+  // Changes whenever bytes have moved or something has ended.
+  uint64_t progress() const;
+
   // Refuses what comes from now on, lets outstanding work finish and ends the workers. Gives up, and leaves them
   // behind, when nothing has moved for `patience`; returns whether all ended well. Whoever else calls it meanwhile
   // waits for that as well.
@@ -158,7 +165,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   std::vector<uint64_t> finished_;
   size_t outstanding_ = 0;
   uint64_t completed_ = 0;
-  enum class State { open, closing, closed, abandoned } state_ = State::open;
+  enum class State { open, refusing, closing, closed, abandoned } state_ = State::open;
   bool stopping_ = false;  // workers end when there is nothing to do
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> threads_;

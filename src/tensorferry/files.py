@@ -433,7 +433,7 @@ class File:
                 self._file = file
                 raise
             if self._own_scheduler:
-                close_scheduler(self._scheduler)
+                close_scheduler(self._scheduler, patient=not left)
             else:
                 self._scheduler.reap()
                 if left:
@@ -450,10 +450,10 @@ class File:
                 future = reference()
                 if future is None:
                     continue
-                if not patiently(future._request.wait, self._scheduler):
+                if not _patiently(future._request.wait, self._scheduler):
                     return True
                 future.done()  # sees the end while the array is as it was
-            return not patiently(file.retire, self._scheduler)
+            return not _patiently(file.retire, self._scheduler)
         except BaseException:
             with self._lock:
                 self._pending[:0] = pending
@@ -529,7 +529,7 @@ class File:
         return future
 
 
-def patiently(step: Callable[[float], bool], scheduler: AnyScheduler) -> bool:
+def _patiently(step: Callable[[float], bool], scheduler: AnyScheduler) -> bool:
     """Take steps, of so many seconds each, until one returns True; False where the scheduler moves nothing for long."""
     # Steps are counted, since the clock goes on while the process is stopped (SIGSTOP, a frozen container).
     step_seconds = min(_SLICE_SECONDS, runtime.CLOSE_PATIENCE_SECONDS / 10)

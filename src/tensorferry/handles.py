@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tensorferry import _core
 from tensorferry.arrays import LEGACY_STREAM, Memory, memory_of
 from tensorferry.errors import StorageError, first_of
-from tensorferry.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH, patiently, positive
+from tensorferry.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH, positive
 from tensorferry.memory import elements_like, free_locked_tensor, is_pinned, locked_tensor
 from tensorferry.runtime import (
     DEFAULT_BLOCK_NBYTES,
@@ -469,20 +469,15 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         """Finish outstanding operations and end the workers. Failures that no wait() reported are warned of.
 
         Where nothing moves for 60 seconds it gives up and warns; buffers stay referenced all the same. An interrupted
-        call (Ctrl-C) leaves the handle open.
+        call (Ctrl-C) can be repeated; meanwhile the handle takes nothing new.
         """
-        if not self._scheduler.belongs_to_this_process():
-            return
-        with self._closing:
-            with self._lock:
-                requests = [operation.future._request for operation in self._pending]
-            # Once the scheduler closes nothing can interrupt that.
-            moves = all(patiently(request.wait, self._scheduler) for request in requests)
-            self._close(patient=moves)
+        self._close(interruptible=True)
 
-    def _close(self, *, patient: bool = True) -> None:
+    def _close(self, *, interruptible: bool = False) -> None:
+        if not hasattr(self, "_scheduler") or not self._scheduler.belongs_to_this_process():
+            return
         with self._closing:  # who comes second returns when all is done, too
-            close_scheduler(self._scheduler, patient=patient)
+            close_scheduler(self._scheduler, interruptible=interruptible)
             self._let_go()
             with self._lock:
                 operations, self._pending = self._pending, []
@@ -512,9 +507,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         self.close()
 
     def __del__(self) -> None:
-        if sys.is_finalizing():  # all has been finished and reported by then
-            return
-        if hasattr(self, "_scheduler") and self._scheduler.belongs_to_this_process():
+        if not sys.is_finalizing():  # all has been finished and reported by then
             self._close()
 
     def _either(

@@ -160,11 +160,11 @@ class ProfiledScheduler:
             "profiles": self.in_use(),
         }
 
-    def close(self, patience_seconds: float) -> bool:
+    def close(self, patience_seconds: float, interruptible: bool = False) -> bool:
         """Finish what is outstanding and end all workers; return whether the kernel finished all."""
         with self._lock:
             self._closed = True
-        ended = [scheduler.close(patience_seconds) for scheduler in self._all()]
+        ended = [scheduler.close(patience_seconds, interruptible) for scheduler in self._all()]
         return all(ended)
 
     def _all(self) -> list[_core.Scheduler]:

@@ -151,7 +151,7 @@ def with_descriptors(scheduler: AnyScheduler, action: Callable[[], _Result]) -> 
         try:
             return action()
         except StorageError as error:
-            if error.errno not in (EMFILE, ENFILE) or pending == 0:
+            if error.errno not in (EMFILE, ENFILE) or pending == scheduler.outstanding() == 0:
                 raise
         if scheduler.outstanding() >= pending:
             scheduler.wait_for_progress(60.0)
@@ -161,9 +161,14 @@ def _descriptor_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
-def close_scheduler(scheduler: AnyScheduler, *, patient: bool = True) -> bool:
-    """Finish what is outstanding, end the workers, and say so, and return False, where the kernel would not finish."""
-    ended = scheduler.close(CLOSE_PATIENCE_SECONDS if patient else 0.0)
+def close_scheduler(
+    scheduler: AnyScheduler, *, patient: bool = True, interruptible: bool = False
+) -> bool:
+    """Finish what is outstanding, end the workers, and say so, and return False, where the kernel would not finish.
+
+    After an interruption nothing new is taken, and it is to be called again.
+    """
+    ended = scheduler.close(CLOSE_PATIENCE_SECONDS if patient else 0.0, interruptible)
     if not ended:
         warn_of_left_behind("outstanding I/O")
     return ended

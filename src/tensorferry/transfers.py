@@ -39,19 +39,25 @@ def direct_mode(direct: Direct) -> str:
 
 def checked_path(path: Path, name: str = "path") -> str:
     """Return a path as text, which os.fsencode() turns back into its bytes."""
-    try:
-        text = os.fsdecode(path)
-    except TypeError:
-        raise TypeError(f"{name}: {path!r} is neither a path nor a descriptor") from None
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"{name}: {path!r} is no path")
+    text = os.fsdecode(path)
     if "\0" in text:
         raise ValueError(f"{name}: {path!r} has a null character")
+    if not text.isascii():
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name}: {path!r} is no path: {error}") from None
     return text
 
 
 def checked_descriptor(descriptor: int, name: str = "path") -> int:
-    """Return a descriptor, which no bool is."""
+    """Return a descriptor, which is no bool and fits a C int."""
     if isinstance(descriptor, bool):
         raise TypeError(f"{name}: {descriptor!r} is neither a path nor a descriptor")
+    if not -1 << 31 <= descriptor < 1 << 31:
+        raise ValueError(f"{name}: {descriptor} is no descriptor")
     return descriptor
 
 
@@ -221,8 +227,8 @@ def transfer_many(
     for at, path in enumerate(batch.paths):
         if isinstance(path, int):
             checked_descriptor(path, f"items[{at}]")
-        elif type(path) is not str or "\0" in path:
-            checked_path(path, f"items[{at}]")
+        elif type(path) is not str or not path.isascii() or "\0" in path:
+            batch.paths[at] = checked_path(path, f"items[{at}]")
     call = _Call(scheduler, batch, write, direct, truncate, sync, background)
     failures = call.run()
     if failures:

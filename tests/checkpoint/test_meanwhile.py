@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
 )
 
-LOADS = 20
+STEPS_SEEN = 4
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_loads_beside_saves_that_replace_the_checkpoint_are_of_one_step_or_say_s
     save_as(form, 1, path)
     seen = set()
     with replaced(path, form):
-        for _ in range(LOADS):
+        while len(seen) < STEPS_SEEN:
             try:
                 steps = steps_in(load(path, form))
             except dcp.api.CheckpointException as error:
@@ -97,7 +97,6 @@ def test_loads_beside_saves_that_replace_the_checkpoint_are_of_one_step_or_say_s
                 continue
             assert len(steps) == 1, steps
             seen |= steps
-    assert len(seen) > 3
 
 
 def test_a_load_whose_files_a_save_has_removed_says_that_the_checkpoint_was_replaced(
@@ -170,6 +169,8 @@ def fork_with_an_open_writer(_rank: int, directory: str, deed: str) -> str:
                 del writer
             elif deed == "write":
                 writer.write(halves[1])
+            elif deed == "write a little":
+                writer.write(halves[1][:1000])
             else:
                 getattr(writer, deed)()
         except RuntimeError as error:
@@ -184,12 +185,12 @@ def fork_with_an_open_writer(_rank: int, directory: str, deed: str) -> str:
     return os.read(reader, 1000).decode()
 
 
-@pytest.mark.parametrize("deed", ["drop", "abort", "close", "write"])
+@pytest.mark.parametrize("deed", ["drop", "abort", "close", "write", "write a little"])
 def test_a_forked_child_cannot_harm_the_file_that_its_parent_writes(
     directory: pathlib.Path, deed: str
 ) -> None:
     (told,) = call_on_ranks(1, fork_with_an_open_writer, str(directory), deed)
-    assert ("before fork()" in told) == (deed in ("close", "write")), told
+    assert ("before fork()" in told) == (deed not in ("drop", "abort")), told
 
 
 class Forking(dcp.DefaultSavePlanner):
@@ -203,19 +204,27 @@ class Forking(dcp.DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-def fail_in_a_child(_rank: int, directory: str) -> list[float]:
+class OfTorchsOwnThreads(FileSystemWriter):
+    """A writer whose files torch itself writes, since they may be anything."""
+
+    def _write_data(self, *arguments: Any, **options: Any) -> Any:
+        return super()._write_data(*arguments, **options)
+
+
+def fail_in_a_child(_rank: int, directory: str, own: bool) -> list[float]:
     """Save, and fail to do so in a child forked meanwhile; return the steps that there are."""
     path, parent = pathlib.Path(directory), os.getpid()
     save_as("directory", 1, path)
     try:
-        writer = FileSystemWriter(path)
+        writer = FileSystemWriter(path) if own else OfTorchsOwnThreads(path)
         dcp.save(state_of(2), storage_writer=writer, planner=Forking(), no_dist=True)
     except dcp.api.CheckpointException:
         os._exit(int(os.getpid() == parent))
     return sorted(steps_in(load(path, "directory")))
 
 
+@pytest.mark.parametrize("own", [True, False])
 def test_a_save_that_fails_in_a_forked_child_takes_nothing_from_its_parents(
-    directory: pathlib.Path,
+    directory: pathlib.Path, own: bool
 ) -> None:
-    assert call_on_ranks(1, fail_in_a_child, str(directory)) == [[2]]
+    assert call_on_ranks(1, fail_in_a_child, str(directory), own) == [[2]]

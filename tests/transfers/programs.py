@@ -367,6 +367,30 @@ def descriptors_given_back_meanwhile(engine: str, directory: str) -> list[int]:
     return runtime.with_descriptors(handle._scheduler, open_one)
 
 
+def files_while_none_ends(engine: str, directory: str, counted: str, limit: int, count: int) -> int:
+    """Write files whose writes are held until we say how many descriptors that has taken; return that number."""
+    handle = tensorferry.aio_handle(engine=engine)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    before = count_descriptors()
+
+    def write() -> None:
+        for index in range(count):
+            handle.async_pwrite(bytes(5_003), f"{directory}/file{index}")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    most, since = 0, time.monotonic()
+    while most == 0 or time.monotonic() - since < 2:  # until it waits for others to end
+        now = count_descriptors() - before
+        if now > most:
+            most, since = now, time.monotonic()
+        time.sleep(0.02)
+    pathlib.Path(counted).touch()
+    writer.join()
+    assert handle.wait() == count
+    return most
+
+
 def no_descriptors(engine: str, directory: str) -> dict[str, Any]:
     """Open a file when no descriptor is left, and again when there is."""
     path = pathlib.Path(directory) / "file"

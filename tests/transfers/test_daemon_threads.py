@@ -67,7 +67,7 @@ def leave(engine: str, directory: str) -> None:
         threading.Thread(target=run, args=(call,), daemon=True).start()
     kept = handles, files, futures
     begun.wait(20)
-    time.sleep(0.1)
+    time.sleep(0.5)
 
 
 kept: Any = None
@@ -77,7 +77,7 @@ def test_daemon_threads_in_calls_neither_hang_nor_crash_the_end_of_the_interpret
     engine: str, faultfs: FaultFS
 ) -> None:
     np.zeros(NBYTES, np.uint8).tofile(faultfs.backing / "old")
-    faultfs.order(Fault("read", delay_s=0.3), Fault("write", delay_s=0.3))
+    faultfs.order(Fault("read", delay_s=1.0), Fault("write", delay_s=1.0))
     child.call(
         f"{__name__}:leave",
         environment={"TENSORFERRY_ENGINE": engine},

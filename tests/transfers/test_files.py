@@ -215,7 +215,9 @@ def test_many_small_files_and_pieces(directory: pathlib.Path, random_bytes: Rand
     assert (directory / "one").read_bytes() == b"".join(arrays)
 
 
-@pytest.mark.parametrize("bad", ["a\0b", 5.5, None, True, ["list"]], ids=repr)
+@pytest.mark.parametrize(
+    "bad", ["a\0b", "bad\ud800", 5.5, None, True, 1 << 40, ["list"]], ids=ascii
+)
 def test_many_looks_at_every_path_before_it_opens_one(directory: pathlib.Path, bad: Any) -> None:
     items: list[Any] = [(directory / str(index), b"data") for index in range(300)]
     with pytest.raises((TypeError, ValueError), match=r"items\[300\]"):

@@ -9,12 +9,13 @@ import signal
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import tensorferry
+from tensorferry import transfers
 from tests.support import child
 from tests.support.expect import assert_equal, assert_works, contents
 from tests.support.faultfs import Fault, FaultFS
@@ -388,16 +389,14 @@ def test_ctrl_c_ends_a_blocking_read_before_its_time(engine: str, faultfs: Fault
 def test_read_many_that_fails_half_way_touches_nothing_afterwards(
     engine: str, faultfs: FaultFS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Broken(os.PathLike[str]):
-        checked = False
-
-        def __fspath__(self) -> str:
-            if not self.checked:
-                self.checked = True
-                return "where it is opened it cannot be said"
+    def open_or_break(path: str, *arguments: Any) -> Any:
+        if path == "broken":
             faultfs.await_held()  # of the items before this one
             raise ZeroDivisionError
+        return open_for_transfer(path, *arguments)
 
+    open_for_transfer = transfers.open_for_transfer
+    monkeypatch.setattr(transfers, "open_for_transfer", open_or_break)
     monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
     monkeypatch.setattr("tensorferry.runtime._default", None)
     np.full(1 << 20, 5, np.uint8).tofile(faultfs.path / "file")
@@ -414,7 +413,7 @@ def test_read_many_that_fails_half_way_touches_nothing_afterwards(
     releaser = threading.Thread(target=release)
     releaser.start()
     with pytest.raises(ZeroDivisionError):
-        tensorferry.read_many([*pieces, (Broken(), bytearray(1))])
+        tensorferry.read_many([*pieces, ("broken", bytearray(1))])
     held = faultfs.held()
     returned.set()
     releaser.join()

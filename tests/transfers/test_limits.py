@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import pathlib
-import resource
 import shutil
 import tempfile
 import threading
@@ -18,7 +17,7 @@ import tensorferry
 from tests.support import child
 from tests.support.expect import assert_equal, assert_works
 from tests.support.faultfs import Fault, FaultFS
-from tests.support.leaks import count_descriptors
+from tests.support.leaks import settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,30 +51,20 @@ def test_more_files_than_descriptors_are_written_and_read(
 
 @pytest.mark.covers("fd_exhaustion")
 def test_half_of_the_descriptors_is_left_to_others(
-    make_handle: MakeHandle, faultfs: FaultFS
+    engine: str, faultfs: FaultFS, directory: pathlib.Path
 ) -> None:
-    handle, count = make_handle(), 120
-    before, most = count_descriptors(), 0
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    counted = directory / "counted"
 
-    def write() -> None:
-        for index in range(count):
-            handle.async_pwrite(bytes(5_003), faultfs.path / f"file{index}")
+    def release() -> None:
+        if settled(counted.exists, 50):
+            faultfs.release()
 
-    writer = threading.Thread(target=write)
     faultfs.order(Fault("write", hold=True))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
-    try:
-        writer.start()
-        faultfs.await_held()
-        while most < count_descriptors() - before:  # until it waits for others to end
-            most = count_descriptors() - before
-            time.sleep(0.5)
-        faultfs.release()
-        writer.join()
-        assert handle.wait() == count
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    releaser = threading.Thread(target=release)
+    releaser.start()
+    arguments = {"directory": faultfs.path, "counted": counted, "limit": 200, "count": 150}
+    most = child.call(f"{PROGRAMS}:files_while_none_ends", engine=engine, **arguments).result
+    releaser.join()
     assert 64 < most <= 200 // 2 + 1
 
 

@@ -112,6 +112,7 @@ def test_what_was_written_with_sync_is_there_with_its_name_after_a_power_cut(
             assert_equal(contents(after / "folder" / way.__name__), data)
 
 
+@pytest.mark.alone  # tests beside it may sync all there is
 def test_a_power_cut_loses_what_nobody_synced(cut: Cut, random_bytes: RandomBytes) -> None:
     """Else the test above could not fail."""
     tensorferry.write(cut.path / "file", random_bytes(NBYTES))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import io
 import math
 import operator
@@ -19,6 +21,7 @@ from tensorferry.checkpoint import blobs, delivery, plain_objects
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.metadata import (
     METADATA_NAME,
+    RANK_METADATA,
     chunk_of,
     data_file,
     file_checksums,
@@ -125,15 +128,19 @@ class Contents:
 
     def _was_replaced(self, name: str) -> bool:
         """Return whether a file that is missing is one that present metadata does not name any more."""
-        try:
-            present = [
-                read_metadata(path, trust_pickle=self._trusted)
-                for path in pathlib.Path(self._folder).glob(f"*{METADATA_NAME}")
-            ]
-        except (OSError, CheckpointError):
-            return False
-        named = {info.relative_path for one in present for info in one.storage_data.values()}
-        return bool(present) and name not in named
+        return self._named_now is not None and name not in self._named_now
+
+    @functools.cached_property
+    def _named_now(self) -> set[str] | None:
+        """The files that present metadata names, looked up once; None where there is none that can be read."""
+        named: set[str] | None = None
+        for path in pathlib.Path(self._folder).iterdir():
+            if path.name == METADATA_NAME or RANK_METADATA.fullmatch(path.name):
+                with contextlib.suppress(OSError, CheckpointError):
+                    metadata = read_metadata(path, trust_pickle=self._trusted)
+                    named = named or set()
+                    named |= {info.relative_path for info in metadata.storage_data.values()}
+        return named
 
     def has_checksums(self, name: str) -> bool:
         """Return whether parts of a data file can be verified by themselves."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tensorferry
+from tensorferry import _core
 from tensorferry.checkpoint.pipeline import Pipeline
 from tensorferry.checkpoint.stream import Stream
 from tensorferry.transfers import checked_path
@@ -65,7 +66,7 @@ class Replacement:
         self._last_name = target.name
         self._name: str | None = None  # what it is called for now, in the directory
         self._sync = sync
-        self._process = os.getpid()
+        self._generation = _core.fork_generation()
         with contextlib.ExitStack() as undo:
             self._directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, self._directory)
@@ -153,7 +154,7 @@ class Replacement:
     @property
     def is_parents(self) -> bool:
         """Whether this is a forked child: it may close what it has inherited, no more."""
-        return self._process != os.getpid()
+        return self._generation != _core.fork_generation()
 
     def _give_up(self) -> None:
         if self.is_parents:

@@ -199,6 +199,7 @@ class Stream:
         Checksum
             Of these bytes; only if ``checksummed``.
         """
+        self._pipeline.check_process()
         address, nbytes, owner, location = memory
         assert location is None
         checksum = Checksum()
@@ -217,6 +218,7 @@ class Stream:
 
     def write_deferred(self, nbytes: int, function: Callable[[], bytes]) -> None:
         """Write ``nbytes`` bytes that ``function`` returns later, in a thread; it may ask for checksums from before."""
+        self._pipeline.check_process()
         cache: list[bytes] = []
 
         def part_of(begin: int, end: int) -> bytes:
@@ -244,6 +246,7 @@ class Stream:
 
     def wait_until_copied(self) -> None:
         """Return when nothing that was given is needed any more."""
+        self._pipeline.check_process()
         self.copy_begun()
         while self._copied < len(self._parts):
             self._parts[self._copied].copied.result()
@@ -259,6 +262,7 @@ class Stream:
 
     def finish_later(self, sync: bool = True) -> Future[FileSummary]:
         """Do as :meth:`finish` does, without waiting for it."""
+        self._pipeline.check_process()
         if self._part is not None:
             self._submit(self._part)
         self._ending = self._pipeline.submit(lambda: self._end(sync))

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
+from tensorferry import _core
 from tensorferry.checkpoint import commit
 from tensorferry.checkpoint.archive import (
     UnknownArchiveError,
@@ -338,6 +339,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     ) -> list[WriteResult]:
         """Have torch write the files, whose threads and streams would hide failures."""
         directory, watched = self._directory(), WatchedFileSystem(self.sync_files)
+        generation = _core.fork_generation()
         own = copy.copy(self)
         own.path, own.fs = directory, watched
         plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
@@ -351,8 +353,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             if self.sync_files:
                 commit.sync_directory(directory)
         except BaseException as error:
-            for path in watched.written:
-                path.unlink(missing_ok=True)
+            if generation == _core.fork_generation():  # else they are the parent's
+                for path in watched.written:
+                    path.unlink(missing_ok=True)
             if watched.failures and isinstance(error, Exception):
                 raise cause_of(watched.failures[0]) from None
             raise
