@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,16 +36,19 @@ def interrupted(faultfs: FaultFS) -> Iterator[None]:
     """Send Ctrl-C when requests are held; the block is left by it while they still are."""
 
     def send() -> None:
+        begun.wait()
         faultfs.await_held()
+        time.sleep(0.1)  # the call may be about to begin where others' requests were held before
         os.kill(os.getpid(), signal.SIGINT)
         if not left.wait(20):
             faultfs.release()
 
-    left = threading.Event()
+    begun, left = threading.Event(), threading.Event()
     sender = threading.Thread(target=send)
     sender.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            begun.set()
             yield
         assert faultfs.held() > 0, "Ctrl-C came when all was over"
     finally:
@@ -143,3 +147,29 @@ def test_a_close_left_by_ctrl_c_can_be_done_again_and_loses_nothing(
     opened.close()
     assert_equal(contents(path), data)
     assert_works(make_handle(), faultfs.path)
+
+
+@pytest.mark.parametrize("waiting", ["in a call", "in wait"])
+def test_a_close_waits_for_other_threads_calls_takes_nothing_new_and_is_left_by_ctrl_c(
+    make_handle: MakeHandle, faultfs: FaultFS, random_bytes: RandomBytes, waiting: str
+) -> None:
+    data = random_bytes(NBYTES)
+    path = faultfs.path / "new"
+    handle = make_handle()
+    faultfs.order(Fault("write", hold=True))
+    if waiting == "in wait":
+        handle.async_pwrite(data, path)
+        call = threading.Thread(target=handle.wait)
+    else:
+        call = threading.Thread(target=handle.sync_pwrite, args=(data, path))
+    call.start()
+    faultfs.await_held()
+    with interrupted(faultfs):
+        handle.close()
+    with pytest.raises(ValueError, match="closed"):
+        handle.sync_pwrite(data, faultfs.path / "another")
+    faultfs.clear()
+    handle.close()
+    call.join()
+    assert_equal(contents(path), data)
+    assert not (faultfs.path / "another").exists()
