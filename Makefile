@@ -14,6 +14,8 @@ PYTHONS ?=
 PYTEST_ARGS ?=
 # How many tests run beside each other; those marked `alone` do not.
 JOBS ?= 2
+# What the C++ tests of `make test` run under: "address;undefined", or nothing.
+CPP_SANITIZE ?=
 # For `make mutants`: names of those in tests/project/mutants.py to try; empty: all.
 MUTANTS ?=
 BENCH_ARGS ?=
@@ -33,7 +35,7 @@ PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo test test-cpp test-torch test-gpu bench-gpu test-deepspeed mutants lint format stub sanitize bench wheel clean
+.PHONY: help setup build demo test test-cpp test-torch test-gpu bench-gpu test-deepspeed mutants lint format stub sanitize sanitize-address sanitize-thread bench wheel clean
 
 help: ## List these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' \
@@ -51,7 +53,7 @@ test: test-cpp $(VENV)/.core.stamp deepspeed ## Run all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --maxschedchunk 1 $(PYTEST_ARGS)
 
 test-cpp: $(VENV)/.deps.stamp ## Build and run the C++ tests
-	$(call cpp_tests,cpp-tests,)
+	$(call cpp_tests,$(if $(CPP_SANITIZE),asan-ubsan,cpp-tests),$(CPP_SANITIZE))
 
 test-torch: ## Run the checkpoint tests with another torch: TORCH_VERSION=2.6.0
 	@test -n "$(TORCH_VERSION)" || { echo "make $@ TORCH_VERSION=2.6.0"; exit 2; }
@@ -87,8 +89,12 @@ format: $(VENV)/.deps.stamp ## Format all sources
 stub: $(VENV)/.core.stamp ## Regenerate the native module's type stub
 	$(call write_stub,src/tensorferry/_core.pyi)
 
-sanitize: ## Run the C++ tests under ASan + UBSan, then under TSan
+sanitize: sanitize-address sanitize-thread ## Run the C++ tests under ASan + UBSan, then under TSan
+
+sanitize-address:
 	$(call cpp_tests,asan-ubsan,address;undefined)
+
+sanitize-thread:
 	$(call cpp_tests,tsan,thread)
 
 bench: $(VENV)/.core.stamp ## Run the benchmarks

@@ -24,6 +24,7 @@ from tensorferry.checkpoint.metadata import payload_of, read_metadata
 from tensorferry.cli.ls import ls as ls_command
 from tensorferry.cli.verify import verify as verify_command
 from tests.checkpoint.states import assert_same, empty_like, flipped, metadata_of, mixed_state, save
+from tests.checkpoint.test_metadata import write as write_metadata
 from tests.checkpoint.test_reader import LEVELS, WRITERS, fails, load
 
 if TYPE_CHECKING:
@@ -352,10 +353,11 @@ def test_missing_files_and_parts_are_reported(directory: pathlib.Path) -> None:
     metadata.storage_data = {
         index: info for index, info in metadata.storage_data.items() if index.fqn != "large"
     }
-    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
-    (problem,) = verify(directory).problems
-    assert isinstance(problem, CheckpointError)
-    assert "'large'" in str(problem)
+    write_metadata(directory / ".metadata", metadata, trailer=True)
+    nowhere, gone = verify(directory).problems
+    assert isinstance(nowhere, CheckpointError)
+    assert "'large'" in str(nowhere)
+    assert isinstance(gone, OSError)  # its checksums are still there
 
 
 runner = CliRunner()
