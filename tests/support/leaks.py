@@ -53,6 +53,17 @@ def thread_names() -> list[str]:
     return sorted(names)
 
 
+def steady(count: Callable[[], int]) -> int:
+    """Return what count() gives for a while: threads that have just begun bear the names of their makers."""
+    last, since = count(), time.monotonic()
+    deadline = since + SETTLE_TIMEOUT_S
+    while time.monotonic() < min(since + 0.3, deadline):
+        time.sleep(0.01)
+        if (now := count()) != last:
+            last, since = now, time.monotonic()
+    return last
+
+
 def count_descriptors() -> int:
     """Return how many descriptors this process has open, that of the counting aside."""
     return len(list(pathlib.Path("/proc/self/fd").iterdir())) - 1
