@@ -108,6 +108,7 @@ def test_a_load_whose_files_a_save_has_removed_says_that_the_checkpoint_was_repl
             return super().read_data(*arguments)
 
     save_as("directory", 1, directory)
+    (directory / "notes.metadata").write_bytes(b"somebody's own")
     state = empty_like(state_of(0))
     with pytest.raises(dcp.api.CheckpointException) as caught:
         dcp.load(state, storage_reader=Late(directory), no_dist=True)
