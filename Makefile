@@ -27,7 +27,7 @@ CTEST = $(or $(wildcard $(BIN)/ctest),ctest)
 NINJA = $(or $(wildcard $(abspath $(BIN)/ninja)),$(shell command -v ninja))
 CMAKE_GENERATOR_ARGS = $(if $(NINJA),-G Ninja -DCMAKE_MAKE_PROGRAM=$(NINJA))
 
-CORE_SOURCES := $(shell find csrc cmake -type f 2>/dev/null) CMakeLists.txt pyproject.toml \
+CORE_SOURCES := $(shell find csrc cmake third_party -type f 2>/dev/null) CMakeLists.txt pyproject.toml \
 	$(wildcard src/*.pth src/*.py)
 CXX_FILES = $(shell find csrc tests/cpp tests/support cmake -name '*.cpp' -o -name '*.h')
 PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)

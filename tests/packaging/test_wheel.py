@@ -134,7 +134,8 @@ def test_wheel_holds_types_and_license_and_bundles_no_library(wheel: Path) -> No
     names = [line.split()[0] for line in listing.stdout.splitlines()[1:]]
     assert "tensorferry/py.typed" in names
     assert "tensorferry/_core.pyi" in names
-    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    for license_file in ("LICENSE", "third_party/libdeflate/COPYING"):
+        assert any(name.endswith(f"/licenses/{license_file}") for name in names)
     assert not [name for name in names if ".libs/" in name]
     assert "manylinux" in wheel.name or "musllinux" in wheel.name
 
@@ -164,6 +165,7 @@ def test_sdist_holds_what_a_build_needs_and_no_more(tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/**/*.h"), *ROOT.glob("src/**/*.py")]
+    sources += [path for path in ROOT.glob("third_party/**/*") if path.is_file()]
     assert {str(path.relative_to(ROOT)) for path in sources} <= names
     assert {"CMakeLists.txt", "pyproject.toml", "LICENSE", "cmake/FindLiburing.cmake"} <= names
     assert not {name for name in names if name.startswith(("tests/", "build/", ".venv/"))}

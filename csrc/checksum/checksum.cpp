@@ -1,0 +1,55 @@
+// Taking a CRC-32 is libdeflate's work, see README.md; combining two is the algebra of remainders, and done here.
+#include "checksum/checksum.h"
+
+#include <libdeflate.h>
+
+#include <array>
+
+namespace tensorferry {
+namespace {
+
+// A CRC-32 as a polynomial of bits: the highest bit of the number is the lowest power of x.
+constexpr uint32_t generator = 0xEDB88320;
+constexpr uint32_t one = 1U << 31;
+constexpr uint32_t x = 1U << 30;
+
+constexpr uint32_t product(uint32_t a, uint32_t b) {
+  uint32_t sum = 0;
+  for (; a != 0; a <<= 1) {
+    if (a & one) sum ^= b;
+    b = (b >> 1) ^ (b & 1 ? generator : 0);  // times x
+  }
+  return sum;
+}
+
+// x to the powers of 1, 2, 4, 8 and so on. The 33rd is x again.
+constexpr auto squares = [] {
+  std::array<uint32_t, 32> found{x};
+  for (size_t k = 1; k < found.size(); ++k) found[k] = product(found[k - 1], found[k - 1]);
+  return found;
+}();
+static_assert(product(squares.back(), squares.back()) == x);
+
+constexpr uint32_t x_to_bits_of(uint64_t nbytes) {
+  uint32_t power = one;
+  for (size_t k = 3; nbytes != 0; nbytes >>= 1, ++k) {
+    if (nbytes & 1) power = product(squares[k % squares.size()], power);
+  }
+  return power;
+}
+
+}  // namespace
+
+uint32_t crc32(uint32_t crc, const void* data, size_t nbytes) {
+  // libdeflate looks at the processor in its first call, and keeps what it found without synchronization.
+  static const uint32_t of_nothing = libdeflate_crc32(0, "", 0);
+  // It takes a null pointer for a question.
+  return nbytes == 0 ? crc ^ of_nothing : libdeflate_crc32(crc, data, nbytes);
+}
+
+uint32_t crc32_combine(uint32_t crc, uint32_t next_crc, uint64_t next_nbytes) {
+  // Bytes that follow multiply a remainder by a power of x; remainders of a sum add.
+  return product(x_to_bits_of(next_nbytes), crc) ^ next_crc;
+}
+
+}  // namespace tensorferry
