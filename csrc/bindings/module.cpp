@@ -22,6 +22,7 @@
 
 #include "bindings/collect.h"
 #include "bindings/without_gil.h"
+#include "checksum/checksum.h"
 #include "device/cufile.h"
 #include "device/gpu.h"
 #include "engine/engine.h"
@@ -702,6 +703,23 @@ std::tuple<uintptr_t, uint64_t, bool, bool, nb::capsule> dlpack_memory(nb::handl
   return {reinterpret_cast<uintptr_t>(view.data()), view.nbytes(), may_write, contiguous || view.size() == 0, keeper};
 }
 
+// Shorter ones are done before another thread would have got the GIL.
+constexpr Py_ssize_t gil_free_crc_nbytes = 16 << 10;
+
+uint32_t crc32_of(nb::handle exporter, uint32_t crc) {
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(exporter.ptr(), &buffer, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  const auto nbytes = static_cast<size_t>(buffer.len);
+  if (buffer.len < gil_free_crc_nbytes) {
+    crc = crc32(crc, buffer.buf, nbytes);
+  } else {
+    WithoutGil release;
+    crc = crc32(crc, buffer.buf, nbytes);
+  }
+  PyBuffer_Release(&buffer);
+  return crc;
+}
+
 }  // namespace
 }  // namespace tensorferry
 
@@ -833,6 +851,8 @@ NB_MODULE(_core, module) {
   module.def("give_back", &give_back, "address"_a);
   module.def("buffer_memory", &buffer_memory, "exporter"_a, "writable"_a);
   module.def("dlpack_memory", &dlpack_memory, "array"_a);
+  module.def("crc32", &crc32_of, "buffer"_a, "crc"_a = 0);
+  module.def("crc32_combine", &crc32_combine, "crc"_a, "next_crc"_a, "nbytes"_a);
   module.def("cuda_refusal", &cuda_refusal);
   module.def("cuda_in_use", &cuda::driver_in_use);
   module.def("device_of", &device_of, "address"_a);

@@ -1,48 +1,79 @@
-"""CRC-32s of pieces are those of the whole."""
+"""CRC-32s are zlib's, those of pieces are those of the whole, and who takes a long one holds nobody up."""
 
 from __future__ import annotations
 
+import sys
+import threading
 import zlib
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorferry.checkpoint import checksums
-from tests.checkpoint.programs import load_folder, save_both
-from tests.checkpoint.states import assert_same, digests, flipped, mixed_state
-from tests.support import child
-
-if TYPE_CHECKING:
-    import pathlib
 
 pieces = st.binary(max_size=2000)
+crcs = st.integers(0, 2**32 - 1)
 
 
-@given(pieces, pieces)
-def test_combined_crcs_are_the_crc_of_both(first: bytes, second: bytes) -> None:
-    whole = zlib.crc32(first + second)
-    crcs = zlib.crc32(first), zlib.crc32(second)
-    assert checksums.crc32_combine(*crcs, len(second)) == whole
-    # what serves where isal is missing
-    assert checksums._combine_by_polynomials(*crcs, len(second)) == whole
+@given(pieces, pieces, crcs)
+def test_crcs_continue_and_combine_to_those_of_both(first: bytes, second: bytes, crc: int) -> None:
+    whole = zlib.crc32(first + second, crc)
+    assert checksums.crc32(second, checksums.crc32(first, crc)) == whole
+    begin = checksums.crc32(first, crc)
+    assert checksums.crc32_combine(begin, checksums.crc32(second), len(second)) == whole
 
 
-@pytest.mark.parametrize("nbytes", [1 << 20, (1 << 32) + 5, 1 << 40])
-def test_both_ways_of_combining_agree_on_large_lengths(nbytes: int) -> None:
-    library = pytest.importorskip("isal.isal_zlib")
-    combined = library.crc32_combine(0x12345678, 0x9ABCDEF0, nbytes)
-    assert checksums._combine_by_polynomials(0x12345678, 0x9ABCDEF0, nbytes) == combined
+@pytest.mark.parametrize("nbytes", [(16 << 10) - 1, 16 << 10, (1 << 20) + 3])
+def test_any_buffer_is_taken(nbytes: int) -> None:
+    content = bytes(range(251)) * (nbytes // 251 + 1)
+    view = memoryview(content)[1:nbytes]
+    for buffer in (view, bytes(view), bytearray(view)):
+        assert checksums.crc32(buffer) == zlib.crc32(view)
+    assert checksums.crc32(memoryview(bytes(4096)).cast("I", (32, 32))) == zlib.crc32(bytes(4096))
 
 
-def test_crc32_continues_from_a_value() -> None:
-    assert checksums.crc32(b"behind", checksums.crc32(b"before ")) == zlib.crc32(b"before behind")
+def test_what_is_no_string_of_bytes_or_length_is_refused() -> None:
+    with pytest.raises(TypeError, match="bytes-like"):
+        checksums.crc32("text")
+    with pytest.raises(BufferError, match="contiguous"):
+        checksums.crc32(memoryview(b"abcd")[::2])
+    for arguments in ((0, 0, -1), (0, 0, 1 << 64), (1 << 32, 0, 0)):
+        with pytest.raises(TypeError):
+            checksums.crc32_combine(*arguments)
 
 
-def test_negative_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="nbytes2: -1"):
-        checksums.crc32_combine(0, 0, -1)
+def test_a_buffer_is_let_go_of() -> None:
+    for nbytes in (100, 1 << 20):
+        buffer = bytearray(nbytes)
+        checksums.crc32(buffer)
+        buffer.append(0)  # not while it is exported
+
+
+def test_others_run_while_a_long_crc_is_taken() -> None:
+    long = bytes(256 << 20)
+
+    def others_ran() -> bool:
+        begun, ended = threading.Event(), threading.Event()
+
+        def take() -> None:
+            begun.set()
+            checksums.crc32(long)
+            ended.set()
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        begun.wait()
+        ran = not ended.is_set()
+        thread.join()
+        return ran
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody is made to let go of the GIL
+    try:
+        assert any(others_ran() for _ in range(20))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize(
@@ -51,19 +82,3 @@ def test_negative_length_is_refused() -> None:
 )
 def test_last_chunk_may_be_short(nbytes: int, count: int) -> None:
     assert checksums.chunk_count(nbytes) == count
-
-
-@pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
-def test_checkpoints_are_the_same_and_verified_where_isal_is_missing(
-    directory: pathlib.Path,
-) -> None:
-    pytest.importorskip("isal")
-    save_both(str(directory / "with"))
-    child.call("tests.checkpoint.programs:save_and_load_without_isal", directory=directory)
-    assert (directory / "with/file").read_bytes() == (directory / "without/file").read_bytes()
-    assert digests(directory / "with/folder") == digests(directory / "without/folder")
-    assert_same(load_folder(str(directory / "without/folder")), mixed_state())
-    (data,) = (directory / "without/folder").glob("*.distcp")
-    data.write_bytes(flipped(data.read_bytes(), 8 * 500_000))
-    with pytest.raises(BaseException, match=r"bytes \d+ to \d+ of .*distcp"):
-        load_folder(str(directory / "without/folder"))
