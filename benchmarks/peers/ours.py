@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import tensorferry
-from benchmarks.harness import MeasurementError
+from benchmarks import files, pattern
+from benchmarks.harness import MIB, MeasurementError
 from benchmarks.measure import Stopwatch
-from benchmarks.peers.base import TransferPeer, ordinary_tensor
+from benchmarks.peers.base import TransferPeer, byte_view, ordinary_tensor
+from tensorferry import _core
 
 
 class Handle(TransferPeer):
@@ -79,6 +82,72 @@ class Functions(TransferPeer):
 
     def pool_nbytes(self) -> dict[str, Any]:
         return {"pool_nbytes": tensorferry.bounce_pool_nbytes()}
+
+
+class Segments(TransferPeer):
+    """One transfer of many pieces of plain memory, of so many bytes each; with CRC-32s of chunks of 1 MiB if wanted."""
+
+    def __init__(
+        self, nbytes: int, segment_nbytes: int, options: dict[str, Any] | None = None
+    ) -> None:
+        self.tensor = ordinary_tensor(nbytes)
+        if segment_nbytes < nbytes:
+            # Apart from each other, as tensors of their own would be.
+            rows = ordinary_tensor(nbytes // segment_nbytes * (segment_nbytes + 64))
+            self.rows = rows.view(-1, segment_nbytes + 64)[:, :segment_nbytes]
+            self.segments = list(self.rows)
+        else:
+            self.rows = self.tensor.view(1, -1)
+            self.segments = [self.tensor]
+        self.options = options or {}
+        self.expected: list[int] = []
+
+    def write(self, path: str, seed: int, check: bool, checked: bool) -> dict[str, Any]:
+        sums = tensorferry.Checksums(MIB) if checked else None
+
+        def transfer() -> None:
+            with tensorferry.open(path, "w", **self.options) as file:
+                file.write(self.segments, checksums=sums)
+
+        pattern.fill(byte_view(self.tensor), seed)
+        if len(self.segments) > 1:
+            self.rows.copy_(self.tensor.view(self.rows.shape))
+        with Stopwatch() as watch:
+            transfer()
+        if check and not files.file_matches(Path(path), self.tensor.nbytes, seed, 0):
+            raise MeasurementError("wrote other bytes than it was given")
+        return watch.result(self.tensor.nbytes)
+
+    def read(self, path: str, seed: int, checked: bool) -> dict[str, Any]:
+        if checked and not self.expected:
+            sums = tensorferry.Checksums(MIB)
+            tensorferry.read(path, self.segments, checksums=sums)
+            self.expected = sums.chunks
+            files.make_cold(Path(path))
+        self.rows.zero_()
+        sums = tensorferry.Checksums(MIB, expected=self.expected) if checked else None
+        with Stopwatch() as watch, tensorferry.open(path, **self.options) as file:
+            file.read(self.segments, checksums=sums)
+        if len(self.segments) > 1:
+            self.tensor.view(self.rows.shape).copy_(self.rows)
+        if not pattern.matches(byte_view(self.tensor), seed, 0):
+            raise MeasurementError("read other bytes than the file holds")
+        return watch.result(self.tensor.nbytes)
+
+
+class CopyAndChecksum:
+    """What gathering with checksums cannot do without: each byte copied once, and one CRC-32 of it, by one thread."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.source, self.target = ordinary_tensor(nbytes), ordinary_tensor(min(nbytes, MIB))
+
+    def run(self) -> dict[str, Any]:
+        view = byte_view(self.target)
+        with Stopwatch() as watch:
+            for piece in self.source.split(self.target.nbytes):
+                self.target[: piece.nbytes].copy_(piece)
+                _core.crc32(view[: piece.nbytes])
+        return watch.result(self.source.nbytes)
 
 
 class RandomReads:

@@ -28,7 +28,7 @@ _TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
 def run(settings: Settings) -> Outcome:
     size = 3 * (settings.nbytes + 2 * large.ODD_NBYTES) + 64 * MIB
     try:
-        with _loop_mounted(size) as directory, workers() as make:
+        with loop_mounted(size) as directory, workers() as make:
             quick = replace(settings, directory=directory)
             return large.transfers(
                 quick,
@@ -49,7 +49,7 @@ def _configs(settings: Settings) -> list[fio.Config]:
 
 
 @contextlib.contextmanager
-def _loop_mounted(nbytes: int) -> Iterator[Path]:
+def loop_mounted(nbytes: int) -> Iterator[Path]:
     """An ext4 file system over memory; everything is undone afterwards."""
     if os.geteuid() != 0:
         raise UnavailableError("needs root, to attach a loop device and mount it")

@@ -1,11 +1,12 @@
-// read_many and write_many check all items before the first byte moves, and when all are done whether each array still
-// has its memory. In Python that costs two microseconds an item, a fifth of what a small read takes. Here the common
+// Many arrays of one call are checked before the first byte moves, and when all is done whether each still has its
+// memory. In Python that costs two microseconds an item, a fifth of what a small read takes. Here the common
 // case, a tuple with an exact torch.Tensor or numpy.ndarray that is plainly usable, is told in a few calls; every other
 // item, and so every error, is left to the Python function that is the rule.
 #include "bindings/collect.h"
 
 #include <Python.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <cstdint>
 #include <cstring>
@@ -113,6 +114,44 @@ bool plain_ndarray(PyObject* array, bool writable, Found& found) {
   return !objects;
 }
 
+// Whether an exact torch.Tensor or numpy.ndarray is plainly usable.
+bool plain(PyObject* array, bool writable, nb::handle tensor_type, nb::handle strided, nb::handle ndarray_type,
+           Found& found) {
+  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(array));
+  if (type == tensor_type.ptr()) return plain_tensor(array, strided.ptr(), found);
+  return type == ndarray_type.ptr() && plain_ndarray(array, writable, found);
+}
+
+// Arrays, and numbers of bytes that are to be passed over, as the memory of one transfer. `check(index, array)` does
+// one of them the long way, and returns (address, nbytes, owner, location) or raises.
+PySegments collect_segments(nb::sequence arrays, bool writable, nb::handle tensor_type, nb::handle strided,
+                            nb::handle ndarray_type, nb::callable check) {
+  PySegments segments;
+  segments.pieces.reserve(nb::len(arrays));
+  size_t index = 0;
+  for (nb::handle array : arrays) {
+    Found found;
+    std::optional<Location> location;
+    const long long gap = writable && PyLong_CheckExact(array.ptr()) ? PyLong_AsLongLong(array.ptr()) : -1;
+    if (PyErr_Occurred()) PyErr_Clear();
+    if (gap >= 0) {
+      found = {0, static_cast<uint64_t>(gap), nb::none()};
+    } else if (!plain(array.ptr(), writable, tensor_type, strided, ndarray_type, found)) {
+      nb::object checked = check(index, array);
+      found = {nb::cast<uintptr_t>(checked[0]), nb::cast<uint64_t>(checked[1]), nb::object(checked[2])};
+      location = nb::cast<std::optional<Location>>(checked[3]);
+    }
+    if (found.nbytes > static_cast<uint64_t>(INT64_MAX) - segments.nbytes) {
+      throw nb::value_error("array: these are more bytes than a file can hold");
+    }
+    segments.pieces.push_back({found.address, found.nbytes, location});
+    segments.owners.append(found.owner);
+    segments.nbytes += found.nbytes;
+    ++index;
+  }
+  return segments;
+}
+
 // Returns lists side by side: paths, addresses, bytes, offsets, owners, locations; None for the last one where all is
 // in host memory. `check(index, item)` does one item the long way and returns or raises.
 nb::tuple collect(nb::sequence items, bool writable, nb::handle tensor_type, nb::handle strided,
@@ -123,25 +162,18 @@ nb::tuple collect(nb::sequence items, bool writable, nb::handle tensor_type, nb:
   for (nb::handle item : items) {
     Found found;
     int64_t offset = 0;
-    bool plain = PyTuple_CheckExact(item.ptr()) != 0;
-    const Py_ssize_t length = plain ? PyTuple_Size(item.ptr()) : 0;
-    plain = plain && (length == 2 || length == 3);
-    if (plain && length == 3) {
+    bool usable = PyTuple_CheckExact(item.ptr()) != 0;
+    const Py_ssize_t length = usable ? PyTuple_Size(item.ptr()) : 0;
+    usable = usable && (length == 2 || length == 3);
+    if (usable && length == 3) {
       PyObject* given = PyTuple_GetItem(item.ptr(), 2);
       offset = PyLong_CheckExact(given) ? PyLong_AsLongLong(given) : -1;
       if (PyErr_Occurred()) PyErr_Clear();
-      plain = offset >= 0;
+      usable = offset >= 0;
     }
-    PyObject* array = plain ? PyTuple_GetItem(item.ptr(), 1) : nullptr;
-    const auto* type = array ? reinterpret_cast<PyObject*>(Py_TYPE(array)) : nullptr;
-    if (plain && type == tensor_type.ptr()) {
-      plain = plain_tensor(array, strided.ptr(), found);
-    } else if (plain && type == ndarray_type.ptr()) {
-      plain = plain_ndarray(array, writable, found);
-    } else {
-      plain = false;
-    }
-    if (plain && found.nbytes <= static_cast<uint64_t>(INT64_MAX - offset)) {
+    PyObject* array = usable ? PyTuple_GetItem(item.ptr(), 1) : nullptr;
+    usable = array && plain(array, writable, tensor_type, strided, ndarray_type, found);
+    if (usable && found.nbytes <= static_cast<uint64_t>(INT64_MAX - offset)) {
       paths.append(nb::handle(PyTuple_GetItem(item.ptr(), 0)));
       addresses.append(found.address);
       sizes.append(found.nbytes);
@@ -182,25 +214,49 @@ bool ndarray_moved(PyObject* array, uint64_t address, uint64_t nbytes) {
   return nb::cast<uint64_t>(nb::handle(array).attr("__array_interface__")["data"][0]) != address;
 }
 
-// The index of the first item whose owner, a torch storage or an ndarray, no longer has the memory; None: all have.
+// Whether the owner, a torch storage or an ndarray, no longer has the memory.
+bool is_moved(PyObject* owner, uint64_t address, uint64_t nbytes, nb::handle storage_type, nb::handle ndarray_type) {
+  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(owner));
+  if (nbytes == 0) return false;
+  if (type == storage_type.ptr()) return storage_moved(owner, address, nbytes);
+  return type == ndarray_type.ptr() && ndarray_moved(owner, address, nbytes);
+}
+
+// The index of the first item whose memory is_moved; None: none is.
 std::optional<size_t> first_moved(nb::list addresses, nb::list sizes, nb::list owners, nb::handle storage_type,
                                   nb::handle ndarray_type) {
   for (size_t index = 0; index < owners.size(); ++index) {
-    PyObject* owner = nb::handle(owners[index]).ptr();
-    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(owner));
-    const bool is_storage = type == storage_type.ptr();
-    if (!is_storage && type != ndarray_type.ptr()) continue;
-    const auto address = nb::cast<uint64_t>(addresses[index]);
-    const auto nbytes = nb::cast<uint64_t>(sizes[index]);
-    if (nbytes == 0) continue;
-    if (is_storage ? storage_moved(owner, address, nbytes) : ndarray_moved(owner, address, nbytes)) return index;
+    if (is_moved(nb::handle(owners[index]).ptr(), nb::cast<uint64_t>(addresses[index]),
+                 nb::cast<uint64_t>(sizes[index]), storage_type, ndarray_type)) {
+      return index;
+    }
   }
   return std::nullopt;
+}
+
+bool any_moved(const PySegments& segments, nb::handle storage_type, nb::handle ndarray_type) {
+  for (size_t index = 0; index < segments.pieces.size(); ++index) {
+    const auto& piece = segments.pieces[index];
+    if (is_moved(nb::handle(segments.owners[index]).ptr(), piece.address, piece.nbytes, storage_type, ndarray_type)) {
+      return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace
 
 void bind_collect(nb::module_& module) {
+  nb::class_<PySegments>(module, "Segments")
+      .def_ro("nbytes", &PySegments::nbytes)
+      .def("__len__", [](const PySegments& segments) { return segments.pieces.size(); })
+      .def("moved", &any_moved, "storage_type"_a.none(), "ndarray_type"_a.none());
+  module.def("collect_segments", &collect_segments, "arrays"_a, "writable"_a, "tensor_type"_a.none(),
+             "strided"_a.none(), "ndarray_type"_a.none(), "check"_a,
+             nb::sig("def collect_segments(arrays: collections.abc.Sequence[typing.Any], writable: bool, "
+                     "tensor_type: object, strided: object, ndarray_type: object, "
+                     "check: collections.abc.Callable[[int, typing.Any], "
+                     "tuple[int, int, object, tuple[int, int] | None]]) -> Segments"));
   module.def("collect", &collect, "items"_a, "writable"_a, "tensor_type"_a.none(), "strided"_a.none(),
              "ndarray_type"_a.none(), "check"_a,
              nb::sig("def collect(items: collections.abc.Sequence[typing.Any], writable: bool, tensor_type: object, "

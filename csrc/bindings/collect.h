@@ -1,11 +1,31 @@
-// The checks of arrays.py and transfers.py, for thousands of items in one call.
+// Arrays as memory: what Python gives for one transfer, or for many.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
 namespace tensorferry {
 
-// Adds `collect` and `first_moved` to the module.
+// Where memory of a GPU is used: the device's number, and the stream whose work so far comes before.
+using Location = std::pair<int, uintptr_t>;
+using Locations = std::vector<std::optional<Location>>;
+
+// The memory of one transfer: arrays and gaps, one after the other, and what keeps it valid.
+struct PySegments {
+  struct Piece {
+    uintptr_t address;  // 0: a gap, or without bytes
+    uint64_t nbytes;
+    std::optional<Location> location;
+  };
+  std::vector<Piece> pieces;
+  nanobind::list owners;  // one for each piece
+  uint64_t nbytes = 0;
+};
+
 void bind_collect(nanobind::module_& module);
 
 }  // namespace tensorferry

@@ -48,7 +48,8 @@ constexpr milliseconds signal_interval{40};
 nb::object exception_of(const Fault& fault) {
   return nb::module_::import_("tensorferry.errors")
       .attr("storage_error")(fault.error_number, fault.operation, nb::bytes(fault.path.data(), fault.path.size()),
-                             fault.offset, fault.expected, fault.transferred, fault.end_of_file, fault.hint);
+                             fault.offset, fault.expected, fault.transferred, fault.end_of_file, fault.damaged_nbytes,
+                             fault.hint);
 }
 
 [[noreturn]] void raise(nb::object exception) {
@@ -102,10 +103,6 @@ DirectMode direct_mode_of(const std::string& name) {
   if (name == "auto") return DirectMode::automatic;
   return name == "always" ? DirectMode::always : DirectMode::never;
 }
-
-// Where memory of a GPU is used: the device's number, and the stream whose work so far comes before.
-using Location = std::pair<int, uintptr_t>;
-using Locations = std::vector<std::optional<Location>>;
 
 [[noreturn]] void raise_unavailable(const std::string& reason) {
   raise(nb::module_::import_("tensorferry.errors").attr("EngineUnavailableError")(reason));
@@ -191,6 +188,11 @@ nb::object path_object(const PyFile& self) {
                "%s was made before fork(): its workers run in the parent process. Make a new one in the child.", what);
   throw nb::python_error();
 }
+
+// Shared with the transfer whose they are.
+struct PyChecksums {
+  std::shared_ptr<Checksums> core;
+};
 
 // What keeps the memory of requests, by their ids.
 class Owners {
@@ -310,8 +312,10 @@ class PyScheduler {
   nb::list submit(PyRequest& request, const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
                   const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets,
                   const std::vector<size_t>& positions, nb::object owner, const std::optional<Locations>& locations,
-                  const std::optional<std::vector<bool>>& last) {
+                  const std::optional<std::vector<bool>>& last, const PySegments* segments,
+                  const PyChecksums* checksums) {
     const size_t count = files.size();
+    if ((segments || checksums) && count != 1) throw nb::value_error("segments and checksums are of one transfer");
     if ((locations && locations->size() != count) || (last && last->size() != count) || addresses.size() != count ||
         nbytes.size() != count || offsets.size() != count || positions.size() != count) {
       throw nb::value_error("files, addresses, nbytes, offsets, positions, locations and last differ in length");
@@ -325,8 +329,8 @@ class PyScheduler {
     std::optional<Fault> fault;
     {
       WithoutGil release;
-      fault = create_transfers(files, leases, addresses, nbytes, offsets, positions, locations, request.core, transfers,
-                               refused);
+      fault = create_transfers(files, leases, addresses, nbytes, offsets, positions, locations, segments, checksums,
+                               request.core, transfers, refused);
     }
     if (fault) refuse(*fault);
     if (!transfers.empty()) {
@@ -349,7 +353,8 @@ class PyScheduler {
   // A blocking call's transfer. None: done, and well. Else the request, to wait for or to ask what went wrong.
   std::optional<PyRequest> run(const PyFile& file, uintptr_t address, uint64_t nbytes, uint64_t offset, bool write,
                                bool truncate, bool sync, bool close_files, bool background, nb::object owner,
-                               std::optional<Location> location) {
+                               std::optional<Location> location, const PySegments* segments,
+                               const PyChecksums* checksums) {
     PyRequest request = new_request(write, truncate, sync, close_files, background);
     std::vector<File::Lease> leases;
     leases.push_back(lease_of(file));
@@ -361,8 +366,8 @@ class PyScheduler {
       WithoutGil release;
       const std::optional<Locations> locations = location ? std::optional(Locations{location}) : std::nullopt;
       std::vector<std::pair<size_t, Fault>> refused;
-      fault = create_transfers({file}, leases, {address}, {nbytes}, {offset}, {0}, locations, request.core, transfers,
-                               refused);
+      fault = create_transfers({file}, leases, {address}, {nbytes}, {offset}, {0}, locations, segments, checksums,
+                               request.core, transfers, refused);
       if (!refused.empty()) fault = std::move(refused.front().second);
       inlined = !fault && core_->try_inline(transfers.front());
       if (inlined) {
@@ -500,8 +505,8 @@ class PyScheduler {
   std::optional<Fault> create_transfers(const std::vector<PyFile>& files, std::vector<File::Lease>& leases,
                                         const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& nbytes,
                                         const std::vector<uint64_t>& offsets, const std::vector<size_t>& positions,
-                                        const std::optional<Locations>& locations,
-                                        const std::shared_ptr<Request>& request,
+                                        const std::optional<Locations>& locations, const PySegments* segments,
+                                        const PyChecksums* checksums, const std::shared_ptr<Request>& request,
                                         std::vector<std::shared_ptr<Transfer>>& transfers,
                                         std::vector<std::pair<size_t, Fault>>& refused) const {
     const bool write = request->options().write;
@@ -528,10 +533,14 @@ class PyScheduler {
         refused.emplace_back(positions[index], found->second);
         continue;
       }
-      TransferSpec spec{file, reinterpret_cast<char*>(addresses[index]), offsets[index], nbytes[index], write};
+      TransferSpec spec{file, {}, offsets[index], write};
       spec.lease = std::move(leases[index]);
-      auto transfer = create_transfer(std::move(spec), locations ? (*locations)[index] : std::nullopt, gates, request,
-                                      positions[index], snapshot ? &*snapshot : nullptr);
+      if (checksums) spec.checksums = checksums->core;
+      auto memory =
+          segments ? memory_of(*segments, gates)
+                   : memory_of(addresses[index], nbytes[index], locations ? (*locations)[index] : std::nullopt, gates);
+      auto transfer = create_transfer(std::move(spec), std::move(memory), nbytes[index], request, positions[index],
+                                      snapshot ? &*snapshot : nullptr);
       if (transfer) {
         transfers.push_back(*transfer);
         continue;
@@ -557,22 +566,38 @@ class PyScheduler {
     return full;
   }
 
-  Result<std::shared_ptr<Transfer>> create_transfer(TransferSpec spec, const std::optional<Location>& location,
-                                                    Gates& gates, const std::shared_ptr<Request>& request, size_t index,
-                                                    const File::Snapshot* snapshot) const {
+  static Result<Segments> memory_of(uintptr_t address, uint64_t nbytes, const std::optional<Location>& location,
+                                    Gates& gates) {
     auto gate = gates.of(location);
-    std::optional<Fault> fault = gate ? std::nullopt : std::optional(gate.fault());
-    if (!fault && *gate) fault = core_->prepare_for_gpus();
+    if (!gate) return gate.fault();
+    return Segments(reinterpret_cast<char*>(address), nbytes, *gate);
+  }
+
+  static Result<Segments> memory_of(const PySegments& given, Gates& gates) {
+    Segments segments;
+    segments.reserve(given.pieces.size());
+    for (const auto& [address, nbytes, location] : given.pieces) {
+      auto gate = gates.of(location);
+      if (!gate) return gate.fault();
+      segments.add(reinterpret_cast<char*>(address), nbytes, *gate);
+    }
+    return segments;
+  }
+
+  Result<std::shared_ptr<Transfer>> create_transfer(TransferSpec spec, Result<Segments> memory, uint64_t nbytes,
+                                                    const std::shared_ptr<Request>& request, size_t index,
+                                                    const File::Snapshot* snapshot) const {
+    std::optional<Fault> fault = memory ? std::nullopt : std::optional(memory.fault());
+    if (!fault && !(*memory).gates().empty()) fault = core_->prepare_for_gpus();
     if (fault) {
       fault->path = spec.file->path();
       fault->offset = spec.offset;
-      fault->expected = spec.nbytes;
+      fault->expected = nbytes;
       return *fault;
     }
-    spec.gate = *gate;
+    spec.memory = std::move(*memory);
     spec.use_cufile = core_->options().engine == "cufile";
-    const uint64_t block_nbytes = core_->block_nbytes_for(spec.nbytes);
-    return Transfer::create(std::move(spec), request, index, block_nbytes, snapshot);
+    return Transfer::create(std::move(spec), request, index, core_->block_nbytes_for(nbytes), snapshot);
   }
 
   // What is wrong with the GPU before any I/O is no fault of the file.
@@ -730,6 +755,8 @@ NB_MODULE(_core, module) {
   // finished by then (runtime.py), and each of a training's processes would print twenty lines.
   nb::set_leak_warnings(false);
 
+  bind_collect(module);
+
   nb::class_<PyFile>(module, "File")
       .def_prop_ro("path", path_object, nb::sig("def path(self) -> str"))
       .def_prop_ro("device", [](const PyFile& file) { return file.core->identity().first; })
@@ -808,6 +835,16 @@ NB_MODULE(_core, module) {
           },
           "queue"_a, "token"_a);
 
+  nb::class_<PyChecksums>(module, "Checksums")
+      .def(
+          "__init__",
+          [](PyChecksums* self, uint64_t chunk_nbytes, bool of_segments, std::vector<uint32_t> expected) {
+            new (self) PyChecksums{std::make_shared<Checksums>(chunk_nbytes, of_segments, std::move(expected))};
+          },
+          "chunk_nbytes"_a, "of_segments"_a, "expected"_a)
+      .def_prop_ro("chunks", [](const PyChecksums& sums) { return sums.core->of_chunks(); })
+      .def_prop_ro("segments", [](const PyChecksums& sums) { return sums.core->of_segments(); });
+
   nb::class_<PyScheduler>(module, "Scheduler", nb::is_weak_referenceable())
       .def(nb::init<const std::string&, uint64_t, uint64_t, uint32_t, uint32_t, bool>(), "engine"_a, "block_nbytes"_a,
            "large_block_nbytes"_a, "queue_depth"_a, "worker_count"_a, "single_submit"_a)
@@ -822,14 +859,17 @@ NB_MODULE(_core, module) {
       .def("new_request", &PyScheduler::new_request, "write"_a, "truncate"_a, "sync"_a, "close_files"_a, "background"_a)
       .def("submit", &PyScheduler::submit, "request"_a, "files"_a, "addresses"_a, "nbytes"_a, "offsets"_a,
            "positions"_a, "owner"_a.none(), "locations"_a.none() = nb::none(), "last"_a.none() = nb::none(),
+           "segments"_a.none() = nb::none(), "checksums"_a.none() = nb::none(),
            nb::sig("def submit(self, request: Request, files: collections.abc.Sequence[File], "
                    "addresses: collections.abc.Sequence[int], nbytes: collections.abc.Sequence[int], "
                    "offsets: collections.abc.Sequence[int], positions: collections.abc.Sequence[int], "
                    "owner: object | None, locations: collections.abc.Sequence[tuple[int, int] | None] | None = None, "
-                   "last: collections.abc.Sequence[bool] | None = None) "
+                   "last: collections.abc.Sequence[bool] | None = None, segments: Segments | None = None, "
+                   "checksums: Checksums | None = None) "
                    "-> list[tuple[int, tensorferry.errors.StorageError]]"))
       .def("run", &PyScheduler::run, "file"_a, "address"_a, "nbytes"_a, "offset"_a, "write"_a, "truncate"_a, "sync"_a,
-           "close_files"_a, "background"_a, "owner"_a.none(), "location"_a.none() = nb::none())
+           "close_files"_a, "background"_a, "owner"_a.none(), "location"_a.none() = nb::none(),
+           "segments"_a.none() = nb::none(), "checksums"_a.none() = nb::none())
       .def("reap", &PyScheduler::reap)
       .def("outstanding", &PyScheduler::outstanding)
       .def("wait_for_progress", &PyScheduler::wait_for_progress, "timeout_seconds"_a)
@@ -870,6 +910,5 @@ NB_MODULE(_core, module) {
       if (!kind.on_request_only) names.emplace_back(kind.name);
     return names;
   });
-  bind_collect(module);
   module.attr("MIN_BOUNCE_POOL_NBYTES") = BouncePool::min_nbytes;
 }

@@ -18,7 +18,8 @@ struct Fault {
   uint64_t expected = 0;  // bytes the caller asked for
   uint64_t transferred = 0;
   bool end_of_file = false;
-  std::string hint = {};  // a remedy, where one is known
+  uint64_t damaged_nbytes = 0;  // so many from offset on are not what they were: their checksum is another
+  std::string hint = {};        // a remedy, where one is known
 };
 
 template <typename T>

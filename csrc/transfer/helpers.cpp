@@ -26,17 +26,18 @@ struct Helpers::State {
   bool stopping = false;
 };
 
-Helpers::Helpers() : state_(std::make_shared<State>()) {}
+Helpers::Helpers(const char* name, size_t max_threads)
+    : name_(name), max_threads_(max_threads), state_(std::make_shared<State>()) {}
 Helpers::~Helpers() = default;
 
 void Helpers::post(Job job) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  if (state.idle <= state.jobs.size() && state.running < max_threads) {
+  if (state.idle <= state.jobs.size() && state.running < max_threads_) {
     SignalsBlocked signals;
     try {
-      std::thread thread([own = state_] {
-        (void)::pthread_setname_np(::pthread_self(), "tensorferry-job");
+      std::thread thread([own = state_, name = name_] {
+        (void)::pthread_setname_np(::pthread_self(), name);
         serve(own);
       });
       ++state.running;

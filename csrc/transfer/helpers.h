@@ -1,5 +1,5 @@
-// Threads for what may block: closing, cutting and syncing files, opening them, I/O through the page cache where an
-// engine would block, pauses. They start as jobs wait for one, up to a limit.
+// Threads for what a worker must not do: what may block (closing, cutting and syncing files, opening them, I/O through
+// the page cache where an engine would block, pauses), and copying. They start as jobs wait for one, up to a limit.
 #pragma once
 
 #include <functional>
@@ -9,11 +9,10 @@ namespace tensorferry {
 
 class Helpers {
  public:
-  static constexpr size_t max_threads = 8;
-
   using Job = std::function<void()>;
 
-  Helpers();
+  // `name` is that of the threads, and lives as long as they do.
+  Helpers(const char* name, size_t max_threads);
   // After stop() or abandon().
   ~Helpers();
   Helpers(const Helpers&) = delete;
@@ -33,6 +32,8 @@ class Helpers {
   struct State;
   static void serve(const std::shared_ptr<State>& state);
 
+  const char* const name_;
+  const size_t max_threads_;
   const std::shared_ptr<State> state_;
 };
 

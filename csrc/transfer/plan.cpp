@@ -10,60 +10,114 @@ uint64_t align_up(uint64_t value, uint64_t alignment) { return align_down(value 
 
 }  // namespace
 
-Plan::Plan(const PlanInput& input) : input_(input) {
-  const uint64_t end = input.offset + input.nbytes;
-  body_end_ = input.nbytes;
-  const bool staged = input.staging == Staging::all;
-  step_ = input.staging == Staging::none ? input.block_nbytes : std::min(input.block_nbytes, input.bounce_nbytes);
+Plan::Plan(const PlanInput& input, const Segments& segments)
+    : input_(input), segments_(&segments), nbytes_(segments.nbytes()) {
+  step_ = input.block_nbytes;
+  bounce_step_ = input.verified_nbytes ? input.bounce_nbytes : std::min(input.block_nbytes, input.bounce_nbytes);
   if (!input.direct) return;
 
   // Alignments are powers of two, so the larger is a multiple of the smaller.
-  const uint64_t alignment = input.write ? std::max(input.offset_alignment, input.page_nbytes) : input.offset_alignment;
-  const uint64_t first = align_up(input.offset, alignment);
-  const uint64_t last = align_down(end, alignment);
-  const uint64_t direct_step = align_up(input.block_nbytes, alignment);
-  const uint64_t bounce_step = std::min(direct_step, std::max(align_down(input.bounce_nbytes, alignment), alignment));
-  const bool has_body = first < last;
-  const bool memory_fits = has_body && !staged && (input.memory + (first - input.offset)) % input.memory_alignment == 0;
+  alignment_ = input.write ? std::max(input.offset_alignment, input.page_nbytes) : input.offset_alignment;
+  step_ = align_up(step_, alignment_);
+  bounce_step_ =
+      std::min(align_up(bounce_step_, alignment_), std::max(align_down(input.bounce_nbytes, alignment_), alignment_));
+  const uint64_t first = align_up(input.offset, alignment_);
+  const uint64_t last = align_down(input.offset + nbytes_, alignment_);
+  body_begin_ = first < last ? first - input.offset : nbytes_;
+  body_end_ = first < last ? last - input.offset : nbytes_;
+}
 
-  if (memory_fits) {
-    body_way_ = Way::direct;
-    step_ = direct_step;
-    body_begin_ = first - input.offset;
-    body_end_ = last - input.offset;
-  } else if (!input.write) {
-    body_way_ = Way::bounced;  // padded at both ends, so head and tail belong to it
-    step_ = bounce_step;
-  } else if (has_body) {
-    body_way_ = Way::bounced;
-    step_ = bounce_step;
-    body_begin_ = first - input.offset;
-    body_end_ = last - input.offset;
+bool Plan::is_passed_over(const Segments::Piece& rest) const {
+  if (!rest.is_gap() || input_.all_wanted) return false;
+  return rest.nbytes >= min_gap_nbytes || rest.begin + rest.nbytes == nbytes_;
+}
+
+uint64_t Plan::skip(uint64_t position) const {
+  while (position < nbytes_) {
+    const auto rest = segments_->at(position);
+    if (!is_passed_over(rest)) break;
+    position += rest.nbytes;
   }
+  return position;
+}
+
+// Bytes from here on that can go past the page cache and straight from or to a segment.
+uint64_t Plan::straight_nbytes(uint64_t position) const {
+  if (position < body_begin_ || position >= body_end_ || (input_.offset + position) % alignment_ != 0) return 0;
+  if (input_.verified_nbytes) return 0;
+  const auto rest = segments_->at(position);
+  if (rest.is_gap() || (!rest.in_host() && !input_.cufile)) return 0;
+  if (reinterpret_cast<uintptr_t>(rest.memory) % input_.memory_alignment != 0) return 0;
+  const uint64_t usable = std::min(align_down(rest.nbytes, alignment_), body_end_ - position);
+  if (usable < min_straight_nbytes && segments_->count() > 1) return 0;
+  return std::min(step_, usable);
+}
+
+// The same through the page cache, which asks for nothing.
+uint64_t Plan::cached_nbytes(uint64_t position, uint64_t limit) const {
+  const auto rest = segments_->at(position);
+  if (!rest.in_host() || input_.verified_nbytes) return 0;
+  const uint64_t usable = std::min(rest.nbytes, limit - position);
+  if (usable < std::min(min_straight_nbytes, limit - position)) return 0;
+  return std::min(step_, usable);
+}
+
+// Where a bounced block ends: at `limit`, or before what is better off without a buffer or not read at all.
+uint64_t Plan::end_of_bounced(uint64_t position, uint64_t limit, bool direct) const {
+  if (input_.verified_nbytes) return limit;
+  for (size_t index = segments_->index_at(position); index < segments_->count(); ++index) {
+    const uint64_t begin = std::max((*segments_)[index].begin, position);
+    if (begin >= limit) break;
+    if ((*segments_)[index].nbytes == 0) continue;
+    if (begin > position && is_passed_over(segments_->at(begin))) {
+      // A write has no gaps; a read may end anywhere.
+      return begin;
+    }
+    const uint64_t first = direct ? align_up(input_.offset + begin, alignment_) - input_.offset : begin;
+    if (first <= position || first >= limit || segments_->index_at(first) != index) continue;
+    if (direct ? straight_nbytes(first) > 0 : cached_nbytes(first, nbytes_) >= min_straight_nbytes) return first;
+  }
+  return limit;
+}
+
+// Chunks are verified whole: the last one that fits is the end.
+uint64_t Plan::verified_end(uint64_t position, uint64_t end, uint64_t limit) const {
+  if (!input_.verified_nbytes || end == nbytes_) return end;
+  const uint64_t whole = align_down(end, input_.verified_nbytes);
+  return whole > position ? whole : std::min(position + input_.verified_nbytes, limit);
 }
 
 PlannedBlock Plan::block_at(uint64_t position) const {
-  if (position < body_begin_ || position >= body_end_) {
-    const uint64_t end = position < body_begin_ ? body_begin_ : input_.nbytes;
-    if (input_.write) {
-      return {Way::buffered, position, end - position, input_.offset + position, end - position};
-    }
-    const uint64_t io_begin = align_down(input_.offset + position, input_.offset_alignment);
+  const uint64_t from = input_.offset + position;
+  if (const uint64_t nbytes = straight_nbytes(position)) return {true, false, position, nbytes, from, nbytes};
+
+  if (input_.direct && !input_.write) {
+    const uint64_t io_begin = align_down(from, input_.offset_alignment);
+    uint64_t end = std::min(io_begin + bounce_step_ - input_.offset, nbytes_);
+    end = end_of_bounced(position, verified_end(position, end, nbytes_), true);
     const uint64_t io_end = align_up(input_.offset + end, input_.offset_alignment);
-    return {Way::bounced, position, end - position, io_begin, io_end - io_begin};
+    return {true, true, position, end - position, io_begin, io_end - io_begin};
   }
-  if (body_way_ == Way::bounced && !input_.write) {
-    const uint64_t io_begin = align_down(input_.offset + position, input_.offset_alignment);
-    const uint64_t end = std::min(io_begin + step_ - input_.offset, body_end_);
-    const uint64_t io_end = align_up(input_.offset + end, input_.offset_alignment);
-    return {Way::bounced, position, end - position, io_begin, io_end - io_begin};
+  if (position >= body_begin_ && position < body_end_) {
+    const uint64_t end = end_of_bounced(position, std::min(position + bounce_step_, body_end_), true);
+    return {true, true, position, end - position, from, end - position};
   }
-  const uint64_t nbytes = std::min(step_, body_end_ - position);
-  return {body_way_, position, nbytes, input_.offset + position, nbytes};
+
+  const uint64_t limit = input_.direct && position < body_begin_ ? body_begin_ : nbytes_;
+  if (const uint64_t nbytes = cached_nbytes(position, limit)) return {false, false, position, nbytes, from, nbytes};
+  uint64_t end = std::min(position + bounce_step_, limit);
+  end = end_of_bounced(position, verified_end(position, end, limit), false);
+  return {false, true, position, end - position, from, end - position};
+}
+
+PlannedBlock Plan::buffered(const PlannedBlock& block) const {
+  const auto rest = segments_->at(block.begin);
+  const bool straight = rest.in_host() && rest.nbytes >= block.nbytes && !input_.verified_nbytes;
+  return {false, !straight, block.begin, block.nbytes, input_.offset + block.begin, block.nbytes};
 }
 
 bool Plan::uses_buffered() const {
-  return body_way_ == Way::buffered || (input_.write && (body_begin_ > 0 || body_end_ < input_.nbytes));
+  return !input_.direct || (input_.write && (body_begin_ > 0 || body_end_ < nbytes_));
 }
 
 }  // namespace tensorferry

@@ -18,6 +18,10 @@ constexpr uint64_t max_inline_nbytes = uint64_t{1} << 20;
 
 constexpr std::chrono::milliseconds patience_slice{100};
 
+// Threads at most, of each kind. Copying is limited by memory's bandwidth.
+constexpr size_t max_helpers = 8;
+constexpr size_t max_copiers = 4;
+
 }  // namespace
 
 std::shared_ptr<Scheduler> Scheduler::create(const SchedulerOptions& options, std::vector<EngineRefusal>& refusals) {
@@ -60,7 +64,11 @@ std::string Scheduler::start_workers() {
 }
 
 Scheduler::Scheduler(const SchedulerOptions& options)
-    : options_(options), fork_generation_(tensorferry::fork_generation()) {}
+    : options_(options),
+      fork_generation_(tensorferry::fork_generation()),
+      helpers_("tensorferry-job", max_helpers),
+      sync_helpers_("tensorferry-job", max_helpers),
+      copy_helpers_("tensorferry-copy", std::clamp<size_t>(std::thread::hardware_concurrency(), 1, max_copiers)) {}
 
 Scheduler::~Scheduler() {
   if (state_ == State::abandoned) (void)watcher_.release();  // its own thread may be the one that comes here
@@ -130,15 +138,17 @@ void Scheduler::begin(const std::shared_ptr<Transfer>& transfer) {
 // False for memory of a GPU that is still to be written to, or read, by what was queued before: then the transfer
 // lines up by itself when that has passed.
 bool Scheduler::may_line_up(const std::shared_ptr<Transfer>& transfer) {
-  if (!transfer->gate()) return true;
-  auto passed = transfer->gate()->passed();
-  if (!passed) transfer->refuse(passed.fault());
-  if (!passed || *passed) return true;
-  watcher_->add_gate(transfer->gate(), [this, transfer](const std::optional<Fault>& fault) {
-    if (fault) transfer->refuse(*fault);
-    line_up(transfer);
-  });
-  return false;
+  for (const auto& gate : transfer->gates()) {
+    auto passed = gate->passed();
+    if (!passed) transfer->refuse(passed.fault());
+    if (!passed || *passed) continue;
+    watcher_->add_gate(gate, [this, transfer](const std::optional<Fault>& fault) {
+      if (fault) transfer->refuse(*fault);
+      begin(transfer);
+    });
+    return false;
+  }
+  return true;
 }
 
 void Scheduler::line_up(const std::shared_ptr<Transfer>& transfer) {
@@ -212,6 +222,7 @@ void Scheduler::stop_workers() {
   threads_.clear();
   helpers_.stop();
   sync_helpers_.stop();
+  copy_helpers_.stop();
   watcher_.reset();  // which may be about to wake a worker
   std::lock_guard lock(mutex_);
   hungry_.clear();
@@ -225,6 +236,7 @@ void Scheduler::abandon_workers() {
   threads_.clear();
   helpers_.abandon();
   sync_helpers_.abandon();
+  copy_helpers_.abandon();
   progress_.notify_all();
 }
 
@@ -234,6 +246,7 @@ void Scheduler::end_if_abandoned() {
   for (auto& worker : workers_) worker->wake();
   helpers_.release();
   sync_helpers_.release();
+  copy_helpers_.release();
 }
 
 bool Scheduler::take(WorkBlock& block, Worker* hungry, const Transfer* only) {
@@ -312,35 +325,43 @@ void Scheduler::request_over(const Request& request) {
   progress_.notify_all();
 }
 
-Settled Scheduler::run_now(WorkBlock& block) {
-  statistics_.inline_blocks.fetch_add(1, std::memory_order_relaxed);
+// On this thread, as far as it goes without copying; returns what is next.
+Step Scheduler::run_now(WorkBlock& block, Step step) {
+  Transfer& transfer = *block.transfer;
   while (true) {
-    block.result = execute_now(block);
-    const Settled settled = block.transfer->settle(block, statistics_);
-    if (settled == Settled::slow && !block.transfer->get_over(block)) return Settled::done;
-    if (settled != Settled::again && settled != Settled::slow) return settled;
+    switch (step) {
+      case Step::get_over: step = transfer.get_over(block); break;
+      case Step::move:
+        statistics_.inline_blocks.fetch_add(block.moved == 0 && block.attempts == 0, std::memory_order_relaxed);
+        block.result = execute_now(block);
+        step = transfer.settle(block, statistics_);
+        break;
+      default: return step;
+    }
   }
 }
 
-void Scheduler::execute(WorkBlock& block) {
-  const bool copy_first = block.staged && block.operation == Operation::write;
-  if (copy_first && !block.transfer->copy_now(block, statistics_)) return;
-  if (run_now(block) == Settled::copy) (void)block.transfer->copy_now(block, statistics_);
+void Scheduler::run_to_end(WorkBlock& block, Step step) {
+  while (step != Step::done) {
+    step = run_now(block, step);
+    if (step == Step::copy) step = block.transfer->copy(block, statistics_);
+    if (step == Step::copy_gpu) step = block.transfer->copy_now(block, statistics_);
+  }
 }
 
 bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer) {
   if (transfer->nbytes() > max_inline_nbytes || transfer->has_many_blocks()) return false;
-  if (transfer->gate()) {
-    auto passed = transfer->gate()->passed();
+  for (const auto& gate : transfer->gates()) {
+    auto passed = gate->passed();
     if (!passed || !*passed) return false;  // waiting for it is the watcher's work
   }
   if (transfer->is_write() && !WriteOrder::enter(transfer, false)) return false;
   WorkBlock block;
   bool exhausted;
-  Prepared prepared = Prepared::failed;
+  Step step = Step::done;
   if (transfer->take(block, exhausted)) {
-    prepared = transfer->prepare(block, nullptr);
-    if (prepared == Prepared::no_bounce_memory) {
+    step = transfer->prepare(block, nullptr, statistics_);
+    if (step == Step::wait_for_memory) {
       transfer->rewind();  // a worker can wait for it
       if (transfer->is_write()) WriteOrder::leave(*transfer);
       return false;
@@ -357,7 +378,7 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer) {
   request.seal(*transfer->file());
   request.seal();
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
-  if (prepared == Prepared::ready) execute(block);
+  run_to_end(block, step);
   block.bounce.reset();
   end(transfer);
   return true;
@@ -368,11 +389,11 @@ void Scheduler::share(const std::shared_ptr<Transfer>& transfer) {
   if (!transfer->from_page_cache()) return;
   WorkBlock block;
   while (take(block, nullptr, transfer.get())) {
-    Prepared prepared;
-    while ((prepared = transfer->prepare(block, nullptr)) == Prepared::no_bounce_memory) {
+    Step step;
+    while ((step = transfer->prepare(block, nullptr, statistics_)) == Step::wait_for_memory) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));  // the workers give theirs back
     }
-    if (prepared == Prepared::ready) execute(block);
+    run_to_end(block, step);
     drop(block);
   }
 }

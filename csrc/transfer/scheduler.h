@@ -121,6 +121,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // For what may block. Syncs, which may take long and all at once, have threads of their own.
   void help(Helpers::Job job) { helpers_.post(std::move(job)); }
   void help_to_sync(Helpers::Job job) { sync_helpers_.post(std::move(job)); }
+  // For what takes a processor's time.
+  void help_to_copy(Helpers::Job job) { copy_helpers_.post(std::move(job)); }
 
   // For requests: one of their transfers is over; all of the request is.
   void transfer_over();
@@ -144,8 +146,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // given, will be woken when there is.
   bool take(WorkBlock& block, Worker* hungry, const Transfer* only);
   void drop(WorkBlock& block);  // settled or abandoned
-  Settled run_now(WorkBlock& block);
-  void execute(WorkBlock& block);
+  Step run_now(WorkBlock& block, Step step);
+  void run_to_end(WorkBlock& block, Step step);
   bool may_line_up(const std::shared_ptr<Transfer>& transfer);
   void line_up(const std::shared_ptr<Transfer>& transfer);
   void wake_hungry(bool all);  // with mutex_ held
@@ -172,6 +174,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   std::unique_ptr<cuda::Watcher> watcher_;
   Helpers helpers_;
   Helpers sync_helpers_;
+  Helpers copy_helpers_;
 };
 
 }  // namespace tensorferry

@@ -21,6 +21,9 @@ constexpr uint64_t max_bounced_block_nbytes = uint64_t{1} << 20;
 // Blocks in flight that the pool for GPU memory holds, at their longest: enough to keep the drive and the copies busy.
 constexpr uint64_t staged_blocks = 16;
 
+// Copied at a time where a checksum follows.
+constexpr uint64_t copied_nbytes = uint64_t{128} << 10;
+
 // What cuFile asks of offsets and lengths, where the drive asks for less.
 constexpr uint32_t cufile_alignment = 4096;
 
@@ -29,7 +32,7 @@ const char* describe(Operation operation) { return operation == Operation::write
 }  // namespace
 
 Transfer::Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t position)
-    : OrderedWrite(spec.file->identity(), spec.offset, spec.offset + spec.nbytes),
+    : OrderedWrite(spec.file->identity(), spec.offset, spec.offset + spec.memory.nbytes()),
       index(position),
       spec_(std::move(spec)),
       request_(std::move(request)) {}
@@ -37,19 +40,21 @@ Transfer::Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t p
 Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::shared_ptr<Request> request, size_t index,
                                                    uint64_t block_nbytes, const File::Snapshot* snapshot) {
   File& file = *spec.file;
-  auto refused = [&](Fault fault) {
-    fault.expected = spec.nbytes;
+  const uint64_t nbytes = spec.memory.nbytes();
+  const auto& gates = spec.memory.gates();
+  auto refused = [&, nbytes](Fault fault) {
+    fault.expected = nbytes;
     if (fault.path.empty()) fault.path = file.path();
     return fault;
   };
   if (!spec.lease) spec.lease = file.lease();
   if (!spec.lease) return refused(Fault{.error_number = EBADF, .operation = "use of a closed file"});
-  auto pool = spec.gate ? BouncePool::pinned_pool(spec.gate->gpu()) : Result(std::shared_ptr<BouncePool>());
+  auto pool = gates.empty() ? Result(std::shared_ptr<BouncePool>()) : BouncePool::pinned_pool(gates.front()->gpu());
   if (!pool) return refused(pool.fault());
   if (!spec.write) {
     auto size = snapshot ? Result(snapshot->size) : file.size();
     if (!size) return refused(size.fault());
-    if (*size && spec.nbytes > **size - std::min(**size, spec.offset)) {
+    if (*size && nbytes > **size - std::min(**size, spec.offset)) {
       Fault fault{.error_number = 0, .operation = "read", .path = file.path(), .offset = std::max(spec.offset, **size)};
       fault.end_of_file = true;
       fault.hint = "the file has " + std::to_string(**size) + " bytes";
@@ -58,10 +63,10 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   }
   std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
   const TransferSpec& own = transfer->spec_;
-  bool direct = file.direct() && own.nbytes > 0;
+  bool direct = file.direct() && nbytes > 0;
   const bool may_be_cached = !snapshot || !snapshot->nothing_cached;
   if (direct && !own.write && may_be_cached && file.direct_mode() == DirectMode::automatic) {
-    if (auto resident = file.residency(own.offset, own.nbytes); resident && resident->cached_pages > 0) {
+    if (auto resident = file.residency(own.offset, nbytes); resident && resident->cached_pages > 0) {
       const bool whole = resident->cached_pages >= resident->total_pages;
       // Without a descriptor to read it by (a limit), what is cached is on the drive as well.
       if (file.buffered_descriptor()) {
@@ -73,29 +78,34 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   PlanInput input;
   input.write = own.write;
   input.direct = direct;
-  input.memory = reinterpret_cast<uintptr_t>(own.memory);
   input.offset = own.offset;
-  input.nbytes = own.nbytes;
   input.memory_alignment = file.alignment().memory;
   input.offset_alignment = file.alignment().offset;
   input.page_nbytes = own.write && direct ? file.write_granularity() : page_nbytes();
   input.block_nbytes = block_nbytes;
   input.bounce_nbytes = std::min<uint64_t>(BouncePool::process_pool_nbytes() / 8, max_bounced_block_nbytes);
-  if (own.gate) {
+  if (!own.memory.gates().empty()) {
     transfer->pinned_pool_ = std::move(*pool);
     const uint64_t pool_nbytes = transfer->pinned_pool_->nbytes();
-    input.staging = Staging::all;
     input.bounce_nbytes = pool_nbytes / staged_blocks;
-    if (direct && own.use_cufile && file.cufile_handle() != nullptr) {
-      input.staging = Staging::edges;
+    if (direct && own.use_cufile && own.memory.count() == 1 && !own.checksums && file.cufile_handle() != nullptr) {
+      input.cufile = true;
       input.block_nbytes = std::min<uint64_t>(block_nbytes, pool_nbytes / 4);  // what is cached will be staged
       input.memory_alignment = 1;
       input.offset_alignment = std::max(input.offset_alignment, cufile_alignment);
     }
   }
-  transfer->plan_ = Plan(input);
+  if (own.checksums) {
+    own.checksums->begin(own.memory);
+    input.all_wanted = true;
+    if (own.checksums->verify()) {
+      input.verified_nbytes = own.checksums->chunk_nbytes();
+      input.bounce_nbytes = std::max(input.bounce_nbytes, input.verified_nbytes + 2 * input.offset_alignment);
+    }
+  }
+  transfer->plan_ = Plan(input, own.memory);
   // A buffered descriptor that will be needed is opened now, where a descriptor limit can still be waited out.
-  if (transfer->plan_.uses_buffered() && own.nbytes > 0) {
+  if (transfer->plan_.uses_buffered() && nbytes > 0) {
     if (auto descriptor = file.buffered_descriptor(); !descriptor) return refused(descriptor.fault());
   }
   return transfer;
@@ -103,16 +113,22 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
 
 bool Transfer::take(WorkBlock& block, bool& exhausted) {
   exhausted = true;
-  if (cursor_ >= spec_.nbytes || stopped()) return false;
+  if (stopped()) return false;
+  const uint64_t begin = plan_.skip(cursor_);
+  moved_nbytes_.fetch_add(begin - cursor_, std::memory_order_relaxed);
+  cursor_ = begin;
+  if (cursor_ >= nbytes()) return false;
   block.operation = spec_.write ? Operation::write : Operation::read;
   block.planned = plan_.block_at(cursor_);
   cursor_ += block.planned.nbytes;
-  exhausted = cursor_ >= spec_.nbytes;
+  exhausted = cursor_ >= nbytes();
   block.transfer = shared_from_this();
   block.moved = 0;
   block.attempts = 0;
+  block.station = 0;
+  block.gate = 0;
   block.resident = false;
-  block.staged = false;
+  block.of_gpu = false;
   block.refused = false;
   block.cufile = nullptr;
   open_.fetch_add(1, std::memory_order_relaxed);
@@ -125,7 +141,7 @@ void Transfer::rewind() {
   moved_nbytes_.store(0, std::memory_order_relaxed);
 }
 
-Prepared Transfer::prepare(WorkBlock& block, BounceWaiter* waiter) {
+Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& statistics) {
   File& file = *spec_.file;
   PlannedBlock& planned = block.planned;
   block.begun = std::chrono::steady_clock::now();
@@ -136,56 +152,66 @@ Prepared Transfer::prepare(WorkBlock& block, BounceWaiter* waiter) {
     auto resident = file.residency(spec_.offset + planned.begin, planned.nbytes);
     block.resident = resident && resident->cached_pages >= resident->total_pages;
   }
-  if (block.resident) {
-    planned = {Way::buffered, planned.begin, planned.nbytes, spec_.offset + planned.begin, planned.nbytes};
-  }
+  if (block.resident) planned = plan_.buffered(planned);
   block.offset = planned.io_offset;
   block.nbytes = planned.io_nbytes;
-  block.memory = spec_.memory + planned.begin;
-  if (planned.way == Way::buffered && !use_buffered_descriptor(block)) return Prepared::failed;
-  block.staged = spec_.gate && planned.way != Way::direct;
-  if (block.staged) {
-    block.bounce = pinned_pool_->try_acquire(planned.io_nbytes, waiter);
-    if (!block.bounce) return Prepared::no_bounce_memory;
-    block.memory = block.bounce.data();
-  } else if (spec_.gate) {
-    block.cufile = file.cufile_handle();
-    block.gpu = &spec_.gate->gpu();
-  } else if (planned.way == Way::bounced) {
-    auto pool = BouncePool::process_pool();
-    if (!pool) {
-      fail(block, ENOMEM, false);
-      return Prepared::failed;
-    }
+  if (!planned.direct && !use_buffered_descriptor(block)) return Step::done;
+  if (planned.bounced) {
+    auto pool = pinned_pool_ ? pinned_pool_ : BouncePool::process_pool();
+    if (!pool) return fail(block, ENOMEM, false);
+    block.of_gpu = pinned_pool_ != nullptr;
     block.bounce = pool->try_acquire(planned.io_nbytes, waiter);
-    if (!block.bounce) return Prepared::no_bounce_memory;
-    if (spec_.write) std::memcpy(block.bounce.data(), block.memory, planned.nbytes);
+    if (!block.bounce) return Step::wait_for_memory;
     block.memory = block.bounce.data();
+  } else {
+    block.memory = spec_.memory.at(planned.begin).memory;
+    if (pinned_pool_ && planned.direct) {
+      block.cufile = file.cufile_handle();
+      block.gpu = &gates().front()->gpu();
+    }
   }
-  return Prepared::ready;
+  return advance(block, statistics);
 }
 
-Settled Transfer::settle(WorkBlock& block, Statistics& statistics) {
+// The stations of a block: what is written is gathered first, what has been read is given out last.
+Step Transfer::advance(WorkBlock& block, Statistics& statistics) {
+  constexpr Step writing[] = {Step::copy_gpu, Step::copy, Step::move, Step::done};
+  constexpr Step reading[] = {Step::move, Step::copy, Step::copy_gpu, Step::done};
+  while (true) {
+    const Step step = (spec_.write ? writing : reading)[block.station];
+    if (step == Step::copy_gpu && has_gpu_piece(block)) return step;  // as often as there are GPUs
+    ++block.station;
+    if (step == Step::copy_gpu || (step == Step::copy && !block.bounce && !spec_.checksums)) continue;
+    if (step == Step::done) complete(block, statistics);
+    return step;
+  }
+}
+
+// Looks for the next GPU of which the block has memory.
+bool Transfer::has_gpu_piece(WorkBlock& block) const {
+  if (!block.bounce) return false;
+  for (; block.gate < gates().size(); ++block.gate) {
+    bool found = false;
+    spec_.memory.each(block.planned.begin, block.planned.nbytes,
+                      [&](const Segments::Piece& piece) { found |= piece.gate == block.gate; });
+    if (found) return true;
+  }
+  return false;
+}
+
+Step Transfer::settle(WorkBlock& block, Statistics& statistics) {
   const int64_t result = block.result;
   if (result == -EINTR || result == -EAGAIN || (spec_.write && result == 0)) {
-    if (try_again(block, statistics)) return block.attempts > immediate_attempts ? Settled::slow : Settled::again;
-    fail(block, result == 0 ? EIO : static_cast<int>(-result), false);
-    return Settled::done;
+    return try_again(block, statistics, result == 0 ? EIO : static_cast<int>(-result));
   }
   if ((result == -EINVAL || result == -EOPNOTSUPP) && block.direct_descriptor && block.cufile == nullptr &&
       spec_.file->direct_mode() == DirectMode::automatic) {
     // The file took O_DIRECT but does not take this block: what it asks for is more than it told us.
     block.refused = true;
-    return Settled::slow;
+    return Step::get_over;
   }
-  if (cufile::is_own_code(result)) {
-    fail(block, EIO, false, cufile::text_of(result));
-    return Settled::done;
-  }
-  if (result < 0) {
-    fail(block, static_cast<int>(-result), false);
-    return Settled::done;
-  }
+  if (cufile::is_own_code(result)) return fail(block, EIO, false, cufile::text_of(result));
+  if (result < 0) return fail(block, static_cast<int>(-result), false);
 
   auto advanced = static_cast<uint64_t>(result);
   if (block.cufile != nullptr) advanced -= advanced % cufile_alignment;  // it goes on where it may
@@ -193,55 +219,81 @@ Settled Transfer::settle(WorkBlock& block, Statistics& statistics) {
   block.memory += advanced;
   block.offset += advanced;
   block.nbytes -= std::min(advanced, block.nbytes);
-  if (block.moved < padding(block) + block.planned.nbytes) {
-    if (result == 0) {
-      if (block.bounce && !block.staged) copy_out(block);
-      fail(block, 0, true);
-      return Settled::done;
-    }
-    if (advanced == 0) {  // less than cuFile may go on from
-      if (try_again(block, statistics)) return block.attempts > immediate_attempts ? Settled::slow : Settled::again;
-      const auto size = spec_.file->size();
-      const bool ends = size && *size && **size < block.offset + block.nbytes;
-      fail(block, ends ? 0 : EIO, ends, "cuFile moved " + std::to_string(result) + " bytes and no more");
-      return Settled::done;
-    }
-    block.attempts = 0;
-    statistics.resumed_blocks.fetch_add(1, std::memory_order_relaxed);
-    const DirectAlignment alignment = spec_.file->alignment();
-    const bool aligned = block.offset % alignment.offset == 0 && block.nbytes % alignment.offset == 0 &&
-                         reinterpret_cast<uintptr_t>(block.memory) % alignment.memory == 0;
-    block.refused = block.direct_descriptor && !aligned && block.cufile == nullptr;
-    return block.refused ? Settled::slow : Settled::again;
+  if (block.moved >= padding(block) + block.planned.nbytes) return advance(block, statistics);
+
+  if (result == 0) {
+    if (block.bounce && !block.of_gpu && !verified()) scatter(block, user_progress(block));
+    return fail(block, 0, true);
   }
-
-  if (block.staged && !spec_.write) return Settled::copy;
-  if (block.bounce && !spec_.write) copy_out(block);
-  complete(block, statistics);
-  return Settled::done;
+  if (advanced == 0) {  // less than cuFile may go on from
+    const auto size = spec_.file->size();
+    const bool ends = size && *size && **size < block.offset + block.nbytes;
+    return try_again(block, statistics, ends ? 0 : EIO,
+                     "cuFile moved " + std::to_string(result) + " bytes and no more");
+  }
+  block.attempts = 0;
+  statistics.resumed_blocks.fetch_add(1, std::memory_order_relaxed);
+  const DirectAlignment alignment = spec_.file->alignment();
+  const bool aligned = block.offset % alignment.offset == 0 && block.nbytes % alignment.offset == 0 &&
+                       reinterpret_cast<uintptr_t>(block.memory) % alignment.memory == 0;
+  block.refused = block.direct_descriptor && !aligned && block.cufile == nullptr;
+  return block.refused ? Step::get_over : Step::move;
 }
 
-bool Transfer::try_again(WorkBlock& block, Statistics& statistics) const {
+// No error number: the file has ended.
+Step Transfer::try_again(WorkBlock& block, Statistics& statistics, int error_number, std::string hint) {
   statistics.retried_blocks.fetch_add(1, std::memory_order_relaxed);
-  return ++block.attempts < max_attempts;
+  if (++block.attempts >= max_attempts) return fail(block, error_number, error_number == 0, std::move(hint));
+  return block.attempts > immediate_attempts ? Step::get_over : Step::move;
 }
 
-bool Transfer::get_over(WorkBlock& block) {
+Step Transfer::get_over(WorkBlock& block) {
   if (block.attempts > immediate_attempts) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  if (!block.refused) return true;
+  if (!block.refused) return Step::move;
   block.refused = false;
-  return use_buffered_descriptor(block);
+  return use_buffered_descriptor(block) ? Step::move : Step::done;
+}
+
+Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
+  const PlannedBlock& planned = block.planned;
+  char* const buffer = block.bounce ? block.bounce.data() + padding(block) : nullptr;
+  if (spec_.write || !spec_.checksums) {
+    // A few steps at a time, so that a checksum finds in the processor's cache what was copied.
+    std::optional<Checksums::Block> sums;
+    if (spec_.checksums) sums.emplace(*spec_.checksums, planned.begin);
+    spec_.memory.each(planned.begin, planned.nbytes, [&](const Segments::Piece& piece) {
+      for (uint64_t done = 0; done < piece.nbytes; done += copied_nbytes) {
+        const uint64_t nbytes = std::min(piece.nbytes - done, copied_nbytes);
+        char* place = buffer ? buffer + (piece.begin + done - planned.begin) : piece.memory + done;
+        if (buffer && piece.in_host()) {
+          spec_.write ? std::memcpy(place, piece.memory + done, nbytes)
+                      : std::memcpy(piece.memory + done, place, nbytes);
+        }
+        if (sums) sums->add(place, nbytes, piece.segment);
+      }
+    });
+    if (sums) sums->keep();
+    return advance(block, statistics);
+  }
+  Checksums::Block sums(*spec_.checksums, planned.begin);
+  spec_.memory.each(planned.begin, planned.nbytes, [&](const Segments::Piece& piece) {
+    sums.add(buffer ? buffer + (piece.begin - planned.begin) : piece.memory, piece.nbytes, piece.segment);
+  });
+  if (auto chunk = sums.damaged()) return fail_damaged(*chunk);
+  sums.keep();
+  if (buffer) scatter(block, planned.nbytes);
+  return advance(block, statistics);
 }
 
 void Transfer::complete(WorkBlock& block, Statistics& statistics) {
   const uint64_t nbytes = block.planned.nbytes;
   moved_nbytes_.fetch_add(nbytes, std::memory_order_relaxed);
   (spec_.write ? statistics.written_nbytes : statistics.read_nbytes).fetch_add(nbytes, std::memory_order_relaxed);
-  auto& way = !block.direct_descriptor            ? statistics.buffered_nbytes
-              : block.planned.way == Way::bounced ? statistics.bounced_nbytes
-                                                  : statistics.direct_nbytes;
+  auto& way = !block.direct_descriptor ? statistics.buffered_nbytes
+              : block.planned.bounced  ? statistics.bounced_nbytes
+                                       : statistics.direct_nbytes;
   way.fetch_add(nbytes, std::memory_order_relaxed);
-  if (spec_.gate) statistics.gpu_nbytes.fetch_add(nbytes, std::memory_order_relaxed);
+  if (!gates().empty()) statistics.gpu_nbytes.fetch_add(nbytes, std::memory_order_relaxed);
   if (block.cufile) statistics.gds_nbytes.fetch_add(nbytes, std::memory_order_relaxed);
   const auto elapsed = std::chrono::steady_clock::now() - block.begun;
   statistics.block_latency.add(
@@ -250,29 +302,38 @@ void Transfer::complete(WorkBlock& block, Statistics& statistics) {
 
 Result<cuda::Event> Transfer::start_copy(WorkBlock& block, cuda::Copier& copier) const {
   const auto direction = spec_.write ? cuda::Direction::from_gpu : cuda::Direction::to_gpu;
-  return copier.start(direction, block.bounce.data() + padding(block),
-                      reinterpret_cast<cuda::Address>(spec_.memory + block.planned.begin), block.planned.nbytes);
+  Result<cuda::Event> last = cuda::Event();
+  bool queued = false;
+  spec_.memory.each(block.planned.begin, block.planned.nbytes, [&](const Segments::Piece& piece) {
+    if (piece.gate != block.gate || !last) return;
+    auto next = copier.start(direction, block.bounce.data() + padding(block) + (piece.begin - block.planned.begin),
+                             reinterpret_cast<cuda::Address>(piece.memory), piece.nbytes);
+    if (!next && queued) (void)(*last).wait();  // those before use the buffer
+    last = std::move(next);
+    queued = true;
+  });
+  return last;
 }
 
-bool Transfer::copy_now(WorkBlock& block, Statistics& statistics) {
-  cuda::Gpu& gpu = spec_.gate->gpu();
+Step Transfer::copied(WorkBlock& block, const std::optional<Fault>& fault, Statistics& statistics) {
+  if (fault) {
+    Fault own = *fault;
+    own.offset = spec_.offset + block.planned.begin;
+    record(std::move(own));
+    return Step::done;
+  }
+  ++block.gate;
+  return advance(block, statistics);
+}
+
+Step Transfer::copy_now(WorkBlock& block, Statistics& statistics) {
+  cuda::Gpu& gpu = gpu_of(block);
   auto copier = gpu.take_copier();
   if (!copier) return copied(block, copier.fault(), statistics);
   auto event = start_copy(block, **copier);
   const auto fault = event ? (*event).wait() : std::optional(event.fault());
   gpu.give_back(std::move(*copier));
   return copied(block, fault, statistics);
-}
-
-bool Transfer::copied(WorkBlock& block, const std::optional<Fault>& fault, Statistics& statistics) {
-  if (fault) {
-    Fault own = *fault;
-    own.offset = spec_.offset + block.planned.begin;
-    record(std::move(own));
-    return false;
-  }
-  if (!spec_.write) complete(block, statistics);
-  return true;
 }
 
 void Transfer::refuse(Fault fault) {
@@ -283,7 +344,7 @@ void Transfer::refuse(Fault fault) {
 void Transfer::turn_has_come() { request_->scheduler()->begin(shared_from_this()); }
 
 void Transfer::finish() {
-  if (!fault_ && request_->canceled() && cursor_ < spec_.nbytes) {
+  if (!fault_ && request_->canceled() && cursor_ < nbytes()) {
     record(Fault{.error_number = ECANCELED,
                  .operation = describe(spec_.write ? Operation::write : Operation::read),
                  .path = {},
@@ -294,7 +355,7 @@ void Transfer::finish() {
 
 void Transfer::record(Fault fault) {
   fault.path = spec_.file->path();
-  fault.expected = spec_.nbytes;
+  fault.expected = nbytes();
   std::lock_guard lock(mutex_);
   stopped_.store(true, std::memory_order_relaxed);
   if (!fault_ || fault.offset < fault_->offset) {
@@ -302,8 +363,9 @@ void Transfer::record(Fault fault) {
   }
 }
 
-void Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint) {
-  const bool reached = spec_.write || !block.staged;  // not if it got no further than the buffer
+Step Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint) {
+  // Not if it got no further than the buffer.
+  const bool reached = spec_.write || !(block.of_gpu || verified());
   const uint64_t progress = reached ? user_progress(block) : 0;
   moved_nbytes_.fetch_add(progress, std::memory_order_relaxed);
   Fault fault{.error_number = error_number, .operation = describe(block.operation), .path = {}};
@@ -311,6 +373,16 @@ void Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file, 
   fault.end_of_file = end_of_file;
   fault.hint = end_of_file ? "the file became shorter while it was read" : std::move(hint);
   record(std::move(fault));
+  return Step::done;
+}
+
+Step Transfer::fail_damaged(uint64_t chunk) {
+  const uint64_t begin = chunk * spec_.checksums->chunk_nbytes();
+  Fault fault{.error_number = 0, .operation = "read", .path = {}};
+  fault.offset = spec_.offset + begin;
+  fault.damaged_nbytes = std::min(spec_.checksums->chunk_nbytes(), nbytes() - begin);
+  record(std::move(fault));
+  return Step::done;
 }
 
 // Bytes of the request that have reached their place.
@@ -329,8 +401,11 @@ bool Transfer::use_buffered_descriptor(WorkBlock& block) {
   return true;
 }
 
-void Transfer::copy_out(WorkBlock& block) {
-  std::memcpy(spec_.memory + block.planned.begin, block.bounce.data() + padding(block), user_progress(block));
+void Transfer::scatter(const WorkBlock& block, uint64_t nbytes) const {
+  const char* const buffer = block.bounce.data() + padding(block);
+  spec_.memory.each(block.planned.begin, nbytes, [&](const Segments::Piece& piece) {
+    if (piece.in_host()) std::memcpy(piece.memory, buffer + (piece.begin - block.planned.begin), piece.nbytes);
+  });
 }
 
 }  // namespace tensorferry

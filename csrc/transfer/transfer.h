@@ -1,8 +1,9 @@
-// One transfer: a contiguous piece of memory to or from a contiguous range of one file.
+// One transfer: segments of memory to or from a contiguous range of one file.
 //
-// The scheduler takes blocks from it in order of offset, prepares each (descriptor, memory, bounce buffer), has
-// an engine run it, and settles the result here: resume, retry, or count. Nothing here knows which engine ran a
-// block, or whether one did. What follows the last block is the request's: see request.h.
+// Blocks are taken from it in order of offset. Each then goes through the stations of its Step, one at a time: whoever
+// drives it (a worker, the caller, a helper) does what a step says, calls the function of that step, and gets the next
+// one. Nothing here knows which engine ran a block, or whether one did. What follows the last block is the request's:
+// see request.h.
 #pragma once
 
 #include <atomic>
@@ -11,13 +12,17 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "device/gpu.h"
 #include "engine/engine.h"
 #include "file/file.h"
 #include "memory/bounce_pool.h"
+#include "transfer/checksums.h"
 #include "transfer/plan.h"
 #include "transfer/request.h"
+#include "transfer/segments.h"
 #include "transfer/statistics.h"
 #include "transfer/write_order.h"
 
@@ -25,16 +30,25 @@ namespace tensorferry {
 
 struct TransferSpec {
   std::shared_ptr<File> file;
-  char* memory = nullptr;
+  Segments memory;
   uint64_t offset = 0;
-  uint64_t nbytes = 0;
   bool write = false;
-  std::shared_ptr<cuda::Gate> gate = nullptr;  // memory is a GPU's, to be used from then on
   bool use_cufile = false;
-  File::Lease lease = {};  // on the file; without one it is taken
+  std::shared_ptr<Checksums> checksums = nullptr;  // if any are wanted; of this transfer alone
+  File::Lease lease = {};                          // on the file; without one it is taken
 };
 
 class Transfer;
+
+// What is to be done with a block next.
+enum class Step : uint8_t {
+  wait_for_memory,  // it is to be prepared again when bounce memory came free
+  copy,             // copy(): between its buffer and host memory
+  copy_gpu,         // start_copy() and copied(), or copy_now(): the same with memory of a GPU
+  move,             // an engine, or execute_now(), then settle()
+  get_over,         // what may block: get_over()
+  done,             // it is settled, or has failed; drop it
+};
 
 // A block on its way, with what is needed to settle it.
 struct WorkBlock : Block {
@@ -43,17 +57,14 @@ struct WorkBlock : Block {
   BounceBuffer bounce;
   uint64_t moved = 0;     // by the kernel so far
   uint32_t attempts = 0;  // since it last moved something
+  uint32_t station = 0;   // steps behind it
+  uint32_t gate = 0;      // whose memory is copied next
   bool direct_descriptor = false;
   bool resident = false;  // the page cache holds all of it
-  bool staged = false;    // the bounce buffer is one side of a copy to or from a GPU
+  bool of_gpu = false;    // its buffer is of the pinned pool
   bool refused = false;   // by the direct descriptor: the buffered one is to be opened, and takes it
   std::chrono::steady_clock::time_point begun;
 };
-
-// What becomes of a block after a result. `again` and `slow`: run it once more as it now is, the latter only after
-// get_over(), which may block.
-enum class Settled { done, again, slow, copy };
-enum class Prepared { ready, no_bounce_memory, failed };
 
 class Transfer final : public OrderedWrite, public std::enable_shared_from_this<Transfer> {
  public:
@@ -63,13 +74,13 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
                                                   uint64_t block_nbytes, const File::Snapshot* snapshot = nullptr);
 
   Request& request() const { return *request_; }
-  uint64_t nbytes() const { return spec_.nbytes; }
+  uint64_t nbytes() const { return spec_.memory.nbytes(); }
   bool is_write() const { return spec_.write; }
   const std::shared_ptr<File>& file() const { return spec_.file; }  // null once it has ended
   uint64_t moved_nbytes() const { return moved_nbytes_.load(std::memory_order_relaxed); }
-  bool has_many_blocks() const { return plan_.block_at(0).nbytes < spec_.nbytes; }
+  bool has_many_blocks() const { return nbytes() > 0 && plan_.block_at(0).nbytes < nbytes(); }
   bool from_page_cache() const { return residency_ == Residency::whole; }
-  const std::shared_ptr<cuda::Gate>& gate() const { return spec_.gate; }
+  const std::vector<std::shared_ptr<cuda::Gate>>& gates() const { return spec_.memory.gates(); }
 
   void turn_has_come() override;
 
@@ -80,21 +91,24 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   // Forgets that blocks were taken; all of them must have been dropped or settled.
   void rewind();
 
-  // Gives the block its descriptor and memory. A failure is recorded, and the block must then be dropped.
-  Prepared prepare(WorkBlock& block, BounceWaiter* waiter);
+  // Gives the block its descriptor and memory.
+  Step prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& statistics);
 
-  // Looks at block.result. `copy`: what a staged block read is in its buffer; copy it to the GPU, then call copied().
-  Settled settle(WorkBlock& block, Statistics& statistics);
+  // Looks at block.result.
+  Step settle(WorkBlock& block, Statistics& statistics);
 
-  // What has to come before the next attempt of a `slow` block: a pause, or opening a descriptor. False: that failed,
-  // which is recorded, and the block must be dropped.
-  bool get_over(WorkBlock& block);
+  // A pause, or opening a descriptor.
+  Step get_over(WorkBlock& block);
 
-  // The copy of a staged block: queued on a copier's stream, or done here and now. To be made before a write and after
-  // a read. copied() says how it ended, and is false if badly: that is recorded, and the block must be dropped.
+  // May take as long as copying a megabyte takes.
+  Step copy(WorkBlock& block, Statistics& statistics);
+
+  // Queued on a copier of gpu_of(block), with copied() to be called when the event has passed or was not to be had; or
+  // here and now.
+  cuda::Gpu& gpu_of(const WorkBlock& block) const { return gates()[block.gate]->gpu(); }
   Result<cuda::Event> start_copy(WorkBlock& block, cuda::Copier& copier) const;
-  bool copy_now(WorkBlock& block, Statistics& statistics);
-  bool copied(WorkBlock& block, const std::optional<Fault>& fault, Statistics& statistics);
+  Step copied(WorkBlock& block, const std::optional<Fault>& fault, Statistics& statistics);
+  Step copy_now(WorkBlock& block, Statistics& statistics);
 
   // Before any block was taken: none will be.
   void refuse(Fault fault);
@@ -117,12 +131,16 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
   Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t index);
 
+  bool verified() const { return spec_.checksums && spec_.checksums->verify(); }
   bool stopped() const { return stopped_.load(std::memory_order_relaxed) || request_->canceled(); }
-  void fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint = "");
+  Step advance(WorkBlock& block, Statistics& statistics);
+  bool has_gpu_piece(WorkBlock& block) const;
+  Step fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint = "");
+  Step fail_damaged(uint64_t chunk);
   void record(Fault fault);
   bool use_buffered_descriptor(WorkBlock& block);
-  bool try_again(WorkBlock& block, Statistics& statistics) const;
-  void copy_out(WorkBlock& block);
+  Step try_again(WorkBlock& block, Statistics& statistics, int error_number, std::string hint = "");
+  void scatter(const WorkBlock& block, uint64_t nbytes) const;
   void complete(WorkBlock& block, Statistics& statistics);
   uint64_t padding(const WorkBlock& block) const {
     return spec_.offset + block.planned.begin - block.planned.io_offset;
@@ -136,7 +154,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   TransferSpec spec_;
   std::shared_ptr<Request> request_;
   Plan plan_;
-  std::shared_ptr<BouncePool> pinned_pool_;  // for staged blocks
+  std::shared_ptr<BouncePool> pinned_pool_;  // if there is memory of GPUs
   Residency residency_ = Residency::none;
   uint64_t cursor_ = 0;
   std::atomic<uint64_t> open_{1};

@@ -43,7 +43,8 @@ void Worker::run() {
     engine_->reap(completed, !again);
     uint32_t settled = 0;
     for (Block* block : completed) {
-      settle(static_cast<WorkBlock&>(*block));
+      auto& work = static_cast<WorkBlock&>(*block);
+      go_on(work, work.transfer->settle(work, scheduler_.statistics_));
       if (++settled >= settled_between_submits || copied_since_submit_ >= copy_between_submits_nbytes) {
         (void)fill();
         engine_->submit();
@@ -68,12 +69,21 @@ bool Worker::fill() {
       return false;  // goes on with the next completion
     }
     stalled_ = nullptr;
-    switch (block->transfer->prepare(*block, this)) {
-      case Prepared::failed: put_back(*block); continue;
-      case Prepared::no_bounce_memory: stalled_ = block; return false;
-      case Prepared::ready: break;
+    const Step step = block->transfer->prepare(*block, this, scheduler_.statistics_);
+    if (step == Step::wait_for_memory) {
+      stalled_ = block;
+      return false;
     }
-    if (start(*block)) return true;
+    if (step == Step::done) {
+      put_back(*block);
+      continue;
+    }
+    ++in_flight_;
+    in_flight_nbytes_ += block->planned.io_nbytes;
+    if (block->bounce && !block->of_gpu) bounced_in_flight_nbytes_ += block->planned.io_nbytes;
+    took_time_ = false;
+    go_on(*block, step);
+    if (took_time_) return true;
     if (copied_since_submit_ >= copy_between_submits_nbytes) {
       engine_->submit();
       copied_since_submit_ = 0;
@@ -82,78 +92,76 @@ bool Worker::fill() {
   return false;
 }
 
-// Returns whether it took time: what the page cache holds is copied right here, since the kernel would do just
-// that within the submission.
-bool Worker::start(WorkBlock& block) {
-  ++in_flight_;
-  in_flight_nbytes_ += block.planned.io_nbytes;
-  if (block.bounce && !block.staged) bounced_in_flight_nbytes_ += block.planned.io_nbytes;
-  if (block.staged && block.operation == Operation::write) {
-    copy(block);
-    return false;
+void Worker::go_on(WorkBlock& block, Step step) {
+  switch (step) {
+    case Step::copy: return copy(block);
+    case Step::copy_gpu: return copy_gpu(block);
+    case Step::move: return move(block);
+    case Step::get_over: return hand_to_helper(block);
+    case Step::wait_for_memory:
+    case Step::done: break;
   }
-  if (block.resident && !engine_->has_threads()) {
+  leave(block);
+}
+
+void Worker::move(WorkBlock& block) {
+  const bool first = block.moved == 0 && block.attempts == 0;
+  if (first && block.resident && !engine_->has_threads()) {
+    // What the page cache holds is copied right here, since the kernel would do just that within the submission.
     scheduler_.statistics_.inline_blocks.fetch_add(1, std::memory_order_relaxed);
     block.result = read_cached(block);
     if (block.result != -EAGAIN) {
-      settle(block);
-      return true;
+      took_time_ = true;
+      return go_on(block, block.transfer->settle(block, scheduler_.statistics_));
     }
     // Evicted since it was looked up: it has to be waited for.
   }
-  if (block.operation == Operation::write) count_copy(block);
-  scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
-  run(block);
-  return false;
-}
-
-void Worker::run(WorkBlock& block) {
+  if (first) scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
   if (!block.direct_descriptor && engine_->blocks_on_buffered()) return hand_to_helper(block);
   engine_->add(block);
 }
 
-void Worker::settle(WorkBlock& block) {
-  switch (block.transfer->settle(block, scheduler_.statistics_)) {
-    case Settled::again: return run(block);
-    case Settled::slow: return hand_to_helper(block);
-    case Settled::copy: return copy(block);
-    case Settled::done: break;
+// What takes as long as another submission is left to a copying thread.
+void Worker::copy(WorkBlock& block) {
+  if (block.planned.nbytes <= small_block_nbytes) {
+    copied_since_submit_ += block.planned.nbytes;
+    return go_on(block, block.transfer->copy(block, scheduler_.statistics_));
   }
-  if (block.operation == Operation::read) count_copy(block);
-  leave(block);
+  scheduler_.help_to_copy([this, &block, scheduler = scheduler_.shared_from_this()] {
+    come_back(block, block.transfer->copy(block, scheduler->statistics()));
+  });
+}
+
+// Queues the copy on this worker's stream.
+void Worker::copy_gpu(WorkBlock& block) {
+  Transfer& transfer = *block.transfer;
+  cuda::Gpu& gpu = transfer.gpu_of(block);
+  auto& copier = copiers_[&gpu];
+  if (!copier) {
+    auto taken = gpu.take_copier();
+    if (!taken) return go_on(block, transfer.copied(block, taken.fault(), scheduler_.statistics_));
+    cuda::leave_captures_alone();
+    copier = std::move(*taken);
+  }
+  auto event = transfer.start_copy(block, *copier);
+  if (!event) return go_on(block, transfer.copied(block, event.fault(), scheduler_.statistics_));
+  scheduler_.watcher_->add_copy(std::move(*event), [this, &block](const std::optional<Fault>& fault) {
+    come_back(block, block.transfer->copied(block, fault, scheduler_.statistics_));
+  });
 }
 
 void Worker::hand_to_helper(WorkBlock& block) {
   scheduler_.help([this, &block, scheduler = scheduler_.shared_from_this()] {
-    const bool ready = block.transfer->get_over(block);
-    const Settled settled = ready ? scheduler->run_now(block) : Settled::done;
-    come_back(block, settled, std::nullopt);
+    come_back(block, scheduler->run_now(block, Step::get_over));
   });
 }
 
-void Worker::come_back(WorkBlock& block, Settled settled, std::optional<Fault> fault) {
+void Worker::come_back(WorkBlock& block, Step step) {
   {
     std::lock_guard lock(returned_mutex_);
-    returned_.push_back({&block, settled, std::move(fault)});
+    returned_.push_back({&block, step});
   }
   wake();
-}
-
-// Queues the copy of a staged block on this worker's stream; go_on() follows when it is over.
-void Worker::copy(WorkBlock& block) {
-  cuda::Gpu& gpu = block.transfer->gate()->gpu();
-  auto& copier = copiers_[&gpu];
-  if (!copier) {
-    auto taken = gpu.take_copier();
-    if (!taken) return go_on(block, taken.fault());
-    cuda::leave_captures_alone();
-    copier = std::move(*taken);
-  }
-  auto event = block.transfer->start_copy(block, *copier);
-  if (!event) return go_on(block, event.fault());
-  scheduler_.watcher_->add_copy(std::move(*event), [this, &block](std::optional<Fault> fault) {
-    come_back(block, Settled::again, std::move(fault));
-  });
 }
 
 void Worker::take_returned() {
@@ -162,41 +170,24 @@ void Worker::take_returned() {
     std::lock_guard lock(returned_mutex_);
     returned.swap(returned_);
   }
-  for (auto& [block, settled, fault] : returned) {
-    switch (settled) {
-      case Settled::copy: copy(*block); break;
-      case Settled::done: leave(*block); break;
-      default: go_on(*block, fault);
-    }
-  }
-}
-
-void Worker::go_on(WorkBlock& block, const std::optional<Fault>& fault) {
-  const bool well = block.transfer->copied(block, fault, scheduler_.statistics_);
-  if (!well || block.operation == Operation::read) return leave(block);
-  scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
-  run(block);
+  for (const auto& [block, step] : returned) go_on(*block, step);
 }
 
 // The queue's depth is also a limit in bytes: large blocks must not make others wait longer. Blocks too small for that
 // to matter always find a place, and those in the background leave most of it to others.
 bool Worker::is_full_for(const WorkBlock& block) const {
   if (block.planned.io_nbytes <= small_block_nbytes) return false;
-  if (block.planned.way == Way::bounced && block.transfer->gate()) return false;  // the pool decides
-  if (block.planned.way == Way::bounced) return bounced_in_flight_nbytes_ >= max_bounced_in_flight_nbytes;
+  if (block.planned.bounced && !block.transfer->gates().empty()) return false;  // the pool decides
+  if (block.planned.bounced) return bounced_in_flight_nbytes_ >= max_bounced_in_flight_nbytes;
   const bool background = block.transfer->request().options().background;
   const uint64_t limit = scheduler_.options().max_in_flight_nbytes() / (background ? background_share : 1);
   return in_flight_ > 0 && in_flight_nbytes_ + block.planned.io_nbytes > limit;
 }
 
-void Worker::count_copy(const WorkBlock& block) {
-  if (block.bounce && !block.staged) copied_since_submit_ += block.planned.nbytes;
-}
-
 void Worker::leave(WorkBlock& block) {
   --in_flight_;
   in_flight_nbytes_ -= block.planned.io_nbytes;
-  if (block.bounce && !block.staged) bounced_in_flight_nbytes_ -= block.planned.io_nbytes;
+  if (block.bounce && !block.of_gpu) bounced_in_flight_nbytes_ -= block.planned.io_nbytes;
   put_back(block);
 }
 

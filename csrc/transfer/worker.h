@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 #include "device/gpu.h"
@@ -28,17 +27,15 @@ class Worker final : public BounceWaiter {
   // Takes and hands over blocks until the queue is full or there is nothing more to take. Returns whether it
   // should be asked again before sleeping.
   bool fill();
-  void settle(WorkBlock& block);
-  bool start(WorkBlock& block);
-  void run(WorkBlock& block);
-  void hand_to_helper(WorkBlock& block);
-  void come_back(WorkBlock& block, Settled settled, std::optional<Fault> fault);
+  void go_on(WorkBlock& block, Step step);
+  void move(WorkBlock& block);
   void copy(WorkBlock& block);
+  void copy_gpu(WorkBlock& block);
+  void hand_to_helper(WorkBlock& block);
+  void come_back(WorkBlock& block, Step step);
   void take_returned();
-  void go_on(WorkBlock& block, const std::optional<Fault>& fault);
   void leave(WorkBlock& block);
   bool is_full_for(const WorkBlock& block) const;
-  void count_copy(const WorkBlock& block);
   void put_back(WorkBlock& block);
 
   Scheduler& scheduler_;
@@ -50,13 +47,12 @@ class Worker final : public BounceWaiter {
   uint64_t in_flight_nbytes_ = 0;
   uint64_t bounced_in_flight_nbytes_ = 0;
   uint64_t copied_since_submit_ = 0;
+  bool took_time_ = false;
 
-  // Blocks from other threads: `again` from the one that watches copies to and from GPUs, this one's being over; else
-  // from a helper that has run it.
+  // Blocks from other threads: from helpers, and from the one that watches copies to and from GPUs.
   struct Returned {
     WorkBlock* block;
-    Settled settled;
-    std::optional<Fault> fault;
+    Step step;
   };
   std::mutex returned_mutex_;
   std::vector<Returned> returned_;

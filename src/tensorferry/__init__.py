@@ -7,7 +7,13 @@
 See ``help()`` of each name below, and the user guide in ``docs/``.
 """
 
-from tensorferry.errors import EngineUnavailableError, ShortReadError, StorageError
+from tensorferry.checksums import Checksums
+from tensorferry.errors import (
+    ChecksumError,
+    EngineUnavailableError,
+    ShortReadError,
+    StorageError,
+)
 from tensorferry.files import File, open, read, read_many, write, write_many
 from tensorferry.futures import Future
 from tensorferry.gds import gds_handle
@@ -18,6 +24,8 @@ from tensorferry.runtime import engines
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChecksumError",
+    "Checksums",
     "EngineUnavailableError",
     "File",
     "Future",

@@ -9,6 +9,38 @@ from typing_extensions import CapsuleType
 
 import tensorferry.errors
 
+class Segments:
+    @property
+    def nbytes(self) -> int: ...
+    def __len__(self) -> int: ...
+    def moved(self, storage_type: object | None, ndarray_type: object | None) -> bool: ...
+
+def collect_segments(
+    arrays: Sequence[Any],
+    writable: bool,
+    tensor_type: object,
+    strided: object,
+    ndarray_type: object,
+    check: Callable[[int, Any], tuple[int, int, object, tuple[int, int] | None]],
+) -> Segments: ...
+def collect(
+    items: Sequence[Any],
+    writable: bool,
+    tensor_type: object,
+    strided: object,
+    ndarray_type: object,
+    check: Callable[[int, Any], tuple[Any, int, int, int, object, tuple[int, int] | None]],
+) -> tuple[
+    list[Any], list[int], list[int], list[int], list[object], list[tuple[int, int] | None] | None
+]: ...
+def first_moved(
+    addresses: list[int],
+    sizes: list[int],
+    owners: list[object],
+    storage_type: object,
+    ndarray_type: object,
+) -> int | None: ...
+
 class File:
     @property
     def path(self) -> str: ...
@@ -48,6 +80,13 @@ class Request:
     def cancel(self) -> None: ...
     def notify(self, queue: CompletionQueue, token: int) -> None: ...
 
+class Checksums:
+    def __init__(self, chunk_nbytes: int, of_segments: bool, expected: Sequence[int]) -> None: ...
+    @property
+    def chunks(self) -> list[int]: ...
+    @property
+    def segments(self) -> list[int]: ...
+
 class Scheduler:
     def __init__(
         self,
@@ -76,6 +115,8 @@ class Scheduler:
         owner: object | None,
         locations: Sequence[tuple[int, int] | None] | None = None,
         last: Sequence[bool] | None = None,
+        segments: Segments | None = None,
+        checksums: Checksums | None = None,
     ) -> list[tuple[int, tensorferry.errors.StorageError]]: ...
     def run(
         self,
@@ -90,6 +131,8 @@ class Scheduler:
         background: bool,
         owner: object | None,
         location: tuple[int, int] | None = None,
+        segments: Segments | None = None,
+        checksums: Checksums | None = None,
     ) -> Request | None: ...
     def reap(self) -> None: ...
     def outstanding(self) -> int: ...
@@ -127,22 +170,5 @@ def fork_generation() -> int: ...
 def bounce_pool_nbytes() -> int: ...
 def set_bounce_pool_nbytes(nbytes: int) -> None: ...
 def engine_names() -> list[str]: ...
-def collect(
-    items: Sequence[Any],
-    writable: bool,
-    tensor_type: object,
-    strided: object,
-    ndarray_type: object,
-    check: Callable[[int, Any], tuple[Any, int, int, int, object, tuple[int, int] | None]],
-) -> tuple[
-    list[Any], list[int], list[int], list[int], list[object], list[tuple[int, int] | None] | None
-]: ...
-def first_moved(
-    addresses: list[int],
-    sizes: list[int],
-    owners: list[object],
-    storage_type: object,
-    ndarray_type: object,
-) -> int | None: ...
 
 MIN_BOUNCE_POOL_NBYTES: int = 1048576

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from tensorferry import _core
@@ -33,6 +34,9 @@ Location: TypeAlias = "tuple[int, int]"
 # Contiguous memory: address, bytes, an owner as long as which it is valid, and where it is; None is host memory. A
 # plain tuple: read_many makes thousands.
 Memory: TypeAlias = "tuple[int, int, object, Location | None]"
+
+# The same of what a transfer takes: one array, or segments in place of the address, which own what they need.
+AnyMemory: TypeAlias = "Memory | tuple[_core.Segments, int, None, None]"
 
 
 def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = False) -> Memory:
@@ -89,22 +93,63 @@ def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = F
     )
 
 
-def moved(memory: Memory) -> bool:
+def memory_or_segments(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
+    """Return the memory of an array, or of several that follow each other in a file; first of all what was given.
+
+    Several are any iterable of arrays. Those to be read into may have integers among them: so many bytes of the file
+    are passed over. What can be gone through only once is returned as a list.
+
+    Raises
+    ------
+    TypeError, ValueError, EngineUnavailableError
+        As for :func:`memory_of`, which is told of the arrays as ``array[0]`` and so on.
+    """
+    if not isinstance(array, (list, tuple)):
+        try:
+            return array, memory_of(array, writable=writable)
+        except TypeError:
+            if not isinstance(array, Iterable) or isinstance(array, (str, Mapping)):
+                raise
+        array = list(array)
+
+    def check(index: int, one: Any) -> Memory:
+        if writable and isinstance(one, int) and not isinstance(one, bool):
+            raise ValueError(f"array[{index}]: {one} bytes cannot be passed over")
+        return memory_of(one, writable=writable, name=f"array[{index}]")
+
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    segments = _core.collect_segments(
+        array,
+        writable,
+        getattr(torch, "Tensor", None),
+        getattr(torch, "strided", None),
+        getattr(numpy, "ndarray", None),
+        check,
+    )
+    return array, (segments, segments.nbytes, None, None)
+
+
+def moved(memory: AnyMemory) -> bool:
     """Return whether an array has given up the memory that a transfer was to use, before its end was seen.
 
     A torch tensor may get other storage meanwhile (``set_()``, ``.data = ``) or go away: the transfer's is kept. What
     keeps nothing is a storage that gives its memory back (``resize_()``, ``share_memory_()``), and a NumPy array
     resized with ``refcheck=False``. That is told here, unless the same memory has been given to it again.
     """
-    return first_moved([memory[0]], [memory[1]], [memory[2]]) is not None
+    address, nbytes, owner, _ = memory
+    if isinstance(address, int):
+        return first_moved([address], [nbytes], [owner]) is not None
+    return address.moved(*_owning_types())
 
 
 def first_moved(addresses: list[int], sizes: list[int], owners: list[object]) -> int | None:
     """Return the index of the first of many arrays that :func:`moved`, or None."""
+    return _core.first_moved(addresses, sizes, owners, *_owning_types())
+
+
+def _owning_types() -> tuple[Any, Any]:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    storage_type = getattr(torch, "UntypedStorage", None)
-    ndarray_type = getattr(numpy, "ndarray", None)
-    return _core.first_moved(addresses, sizes, owners, storage_type, ndarray_type)
+    return getattr(torch, "UntypedStorage", None), getattr(numpy, "ndarray", None)
 
 
 def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -> Memory:

@@ -71,6 +71,23 @@ class ShortReadError(StorageError):
     """A read reached the end of the file before the array was full."""
 
 
+class ChecksumError(StorageError):
+    """What was read is not what its checksum is of. No byte of the chunk concerned has reached an array.
+
+    Attributes
+    ----------
+    offset : int
+        File offset of the first byte of the chunk, the first one of those found.
+    nbytes : int
+        Bytes of the chunk.
+    """
+
+    nbytes: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return *super().__reduce__(), {"nbytes": self.nbytes}
+
+
 class EngineUnavailableError(RuntimeError):
     """No engine, or not the one that was asked for, can be had here; the message has reason and remedy."""
 
@@ -93,11 +110,15 @@ def storage_error(
     expected: int,
     transferred: int,
     end_of_file: bool,
+    damaged_nbytes: int,
     hint: str,
 ) -> StorageError:
     """Build the exception for a fault of the core, which calls this."""
     kind: type[StorageError]
-    if end_of_file:
+    if damaged_nbytes:
+        kind, reason = ChecksumError, "Checksum mismatch"
+        hint = f"bytes {offset} to {offset + damaged_nbytes} are not those of the checksum"
+    elif end_of_file:
         kind, reason = ShortReadError, "End of file"
     else:
         kind, reason = StorageError, os.strerror(errno)
@@ -106,14 +127,17 @@ def storage_error(
         message += f" at offset {offset}: {transferred} of {expected} bytes moved"
     if hint:
         message += f"; {hint}"
-    return kind(
-        None if end_of_file else errno,
+    error = kind(
+        errno if kind is StorageError else None,
         message + ")",
         os.fsdecode(path),
         offset=offset,
         expected=expected,
         transferred=transferred,
     )
+    if isinstance(error, ChecksumError):
+        error.nbytes = damaged_nbytes
+    return error
 
 
 def first_of(failures: Sequence[StorageError], what: str) -> StorageError:

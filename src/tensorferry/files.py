@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from tensorferry import _core, runtime
-from tensorferry.arrays import memory_of
+from tensorferry.arrays import memory_or_segments
 from tensorferry.runtime import (
     DEFAULT_BLOCK_NBYTES,
     DEFAULT_QUEUE_DEPTH,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from tensorferry.checksums import Checksums
     from tensorferry.futures import Future
 
 _Array = TypeVar("_Array")
@@ -58,8 +59,9 @@ def write(
     sync: bool = False,
     direct: Direct = "auto",
     priority: Priority = "normal",
+    checksums: Checksums | None = None,
 ) -> None:
-    """Write an array's bytes to a file.
+    """Write an array's bytes to a file, or those of several arrays, one after the other.
 
     Parameters
     ----------
@@ -67,7 +69,7 @@ def write(
         Created if missing, with mode 0666 less the umask.
     array : torch.Tensor, numpy.ndarray, buffer, or object with ``__cuda_array_interface__`` or DLPack
         Any dtype and shape, in host memory or on an NVIDIA GPU. One of torch's or NumPy's that is not
-        contiguous is copied first.
+        contiguous is copied first. Or any iterable of such: many small ones are as fast as one large one.
     offset : int
         Where in the file to begin, in bytes. Bytes of the file before and behind stay as they are.
     truncate : bool
@@ -80,6 +82,8 @@ def write(
         through the page cache.
     priority : "normal" or "background"
         Work in the background is done where there is nothing else to do: its blocks come after those of all others.
+    checksums : Checksums, optional
+        Has CRC-32s of what was written, afterwards.
 
     Raises
     ------
@@ -95,7 +99,7 @@ def write(
     GPU memory is written as it is when all that has been queued on its current stream has been done. Large arrays pass
     through a few page-locked buffers, so that copies and writes overlap and no host memory as large is needed.
     """
-    memory = memory_of(array, writable=False)
+    _, memory = memory_or_segments(array, writable=False)
     transfer(
         default_scheduler(),
         path,
@@ -106,6 +110,7 @@ def write(
         truncate=truncate,
         sync=sync,
         background=in_background(priority),
+        checksums=checksums,
     )
 
 
@@ -116,8 +121,9 @@ def read(
     *,
     direct: Direct = "auto",
     priority: Priority = "normal",
+    checksums: Checksums | None = None,
 ) -> _Array:
-    """Fill an array with bytes of a file, and return it.
+    """Fill an array, or several one after the other, with bytes of a file, and return what was given.
 
     Parameters
     ----------
@@ -125,6 +131,8 @@ def read(
         The file to read.
     array : torch.Tensor, numpy.ndarray, buffer, or object with ``__cuda_array_interface__`` or DLPack
         Contiguous and writable, of any dtype and shape, in host memory or on an NVIDIA GPU; all of it is filled.
+        Or any iterable of such, and of integers: so many bytes of the file are passed over. What cannot be gone
+        through twice is returned as a list. No two arrays may share memory.
     offset : int
         Where in the file to begin, in bytes.
     direct : "auto", True or False
@@ -132,11 +140,15 @@ def read(
         always goes through it.
     priority : "normal" or "background"
         As for :func:`write`.
+    checksums : Checksums, optional
+        Compares what is read before any of it reaches an array, or has its CRC-32s afterwards.
 
     Raises
     ------
     ValueError, TypeError
         An argument is not usable; nothing was touched.
+    ChecksumError
+        Some chunk is not what was expected.
     ShortReadError
         The file ends before the array is full.
     StorageError
@@ -149,7 +161,7 @@ def read(
     GPU memory is not touched before all that has been queued on its current stream has been done. When this returns,
     the bytes are there: work that is queued afterwards, on any stream, sees them.
     """
-    memory = memory_of(array, writable=True)
+    array, memory = memory_or_segments(array, writable=True)
     transfer(
         default_scheduler(),
         path,
@@ -158,6 +170,7 @@ def read(
         write=False,
         direct=direct_mode(direct),
         background=in_background(priority),
+        checksums=checksums,
     )
     return array
 
@@ -356,40 +369,63 @@ class File:
         """Whether it has been closed."""
         return self._file is None
 
-    def read(self, array: _Array, offset: int = 0, *, priority: Priority = "normal") -> _Array:
-        """Fill an array from ``offset`` (bytes) on, and return it. See :func:`tensorferry.read`."""
-        self._transfer(array, offset, priority, write=False)
-        return array
+    def read(
+        self,
+        array: _Array,
+        offset: int = 0,
+        *,
+        priority: Priority = "normal",
+        checksums: Checksums | None = None,
+    ) -> _Array:
+        """Fill an array, or several, from ``offset`` (bytes) on, and return what was given. See :func:`read`."""
+        return self._transfer(array, offset, priority, checksums, write=False)
 
     def write(
-        self, array: Any, offset: int = 0, *, sync: bool = False, priority: Priority = "normal"
+        self,
+        array: Any,
+        offset: int = 0,
+        *,
+        sync: bool = False,
+        priority: Priority = "normal",
+        checksums: Checksums | None = None,
     ) -> None:
-        """Write an array at ``offset`` (bytes). See :func:`tensorferry.write`."""
-        self._transfer(array, offset, priority, write=True, sync=sync)
+        """Write an array, or several, at ``offset`` (bytes). See :func:`tensorferry.write`."""
+        self._transfer(array, offset, priority, checksums, write=True, sync=sync)
 
     def read_into(
-        self, array: _Array, offset: int = 0, *, priority: Priority = "normal"
+        self,
+        array: _Array,
+        offset: int = 0,
+        *,
+        priority: Priority = "normal",
+        checksums: Checksums | None = None,
     ) -> Future[_Array]:
-        """Begin to fill an array from ``offset`` (bytes) on.
+        """Begin to fill an array, or several, from ``offset`` (bytes) on.
 
         Returns
         -------
         Future
-            Its result is the array.
+            Its result is what was given.
         """
-        return self._start(array, offset, priority, write=False)
+        return self._start(array, offset, priority, checksums, write=False)
 
     def write_from(
-        self, array: _Array, offset: int = 0, *, sync: bool = False, priority: Priority = "normal"
+        self,
+        array: _Array,
+        offset: int = 0,
+        *,
+        sync: bool = False,
+        priority: Priority = "normal",
+        checksums: Checksums | None = None,
     ) -> Future[_Array]:
-        """Begin to write an array at ``offset`` (bytes). Do not change the array before the future is done.
+        """Begin to write an array, or several, at ``offset`` (bytes). Do not change any before the future is done.
 
         Returns
         -------
         Future
-            Its result is the array.
+            Its result is what was given.
         """
-        return self._start(array, offset, priority, write=True, sync=sync)
+        return self._start(array, offset, priority, checksums, write=True, sync=sync)
 
     def sync(self) -> None:
         """Make what has been written, and the size, durable (fdatasync). Transfers on their way are not covered."""
@@ -485,10 +521,17 @@ class File:
         return self._file
 
     def _transfer(
-        self, array: Any, offset: int, priority: Priority, *, write: bool, sync: bool = False
-    ) -> None:
+        self,
+        array: _Array,
+        offset: int,
+        priority: Priority,
+        checksums: Checksums | None,
+        *,
+        write: bool,
+        sync: bool = False,
+    ) -> _Array:
         file = self._open_file(reading=not write, writing=write)
-        memory = memory_of(array, writable=not write)
+        array, memory = memory_or_segments(array, writable=not write)
         transfer(
             self._scheduler,
             file,
@@ -497,13 +540,22 @@ class File:
             write=write,
             sync=sync,
             background=in_background(priority),
+            checksums=checksums,
         )
+        return array
 
     def _start(
-        self, array: _Array, offset: int, priority: Priority, *, write: bool, sync: bool = False
+        self,
+        array: _Array,
+        offset: int,
+        priority: Priority,
+        checksums: Checksums | None,
+        *,
+        write: bool,
+        sync: bool = False,
     ) -> Future[_Array]:
         file = self._open_file(reading=not write, writing=write)
-        memory = memory_of(array, writable=not write)
+        array, memory = memory_or_segments(array, writable=not write)
         offset = checked_offset(offset, memory[1])
         future = start(
             self._scheduler,
@@ -514,6 +566,7 @@ class File:
             write=write,
             sync=sync,
             background=in_background(priority),
+            checksums=checksums,
         )
         future._about = ("writing" if write else "reading", self._path, offset, memory[1])
         with self._lock:

@@ -9,13 +9,15 @@ from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from tensorferry import _core
-from tensorferry.arrays import Location, Memory, first_moved, memory_of, moved
+from tensorferry.arrays import AnyMemory, Location, first_moved, memory_of, moved
 from tensorferry.errors import StorageError, first_of, memory_moved
 from tensorferry.futures import Future
 from tensorferry.runtime import AnyScheduler, scheduler_of, with_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from tensorferry.checksums import Checksums
 
 _Array = TypeVar("_Array")
 
@@ -84,7 +86,7 @@ def open_for_transfer(path: Path | int, write: bool, direct: str, name: str = "p
 def transfer(
     scheduler: AnyScheduler,
     target: Path | int | _core.File,
-    memory: Memory,
+    memory: AnyMemory,
     offset: int,
     *,
     write: bool,
@@ -92,19 +94,23 @@ def transfer(
     truncate: bool = False,
     sync: bool = False,
     background: bool = False,
+    checksums: Checksums | None = None,
     name: str = "path",
 ) -> None:
-    """Move one array and return when it is done.
+    """Move one array, or several that follow each other, and return when it is done.
 
     If the caller is interrupted, blocks not yet begun are cancelled; the array stays referenced until those that
     have begun are done.
     """
-    address, nbytes, _, location = memory
+    given, nbytes, _, location = memory
+    address, segments = (given, None) if isinstance(given, int) else (0, given)
+    sums = None if checksums is None else checksums._use(nbytes, write=write)
     how = write, truncate, sync
 
     def run(file: _core.File, opened: bool) -> _core.Request | None:
         return scheduler.run(
-            file, address, nbytes, offset, *how, opened, background, memory, location
+            *(file, address, nbytes, offset, *how, opened, background),
+            *(memory, location, segments, sums),
         )
 
     if isinstance(target, _core.File):
@@ -125,18 +131,21 @@ def start(
     scheduler: AnyScheduler,
     target: Path | int | _core.File,
     array: _Array,
-    memory: Memory,
+    memory: AnyMemory,
     offset: int,
     *,
     write: bool,
     direct: str = "auto",
     sync: bool = False,
     background: bool = False,
+    checksums: Checksums | None = None,
     name: str = "path",
 ) -> Future[_Array]:
-    """Begin to move one array."""
-    address, nbytes, _, location = memory
+    """Begin to move one array, or several that follow each other."""
+    given, nbytes, _, location = memory
+    address, segments = (given, None) if isinstance(given, int) else (0, given)
     scheduler.check_usable()
+    sums = None if checksums is None else checksums._use(nbytes, write=write)
     future = Future(array, memory)
     locations = None if location is None else [location]
 
@@ -150,7 +159,9 @@ def start(
         served = scheduler_of(scheduler, file)
         request = served.new_request(write, False, sync, opened, background)
         for _, refusal in served.submit(
-            request, [file], [address], [nbytes], [offset], [0], future, locations
+            *(request, [file], [address], [nbytes], [offset], [0], future, locations),
+            segments=segments,
+            checksums=sums,
         ):
             raise refusal
         return request
@@ -161,7 +172,7 @@ def start(
 
 
 def _failure_of_memory(
-    memory: Memory, target: Path | int | _core.File, offset: int
+    memory: AnyMemory, target: Path | int | _core.File, offset: int
 ) -> StorageError | None:
     """Return what is wrong where an array has not kept its memory until the end of its transfer."""
     if not moved(memory):

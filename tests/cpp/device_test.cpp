@@ -57,9 +57,8 @@ Result<std::shared_ptr<Request>> try_start(Scheduler& scheduler, std::shared_ptr
   auto gate = cuda::Gate::after(piece.memory.device(), nullptr);
   if (!gate) return gate.fault();
   if (auto fault = scheduler.prepare_for_gpus()) return *fault;
-  TransferSpec spec{std::move(file), reinterpret_cast<char*>(piece.memory.address() + piece.begin), offset,
-                    piece.nbytes, write};
-  spec.gate = *gate;
+  Segments memory(reinterpret_cast<char*>(piece.memory.address() + piece.begin), piece.nbytes, *gate);
+  TransferSpec spec{std::move(file), std::move(memory), offset, write};
   spec.use_cufile = scheduler.options().engine == "cufile";
   auto request = new_request(scheduler);
   auto transfer = Transfer::create(std::move(spec), request, 0, scheduler.options().block_nbytes);
@@ -86,7 +85,7 @@ void finish(const std::shared_ptr<Request>& request) {
 
 std::vector<char> bytes_of_file(Scheduler& scheduler, const std::string& path, size_t nbytes) {
   std::vector<char> found(nbytes);
-  finish(start(scheduler, {open_file(path, false), found.data(), 0, nbytes}));
+  finish(start(scheduler, {open_file(path, false), {found.data(), nbytes}, 0}));
   return found;
 }
 
@@ -128,14 +127,14 @@ TEST_CASE("a file in the page cache is read into a GPU, by the caller and the wo
     if (!scheduler) continue;
     const std::string path = directory.file(engine);
     const auto source = pattern(5'000'000, 1);
-    finish(start(*scheduler,
-                 {open_file(path, true, DirectMode::never), const_cast<char*>(source.data()), 0, source.size(), true}));
+    finish(
+        start(*scheduler,
+              {open_file(path, true, DirectMode::never), {const_cast<char*>(source.data()), source.size()}, 0, true}));
     GpuMemory to(std::vector<char>(source.size()), 0);
     auto gate = cuda::Gate::after(0, nullptr);
     REQUIRE(gate);
     REQUIRE_FALSE(scheduler->prepare_for_gpus());
-    TransferSpec spec{open_file(path, false), reinterpret_cast<char*>(to.address()), 0, to.nbytes()};
-    spec.gate = *gate;
+    TransferSpec spec{open_file(path, false), {reinterpret_cast<char*>(to.address()), to.nbytes(), *gate}, 0};
     auto request = new_request(*scheduler);
     auto transfer = Transfer::create(std::move(spec), request, 0, 64 << 10);
     REQUIRE(transfer);

@@ -18,7 +18,7 @@ class Requests {
  public:
   void add(char name, uint64_t nbytes, bool background = false) {
     auto request = std::make_shared<Request>(scheduler_, RequestOptions{.background = background});
-    auto transfer = Transfer::create({file_, nullptr, 0, nbytes, true}, request, 0, block_nbytes);
+    auto transfer = Transfer::create({file_, {&never_moved_, nbytes}, 0, true}, request, 0, block_nbytes);
     REQUIRE(transfer);
     request->add({*transfer});
     left_[(*transfer).get()] = {name, nbytes};
@@ -42,6 +42,7 @@ class Requests {
   ~Requests() { (void)scheduler_->close(milliseconds(10'000)); }  // nothing was handed over
 
  private:
+  char never_moved_ = 0;
   TemporaryDirectory directory_;
   std::shared_ptr<Scheduler> scheduler_ = make("threads");
   std::shared_ptr<File> file_ = open_file(directory_.file("file"), true, DirectMode::never);

@@ -4,47 +4,81 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <memory>
+#include <vector>
 
 namespace tensorferry {
 namespace {
 
+// Far from 0, which is a gap, and aligned to whatever these tests ask for.
+constexpr uint64_t base = uint64_t{1} << 40;
+
+struct Piece {
+  uint64_t address;  // 0: a gap
+  uint64_t nbytes;
+};
+
+Segments segments_of(const std::vector<Piece>& pieces) {
+  Segments segments;
+  for (const auto& [address, nbytes] : pieces) segments.add(reinterpret_cast<char*>(address), nbytes);
+  return segments;
+}
+
 // Walks a plan and checks what must hold for each of its blocks. Returns how many there are.
-uint64_t check(const PlanInput& input) {
-  const Plan plan(input);
+uint64_t check(const PlanInput& input, const Segments& segments, bool on_gpu = false) {
+  const Plan plan(input, segments);
+  const uint64_t nbytes = segments.nbytes();
+  const uint64_t alignment = input.write ? std::max(input.offset_alignment, input.page_nbytes) : input.offset_alignment;
   uint64_t position = 0;
   uint64_t count = 0;
-  bool buffered_seen = false;
-  while (position < input.nbytes) {
+  while (true) {
+    const uint64_t skipped = plan.skip(position);
+    segments.each(position, skipped - position, [](const Segments::Piece& piece) { REQUIRE(piece.is_gap()); });
+    position = skipped;
+    if (position == nbytes) break;
     const PlannedBlock block = plan.block_at(position);
     REQUIRE(block.begin == position);
     REQUIRE(block.nbytes > 0);
-    REQUIRE(block.begin + block.nbytes <= input.nbytes);
+    REQUIRE(block.begin + block.nbytes <= nbytes);
     // What the kernel moves covers what the block carries.
     REQUIRE(block.io_offset <= input.offset + block.begin);
     REQUIRE(block.io_offset + block.io_nbytes >= input.offset + block.begin + block.nbytes);
-    const uint64_t alignment =
-        input.write ? std::max(input.offset_alignment, input.page_nbytes) : input.offset_alignment;
-    if (block.way != Way::buffered) {
+    if (block.direct) {
       REQUIRE(input.direct);
       REQUIRE(block.io_offset % alignment == 0);
       REQUIRE(block.io_nbytes % alignment == 0);
+    } else {
+      REQUIRE(plan.uses_buffered());
     }
-    if (block.way != Way::bounced || input.write) {
+    if (!block.direct || !block.bounced || input.write) {
       // Nothing outside the request may be written, nor read into the caller's memory.
       REQUIRE(block.io_offset == input.offset + block.begin);
       REQUIRE(block.io_nbytes == block.nbytes);
     }
-    if (block.way == Way::direct) REQUIRE((input.memory + block.begin) % input.memory_alignment == 0);
-    const bool staged = input.staging == Staging::all || (input.staging == Staging::edges && block.way != Way::direct);
-    if (input.staging == Staging::all) REQUIRE(block.way != Way::direct);
-    if (staged) REQUIRE(block.io_nbytes <= std::max<uint64_t>(input.bounce_nbytes, 2 * alignment));
-    if (block.way == Way::bounced) REQUIRE(block.io_nbytes <= std::max<uint64_t>(input.bounce_nbytes, 2 * alignment));
-    buffered_seen |= block.way == Way::buffered;
+    if (block.bounced) {
+      REQUIRE(block.io_nbytes <= std::max<uint64_t>(input.bounce_nbytes, 2 * alignment));
+    } else {
+      const auto piece = segments.at(position);
+      REQUIRE_FALSE(piece.is_gap());
+      REQUIRE(piece.nbytes >= block.nbytes);
+      if (on_gpu) REQUIRE((input.cufile && block.direct));
+      if (block.direct) REQUIRE(reinterpret_cast<uintptr_t>(piece.memory) % input.memory_alignment == 0);
+    }
+    const PlannedBlock cached = plan.buffered(block);
+    REQUIRE((cached.bounced || !block.bounced || segments.at(position).nbytes >= block.nbytes));
+    if (input.verified_nbytes) {
+      REQUIRE((block.bounced && cached.bounced));
+      REQUIRE(block.begin % input.verified_nbytes == 0);
+      REQUIRE((block.nbytes % input.verified_nbytes == 0 || block.begin + block.nbytes == nbytes));
+    }
     position += block.nbytes;
     ++count;
   }
-  if (buffered_seen) REQUIRE(plan.uses_buffered());
   return count;
+}
+
+uint64_t check(const PlanInput& input, uint64_t address, uint64_t nbytes) {
+  return check(input, Segments(reinterpret_cast<char*>(address), nbytes));
 }
 
 TEST_CASE("every byte is carried once, by a way that its alignment allows") {
@@ -57,37 +91,100 @@ TEST_CASE("every byte is carried once, by a way that its alignment allows") {
               PlanInput input;
               input.write = write;
               input.direct = direct;
-              input.memory = memory;
               input.offset = offset;
-              input.nbytes = nbytes;
               input.memory_alignment = 4;
               input.offset_alignment = 8;
               input.page_nbytes = 16;
               input.block_nbytes = block;
               input.bounce_nbytes = 32;
-              check(input);
-              input.staging = Staging::all;
-              check(input);
-              input.staging = Staging::edges;
-              input.memory_alignment = 1;
-              check(input);
+              check(input, base + memory, nbytes);
+              // Some segments, a gap among them.
+              const uint64_t third = nbytes / 3;
+              check(input, segments_of({{base + memory, third},
+                                        {write ? 2 * base : 0, third},
+                                        {3 * base, 0},
+                                        {4 * base + 8, nbytes - 2 * third}}));
+              if (write) continue;
+              input.verified_nbytes = 8;
+              check(input, base + memory, nbytes);
             }
+}
+
+TEST_CASE("memory of a GPU has a buffer, but where cuFile moves it") {
+  auto gate = std::shared_ptr<cuda::Gate>(reinterpret_cast<cuda::Gate*>(base), [](cuda::Gate*) {});
+  for (bool write : {false, true})
+    for (bool direct : {false, true})
+      for (bool cufile : {false, true})
+        for (uint64_t offset = 0; offset < 40; ++offset)
+          for (uint64_t nbytes = 1; nbytes < 70; ++nbytes) {
+            PlanInput input;
+            input.write = write;
+            input.direct = direct;
+            input.cufile = cufile && direct;
+            input.offset = offset;
+            input.memory_alignment = cufile ? 1 : 4;
+            input.offset_alignment = 8;
+            input.page_nbytes = 16;
+            input.block_nbytes = 24;
+            input.bounce_nbytes = 32;
+            check(input, Segments(reinterpret_cast<char*>(base + 1), nbytes, gate), true);
+          }
+}
+
+TEST_CASE("short segments share a buffer, and long ones that are aligned have none") {
+  constexpr uint64_t long_nbytes = 4 << 20, short_nbytes = 16 << 10;
+  std::vector<Piece> pieces;
+  for (uint64_t index = 0; index < 100; ++index) pieces.push_back({base + index * 2 * short_nbytes, short_nbytes});
+  pieces.push_back({2 * base, long_nbytes});
+  pieces.push_back({3 * base, short_nbytes});
+  pieces.push_back({4 * base + 1, long_nbytes});
+  const Segments segments = segments_of(pieces);
+  PlanInput input;
+  input.direct = true;
+  input.memory_alignment = input.offset_alignment = 512;
+  input.block_nbytes = input.bounce_nbytes = 1 << 20;
+  for (bool write : {false, true}) {
+    input.write = write;
+    check(input, segments);
+    const Plan plan(input, segments);
+    uint64_t straight = 0;
+    for (uint64_t at = 0; at < segments.nbytes(); at += plan.block_at(at).nbytes) {
+      const auto block = plan.block_at(at);
+      if (!block.bounced) straight += block.nbytes;
+      if (at == 0) CHECK(block.nbytes == 1 << 20);
+    }
+    CHECK(straight == long_nbytes);
+  }
+}
+
+TEST_CASE("a read passes over long gaps, and over none whose checksum is wanted") {
+  const Segments segments = segments_of({{0, 5 << 20}, {base, 1000}, {0, 1000}, {base, 1000}, {0, 5 << 20}});
+  PlanInput input;
+  input.direct = true;
+  input.memory_alignment = input.offset_alignment = 512;
+  input.block_nbytes = input.bounce_nbytes = 1 << 20;
+  CHECK(check(input, segments) == 1);
+  const Plan plan(input, segments);
+  CHECK(plan.skip(0) == 5 << 20);
+  CHECK(plan.block_at(5 << 20).nbytes == 3000);
+  input.all_wanted = true;
+  CHECK(check(input, segments) == 11);
 }
 
 TEST_CASE("aligned memory and range need no copy and no page cache") {
   PlanInput input;
   input.direct = true;
   input.memory_alignment = input.offset_alignment = 512;
-  input.memory = 512 * 7;
   input.offset = 4096;
-  input.nbytes = 10 << 20;
   input.block_nbytes = input.bounce_nbytes = 1 << 20;
   for (bool write : {false, true}) {
     input.write = write;
-    const Plan plan(input);
-    CHECK(check(input) == 10);
+    const Segments memory(reinterpret_cast<char*>(base + 512 * 7), 10 << 20);
+    const Plan plan(input, memory);
+    CHECK(check(input, memory) == 10);
     CHECK_FALSE(plan.uses_buffered());
-    CHECK(plan.block_at(0).way == Way::direct);
+    CHECK(plan.block_at(0).direct);
+    CHECK_FALSE(plan.block_at(0).bounced);
   }
 }
 
@@ -95,29 +192,28 @@ TEST_CASE("a ragged write keeps whole pages for its edges") {
   PlanInput input;
   input.write = input.direct = true;
   input.memory_alignment = input.offset_alignment = 512;
-  input.memory = 64;
   input.offset = 7;
-  input.nbytes = (1 << 20) + 1'000'003;
   input.block_nbytes = input.bounce_nbytes = 1 << 20;
-  check(input);
-  const Plan plan(input);
-  CHECK(plan.block_at(0).way == Way::buffered);
+  const Segments memory(reinterpret_cast<char*>(base + 64), (1 << 20) + 1'000'003);
+  check(input, memory);
+  const Plan plan(input, memory);
+  CHECK_FALSE(plan.block_at(0).direct);
+  CHECK_FALSE(plan.block_at(0).bounced);
   CHECK(plan.block_at(0).nbytes == 4096 - 7);
-  CHECK(plan.block_at(4096 - 7).way == Way::bounced);
+  CHECK(plan.block_at(4096 - 7).direct);
+  CHECK(plan.block_at(4096 - 7).bounced);
 }
 
 TEST_CASE("sizes beyond 4 GiB and offsets near the end of what a file can hold") {
   PlanInput input;
   input.direct = true;
   input.memory_alignment = input.offset_alignment = 512;
-  input.memory = 64;
-  input.nbytes = (uint64_t{5} << 30) + 3;
   input.offset = (uint64_t{1} << 62) + 1;
   input.block_nbytes = uint64_t{1} << 30;
   input.bounce_nbytes = 1 << 20;
   for (bool write : {false, true}) {
     input.write = write;
-    CHECK(check(input) >= 5 * 1024);
+    CHECK(check(input, base + 64, (uint64_t{5} << 30) + 3) >= 5 * 1024);
   }
 }
 

@@ -31,10 +31,11 @@ TEST_CASE("what is written is read, on every engine, by any number of workers") 
         for (uint64_t offset : {uint64_t{0}, uint64_t{7}, uint64_t{4096}, uint64_t{123'457}}) {
           auto source = pattern(nbytes + 64, static_cast<unsigned>(nbytes + offset));
           std::vector<char> found(nbytes + 64);
-          auto written = start(*scheduler, {open_file(path, true), source.data() + 1, offset, nbytes, true});
+          auto written = start(*scheduler, {open_file(path, true), {source.data() + 1, nbytes}, offset, true});
           REQUIRE(written->wait_for(milliseconds(60'000)));
           CHECK_FALSE(written->fault());
-          auto read = start(*scheduler, {open_file(path, false, DirectMode::never), found.data() + 3, offset, nbytes});
+          auto read =
+              start(*scheduler, {open_file(path, false, DirectMode::never), {found.data() + 3, nbytes}, offset});
           REQUIRE(read->wait_for(milliseconds(60'000)));
           CHECK_FALSE(read->fault());
           CHECK(std::memcmp(source.data() + 1, found.data() + 3, nbytes) == 0);
@@ -61,14 +62,17 @@ TEST_CASE("neighbours of a ragged write keep their bytes while both are written"
     }
     for (size_t parity : {0u, 1u})
       for (size_t index = parity; index < pieces.size(); index += 2)
-        requests.push_back(start(*scheduler, {file, const_cast<char*>(source.data()) + pieces[index].first,
-                                              pieces[index].first, pieces[index].second, true}));
+        requests.push_back(
+            start(*scheduler, {file,
+                               {const_cast<char*>(source.data()) + pieces[index].first, pieces[index].second},
+                               pieces[index].first,
+                               true}));
     for (auto& request : requests) {
       REQUIRE(request->wait_for(milliseconds(60'000)));
       CHECK_FALSE(request->fault());
     }
     std::vector<char> found(source.size());
-    auto read = start(*scheduler, {open_file(path, false), found.data(), 0, found.size()}, true);
+    auto read = start(*scheduler, {open_file(path, false), {found.data(), found.size()}, 0}, true);
     REQUIRE(read->wait_for(milliseconds(60'000)));
     CHECK(found == source);
     CHECK(scheduler->close(milliseconds(10'000)));
@@ -93,7 +97,7 @@ TEST_CASE("overlapping writes are done in order, on different schedulers too, an
       std::copy(sources.back().begin(), sources.back().end(), expected.begin() + static_cast<ptrdiff_t>(begin));
       Scheduler& scheduler = round % 3 == 0 ? *second : *first;
       requests.push_back(
-          start(scheduler, {open_file(path, true), sources.back().data(), begin, nbytes, true}, round % 5 == 0));
+          start(scheduler, {open_file(path, true), {sources.back().data(), nbytes}, begin, true}, round % 5 == 0));
     }
     for (auto& request : requests) {
       REQUIRE(request->wait_for(milliseconds(60'000)));
@@ -102,7 +106,7 @@ TEST_CASE("overlapping writes are done in order, on different schedulers too, an
     struct stat status;
     REQUIRE(::stat(path.c_str(), &status) == 0);
     std::vector<char> found(static_cast<size_t>(status.st_size));
-    auto read = start(*first, {open_file(path, false), found.data(), 0, found.size()});
+    auto read = start(*first, {open_file(path, false), {found.data(), found.size()}, 0});
     REQUIRE(read->wait_for(milliseconds(60'000)));
     expected.resize(found.size());
     CHECK(found == expected);
@@ -118,12 +122,12 @@ TEST_CASE("a file that ends during the read is a fault with the place and the co
     if (!scheduler) continue;
     const std::string path = directory.file(engine);
     auto source = pattern(300'000, 1);
-    auto written = start(*scheduler, {open_file(path, true), source.data(), 0, source.size(), true});
+    auto written = start(*scheduler, {open_file(path, true), {source.data(), source.size()}, 0, true});
     REQUIRE(written->wait_for(milliseconds(60'000)));
 
     std::vector<char> found(source.size());
     auto request = new_request(*scheduler);
-    auto transfer = Transfer::create({open_file(path, false), found.data(), 0, found.size()}, request, 0, 64 << 10);
+    auto transfer = Transfer::create({open_file(path, false), {found.data(), found.size()}, 0}, request, 0, 64 << 10);
     REQUIRE(transfer);
     REQUIRE(::truncate(path.c_str(), 200'000) == 0);  // after the size was checked
     hand_over(*scheduler, request, *transfer);
@@ -152,7 +156,7 @@ TEST_CASE("the pieces of a file that goes with its request are written before it
       std::vector<std::shared_ptr<Transfer>> transfers;
       for (size_t piece = 0; piece < 32; ++piece) {
         auto memory = const_cast<char*>(source.data()) + piece * 5'000;
-        auto transfer = Transfer::create({file, memory, piece * 5'000, 5'000, true}, request, piece, 16 << 10);
+        auto transfer = Transfer::create({file, {memory, 5'000}, piece * 5'000, true}, request, piece, 16 << 10);
         REQUIRE(transfer);
         transfers.push_back(*transfer);
       }
@@ -166,7 +170,7 @@ TEST_CASE("the pieces of a file that goes with its request are written before it
       CHECK(scheduler->outstanding() == 0);
     }
     std::vector<char> found(source.size());
-    auto read = start(*scheduler, {open_file(path, false), found.data(), 0, found.size()}, true);
+    auto read = start(*scheduler, {open_file(path, false), {found.data(), found.size()}, 0}, true);
     REQUIRE(read->wait_for(milliseconds(60'000)));
     CHECK(found == source);
     CHECK(scheduler->close(milliseconds(10'000)));
@@ -189,13 +193,13 @@ TEST_CASE("several threads submit while others wait") {
           std::vector<char> found(source.size());
           auto file = File::open(paths[id], {.write = true, .create = true});
           auto out = new_request(*scheduler);
-          auto write = Transfer::create({*file, source.data(), 11, source.size(), true}, out, 0, 16 << 10);
+          auto write = Transfer::create({*file, {source.data(), source.size()}, 11, true}, out, 0, 16 << 10);
           hand_over(*scheduler, out, *write, round % 2 != 0);
           while (!out->wait_for(milliseconds(100))) {
           }
           auto again = File::open(paths[id], {.read = true});
           auto in = new_request(*scheduler);
-          auto read = Transfer::create({*again, found.data(), 11, found.size()}, in, 0, 16 << 10);
+          auto read = Transfer::create({*again, {found.data(), found.size()}, 11}, in, 0, 16 << 10);
           hand_over(*scheduler, in, *read, round % 3 != 0);
           while (!in->wait_for(milliseconds(100))) {
           }
@@ -218,8 +222,8 @@ TEST_CASE("a cancelled request ends, and its queue goes on") {
     auto memory = Allocation::create(source.size(), Locking::none);
     std::memcpy(memory->data(), source.data(), source.size());
     auto file = open_file(directory.file(engine), true);
-    auto first = start(*scheduler, {file, memory->data(), 0, source.size(), true});
-    auto second = start(*scheduler, {file, memory->data(), 0, 8192, true});
+    auto first = start(*scheduler, {file, {memory->data(), source.size()}, 0, true});
+    auto second = start(*scheduler, {file, {memory->data(), 8192}, 0, true});
     first->cancel();
     REQUIRE(first->wait_for(milliseconds(60'000)));
     REQUIRE(second->wait_for(milliseconds(60'000)));
@@ -248,7 +252,7 @@ TEST_CASE("closing finishes what is outstanding") {
     auto source = pattern(8 << 20, 3);
     const std::string path = directory.file(engine);
     auto queue = std::make_shared<CompletionQueue>();
-    auto request = start(*scheduler, {open_file(path, true), source.data(), 5, source.size(), true});
+    auto request = start(*scheduler, {open_file(path, true), {source.data(), source.size()}, 5, true});
     request->notify(queue, 42);
     CHECK(scheduler->close(milliseconds(10'000)));
     CHECK(scheduler->admit(1, milliseconds(0)) == Scheduler::Admission::closed);
@@ -270,9 +274,10 @@ TEST_CASE("a bounce pool smaller than the queue still moves everything") {
     const std::string path = directory.file(engine);
     auto source = pattern(20'000'001, 9);
     std::vector<char> found(source.size());
-    auto written = start(*scheduler, {open_file(path, true), source.data() + 1, 0, source.size() - 1, true});
+    auto written = start(*scheduler, {open_file(path, true), {source.data() + 1, source.size() - 1}, 0, true});
     REQUIRE(written->wait_for(milliseconds(60'000)));
-    auto read = start(*scheduler, {open_file(path, false, DirectMode::always), found.data() + 1, 0, found.size() - 1});
+    auto read =
+        start(*scheduler, {open_file(path, false, DirectMode::always), {found.data() + 1, found.size() - 1}, 0});
     REQUIRE(read->wait_for(milliseconds(60'000)));
     found[0] = source[0];
     CHECK(found == source);

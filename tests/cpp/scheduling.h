@@ -73,7 +73,7 @@ inline void hand_over(Scheduler& scheduler, const std::shared_ptr<Request>& requ
 inline std::shared_ptr<Request> start(Scheduler& scheduler, TransferSpec spec, bool blocking = false,
                                       const RequestOptions& options = {}) {
   auto request = new_request(scheduler, options);
-  if (spec.write) REQUIRE_FALSE(reserve(*spec.file, {{spec.offset, spec.offset + spec.nbytes}}));
+  if (spec.write) REQUIRE_FALSE(reserve(*spec.file, {{spec.offset, spec.offset + spec.memory.nbytes()}}));
   auto transfer = Transfer::create(std::move(spec), request, 0, scheduler.options().block_nbytes);
   REQUIRE(transfer);
   hand_over(scheduler, request, *transfer, blocking);

@@ -60,7 +60,7 @@ std::shared_ptr<Request> begin(Scheduler& scheduler, TransferSpec spec, const Re
   if (admission == Scheduler::Admission::full) failed("there was no room for a transfer");
   if (admission != Scheduler::Admission::admitted) return nullptr;
   auto request = std::make_shared<Request>(scheduler.shared_from_this(), options);
-  const uint64_t block_nbytes = scheduler.block_nbytes_for(spec.nbytes);
+  const uint64_t block_nbytes = scheduler.block_nbytes_for(spec.memory.nbytes());
   auto transfer = Transfer::create(std::move(spec), request, 0, block_nbytes);
   if (!transfer) {
     failed(std::string("refused: ") + transfer.fault().operation);
@@ -181,7 +181,7 @@ class Actor {
     auto scheduler = schedulers_[random_() % schedulers_.size()]->get();
     auto [bytes, offset] = piece();
     const RequestOptions options{.write = true, .sync = random_() % 16 == 0, .close_files = random_() % 4 == 0};
-    TransferSpec spec{file(options.close_files), bytes.data(), offset, bytes.size(), true};
+    TransferSpec spec{file(options.close_files), {bytes.data(), bytes.size()}, offset, true};
     const auto request = begin(*scheduler, std::move(spec), options, blocking);
     if (!request) {
       ++counts_.refused;
@@ -225,7 +225,7 @@ class Actor {
   void read(bool blocking) {
     auto scheduler = schedulers_[random_() % schedulers_.size()]->get();
     auto [bytes, offset] = piece();
-    const auto request = begin(*scheduler, {file(false), bytes.data(), offset, bytes.size()}, {}, blocking);
+    const auto request = begin(*scheduler, {file(false), {bytes.data(), bytes.size()}, offset}, {}, blocking);
     if (!request) {
       ++counts_.refused;
       return;

@@ -1,0 +1,94 @@
+// CRC-32s of what one transfer moves: of its chunks, each so many bytes of the range but for the last, and of its
+// segments. Taken while the bytes are in the processor's cache, in any order of blocks.
+//
+// Chunks of a read may be compared with what they should be; that is then done before their bytes are given to anybody.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "transfer/segments.h"
+
+namespace tensorferry {
+
+class Checksums {
+ public:
+  // No chunks: chunk_nbytes is 0. `expected` has the CRC of each chunk, or is empty.
+  Checksums(uint64_t chunk_nbytes, bool of_segments, std::vector<uint32_t> expected)
+      : chunk_nbytes_(chunk_nbytes), of_segments_(of_segments), expected_(std::move(expected)) {}
+
+  uint64_t chunk_nbytes() const { return chunk_nbytes_; }
+  bool verify() const { return !expected_.empty(); }
+  const std::vector<uint32_t>& expected() const { return expected_; }
+  uint64_t chunk_count(uint64_t nbytes) const {
+    return chunk_nbytes_ == 0 ? 0 : nbytes / chunk_nbytes_ + (nbytes % chunk_nbytes_ != 0);
+  }
+
+  // For a transfer of these segments, before anything of it is added.
+  void begin(const Segments& segments);
+
+  // The CRCs of one block, in the order of its bytes; kept when the block has been added.
+  class Block {
+   public:
+    Block(Checksums& all, uint64_t begin) : all_(all), position_(begin) {}
+
+    // Of a piece of `segment` that ends where it or a chunk does, or anywhere.
+    void add(const char* bytes, uint64_t nbytes, size_t segment);
+
+    // The first chunk that is not as expected; what ends within the block has been compared.
+    std::optional<uint64_t> damaged() const { return damaged_; }
+
+    // When all of the block has been added.
+    void keep();
+
+   private:
+    struct Part {
+      size_t index;
+      uint64_t begin;
+      uint64_t nbytes;
+      uint32_t crc;
+    };
+    friend class Checksums;
+
+    Checksums& all_;
+    uint64_t position_;
+    std::optional<Part> chunk_, segment_;
+    std::vector<Part> chunks_, segments_;
+    std::optional<uint64_t> damaged_;
+  };
+
+  // Valid once all blocks have been kept.
+  const std::vector<uint32_t>& of_chunks() const { return chunks_.crcs; }
+  const std::vector<uint32_t>& of_segments() const { return segments_.crcs; }
+
+ private:
+  // What is known of each of many ranges that follow each other.
+  struct Table {
+    struct Open {
+      std::map<uint64_t, Block::Part> parts;  // by their beginnings
+      uint64_t nbytes = 0;
+    };
+    std::vector<uint32_t> crcs;
+    std::map<size_t, Open> open;  // not yet all of them
+
+    void add(const Block::Part& part, uint64_t nbytes);
+  };
+
+  uint64_t chunk_end(uint64_t position) const {
+    return std::min(position - position % chunk_nbytes_ + chunk_nbytes_, nbytes_);
+  }
+  uint64_t nbytes_of_chunk(size_t index) const { return chunk_end(index * chunk_nbytes_) - index * chunk_nbytes_; }
+
+  const uint64_t chunk_nbytes_;
+  const bool of_segments_;
+  const std::vector<uint32_t> expected_;
+  const Segments* of_ = nullptr;
+  uint64_t nbytes_ = 0;
+  std::mutex mutex_;
+  Table chunks_, segments_;
+};
+
+}  // namespace tensorferry

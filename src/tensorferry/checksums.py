@@ -1,0 +1,96 @@
+"""CRC-32 checksums of a transfer's bytes, taken on their way."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+from tensorferry import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Smaller chunks cost more than they tell; larger ones do not fit the bounce pool.
+MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES = 4096, 4 << 20
+
+
+class Checksums:
+    """Which checksums are wanted of a transfer; after it, what they are. Pass it as ``checksums=``, to one call.
+
+    They are CRC-32s as :func:`zlib.crc32` and zip archives have them, taken while the bytes are in the processor's
+    cache.
+
+    Parameters
+    ----------
+    chunk_nbytes : int, optional
+        Take one of each chunk of so many bytes (4096 to 4 MiB), from the transfer's offset on; the last one may be
+        shorter.
+    segments : bool
+        Take one of each segment (array) as well.
+    expected : iterable of int, optional
+        What the chunks' should be: for a read. No byte of a chunk that differs reaches an array, and
+        :class:`ChecksumError` says which bytes of the file it has.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument is not usable.
+
+    Examples
+    --------
+    >>> sums = tensorferry.Checksums(1 << 20)  # doctest: +SKIP
+    >>> tensorferry.write(path, [a, b], checksums=sums)  # doctest: +SKIP
+    >>> check = tensorferry.Checksums(1 << 20, expected=sums.chunks)  # doctest: +SKIP
+    >>> tensorferry.read(path, [a, b], checksums=check)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        chunk_nbytes: int | None = None,
+        *,
+        segments: bool = False,
+        expected: Iterable[int] | None = None,
+    ) -> None:
+        if chunk_nbytes is not None:
+            chunk_nbytes = operator.index(chunk_nbytes)
+            if not MIN_CHUNK_NBYTES <= chunk_nbytes <= MAX_CHUNK_NBYTES:
+                raise ValueError(
+                    f"chunk_nbytes: {chunk_nbytes} is not between {MIN_CHUNK_NBYTES} and {MAX_CHUNK_NBYTES}"
+                )
+        elif not segments:
+            raise ValueError("chunk_nbytes, segments: neither asks for a checksum")
+        elif expected is not None:
+            raise ValueError("expected: chunks are compared, and there is no chunk_nbytes")
+        self._chunk_nbytes = chunk_nbytes
+        self._expected = None if expected is None else [operator.index(one) for one in expected]
+        for index, one in enumerate(self._expected or ()):
+            if not 0 <= one < 1 << 32:
+                raise ValueError(f"expected[{index}]: {one} is no 32-bit number")
+        self._core = _core.Checksums(chunk_nbytes or 0, bool(segments), self._expected or [])
+        self._used = False
+
+    @property
+    def chunks(self) -> list[int]:
+        """The CRC-32 of each chunk. Valid once the transfer has succeeded."""
+        return self._core.chunks
+
+    @property
+    def segments(self) -> list[int]:
+        """The CRC-32 of each segment, or of the one array. Valid once the transfer has succeeded."""
+        return self._core.segments
+
+    def _use(self, nbytes: int, *, write: bool) -> _core.Checksums:
+        """Return the core's, for one transfer of so many bytes."""
+        if self._expected is not None:
+            count = -(-nbytes // (self._chunk_nbytes or 1))
+            if write:
+                raise ValueError("checksums: expected ones are for reading")
+            if count != len(self._expected):
+                raise ValueError(
+                    f"checksums: {nbytes} bytes have {count} chunks of {self._chunk_nbytes}, and "
+                    f"{len(self._expected)} are expected"
+                )
+        if self._used:
+            raise ValueError("checksums: these are another transfer's")
+        self._used = True
+        return self._core

@@ -1,0 +1,325 @@
+"""Several arrays as one transfer, and the checksums of what is moved: against plain Python, on every engine."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import pickle
+import weakref
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tensorferry
+from tests.support.data import aligned
+
+torch = pytest.importorskip("torch")
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from tests.support.data import Bytes, RandomBytes
+
+BLOCK = 65536
+OUTSIDE = b"\xa5" * 5000
+
+edges = st.sampled_from([0, 1, 7, 511, 512, 4095, 4096, 4097, BLOCK, 2 * BLOCK, 3 * BLOCK + 1])
+sizes = st.one_of(edges, st.integers(0, 3 * BLOCK))
+segments = st.lists(st.tuples(sizes, st.sampled_from([0, 1, 4, 64, 512])), max_size=8)
+chunk_sizes = st.sampled_from([4096, 5000, BLOCK, 1 << 20])
+directs = st.sampled_from(["auto", True, False])
+in_turn = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def arrays_of(pieces: list[tuple[int, int]], seed: int) -> list[Bytes]:
+    generator = np.random.default_rng(seed)
+    arrays = [aligned(nbytes, misalignment) for nbytes, misalignment in pieces]
+    for array in arrays:
+        array[:] = generator.integers(0, 256, array.nbytes, np.uint8)
+    return arrays
+
+
+def joined(arrays: list[Bytes]) -> bytes:
+    return b"".join(array.tobytes() for array in arrays)
+
+
+def crcs(data: bytes, nbytes: int) -> list[int]:
+    return [zlib.crc32(data[begin : begin + nbytes]) for begin in range(0, len(data), nbytes)]
+
+
+@in_turn
+@given(
+    pieces=segments,
+    offset=sizes,
+    chunk_nbytes=chunk_sizes,
+    direct=directs,
+    waits=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_any_segments_are_written_one_after_the_other(
+    engine: str,
+    directory: pathlib.Path,
+    pieces: list[tuple[int, int]],
+    offset: int,
+    chunk_nbytes: int,
+    direct: bool | str,
+    waits: bool,
+    seed: int,
+) -> None:
+    path = directory / "file"
+    sources = arrays_of(pieces, seed)
+    data = joined(sources)
+    before = np.random.default_rng(seed + 1).bytes(offset + len(data) + len(OUTSIDE))
+    path.write_bytes(before)
+    sums = tensorferry.Checksums(chunk_nbytes, segments=True)
+    with tensorferry.open(path, "r+", engine=engine, block_size=BLOCK, direct=direct) as file:
+        if waits:
+            assert file.write_from(sources, offset, checksums=sums).result() is sources
+        else:
+            file.write(sources, offset, checksums=sums)
+    assert path.read_bytes() == before[:offset] + data + before[offset + len(data) :]
+    assert sums.chunks == crcs(data, chunk_nbytes)
+    assert sums.segments == [zlib.crc32(array) for array in sources]
+
+
+@in_turn
+@given(
+    pieces=segments,
+    gaps=st.lists(st.booleans(), min_size=8, max_size=8),
+    offset=sizes,
+    chunk_nbytes=chunk_sizes,
+    direct=directs,
+    cached=st.booleans(),
+    checked=st.sampled_from(["not", "taken", "compared"]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_any_segments_are_filled_and_gaps_passed_over(
+    engine: str,
+    directory: pathlib.Path,
+    pieces: list[tuple[int, int]],
+    gaps: list[bool],
+    offset: int,
+    chunk_nbytes: int,
+    direct: bool | str,
+    cached: bool,
+    checked: str,
+    seed: int,
+) -> None:
+    path = directory / "file"
+    wanted = arrays_of(pieces, seed)
+    data = joined(wanted)
+    path.write_bytes(OUTSIDE[:1] * offset + data + OUTSIDE)
+    if not cached:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    targets: list[Any] = [
+        array.nbytes if gap else aligned(array.nbytes, misalignment)
+        for array, gap, (_, misalignment) in zip(wanted, gaps, pieces, strict=False)
+    ]
+    expected = crcs(data, chunk_nbytes) if checked == "compared" else None
+    sums = None
+    if checked != "not":
+        sums = tensorferry.Checksums(chunk_nbytes, segments=True, expected=expected)
+    with tensorferry.open(path, engine=engine, block_size=BLOCK, direct=direct) as opened:
+        found = opened.read_into(iter(targets), offset, checksums=sums).result()
+    assert list(found) == targets
+    for array, target in zip(wanted, targets, strict=True):
+        if not isinstance(target, int):
+            assert target.tobytes() == array.tobytes()
+    if sums is not None:
+        assert sums.chunks == crcs(data, chunk_nbytes)
+        assert sums.segments == [zlib.crc32(array) for array in wanted]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_nothing_of_a_damaged_chunk_reaches_an_array(
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes, direct: bool, blocking: bool
+) -> None:
+    path = directory / "file"
+    data = random_bytes(1_000_000)
+    damaged = data.copy()
+    damaged[3 * BLOCK + 5] ^= 16
+    damaged.tofile(path)
+    targets = [np.full(nbytes, 7, np.uint8) for nbytes in (3 * BLOCK - 1, 2, BLOCK, 500_000)]
+    nbytes = sum(target.nbytes for target in targets)
+    expected = crcs(data[:nbytes].tobytes(), BLOCK)
+    sums = tensorferry.Checksums(BLOCK, expected=expected)
+    with tensorferry.open(path, engine=engine, direct=direct) as file:
+
+        def read() -> Any:
+            if blocking:
+                return file.read(targets, checksums=sums)
+            return file.read_into(targets, checksums=sums).result()
+
+        with pytest.raises(tensorferry.ChecksumError, match="bytes 196608 to 262144") as raised:
+            read()
+    error = raised.value
+    assert (error.filename, error.offset, error.nbytes, error.errno) == (
+        *(str(path), 3 * BLOCK, BLOCK),
+        None,
+    )
+    assert error.transferred < error.expected == nbytes
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.offset, again.nbytes, str(again)) == (error.offset, error.nbytes, str(error))
+    assert (np.concatenate(targets)[3 * BLOCK : 4 * BLOCK] == 7).all()
+
+
+def test_a_whole_array_is_checked_too(
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    source = random_bytes.at(5_000_000, 0)  # goes straight to the drive
+    sums = tensorferry.Checksums(1 << 20, segments=True)
+    with tensorferry.open(directory / "file", "w+", engine=engine) as file:
+        file.write(source, checksums=sums)
+        assert sums.chunks == crcs(source.tobytes(), 1 << 20)
+        assert sums.segments == [zlib.crc32(source)]
+        target = aligned(source.nbytes)
+        file.read(target, checksums=tensorferry.Checksums(1 << 20, expected=sums.chunks))
+    assert (target == source).all()
+
+
+def test_functions_take_any_iterable(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    parts = {"a": b"12", "b": np.arange(3, dtype=np.uint8), "c": torch.tensor([7, 8]).byte()}
+    tensorferry.write(path, parts.values())
+    assert path.read_bytes() == b"12\x00\x01\x02\x07\x08"
+    tensorferry.write(path, (bytes([n]) for n in range(5)), 1, truncate=True)
+    assert path.read_bytes() == b"1\x00\x01\x02\x03\x04"
+    target = bytearray(2)
+    found = tensorferry.read(path, iter([1, target, 3]))
+    assert found == [1, b"\x00\x01", 3]
+    assert found[1] is target
+    assert tensorferry.read(path, []) == []
+    tensorferry.write(path, [], truncate=True)
+    assert path.read_bytes() == b""
+
+
+def test_what_is_no_array_is_named_before_anything_is_touched(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    with pytest.raises(TypeError, match=r"array\[1\]: int is neither"):
+        tensorferry.write(path, [b"1", 5])
+    with pytest.raises(TypeError, match="array: str is neither"):
+        tensorferry.write(path, "text")
+    with pytest.raises(TypeError, match="array: dict is neither"):
+        tensorferry.write(path, {"a": b"1"})
+    with pytest.raises(ValueError, match=r"array\[1\]: cannot read into a read-only buffer"):
+        tensorferry.read(path, [bytearray(1), b"1"])
+    with pytest.raises(ValueError, match=r"array\[0\]: -1 bytes cannot be passed over"):
+        tensorferry.read(path, [-1])
+    with pytest.raises(ValueError, match="more bytes than a file can hold"):
+        tensorferry.read(path, [1 << 62, 1 << 62])
+    with pytest.raises(ValueError, match="array: the iterable"):
+        tensorferry.write(path, raising())
+    assert not path.exists()
+
+
+def raising() -> Any:
+    yield b"1"
+    raise ValueError("array: the iterable ended badly")
+
+
+def test_checksums_that_make_no_sense_are_refused(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    sums = tensorferry.Checksums
+    for arguments, message in (
+        ((), "neither asks for a checksum"),
+        ((4095,), "chunk_nbytes: 4095 is not between"),
+        (((4 << 20) + 1,), "is not between"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sums(*arguments)
+    with pytest.raises(ValueError, match=r"expected\[1\]: -1 is no 32-bit"):
+        sums(4096, expected=[0, -1])
+    with pytest.raises(ValueError, match="there is no chunk_nbytes"):
+        sums(segments=True, expected=[1])
+    with pytest.raises(ValueError, match="expected ones are for reading"):
+        tensorferry.write(path, b"1", checksums=sums(4096, expected=[1]))
+    path.write_bytes(bytes(5000))
+    with pytest.raises(ValueError, match="5000 bytes have 2 chunks of 4096, and 1 are expected"):
+        tensorferry.read(path, bytearray(5000), checksums=sums(4096, expected=[1]))
+    used = sums(4096)
+    tensorferry.read(path, bytearray(5000), checksums=used)
+    with pytest.raises(ValueError, match="another transfer's"):
+        tensorferry.read(path, bytearray(5000), checksums=used)
+
+
+def test_an_end_of_the_file_within_segments_is_told(engine: str, directory: pathlib.Path) -> None:
+    path = directory / "file"
+    path.write_bytes(bytes(range(200)))
+    targets = [bytearray(150), bytearray(100)]
+    with (
+        tensorferry.open(path, engine=engine) as file,
+        pytest.raises(tensorferry.ShortReadError) as raised,
+    ):
+        file.read(targets)
+    assert (raised.value.offset, raised.value.expected) == (200, 250)
+
+
+def test_arrays_of_a_transfer_are_kept_until_it_is_done(
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    source = random_bytes(40 << 20)
+    parts = [torch.from_numpy(part.copy()) for part in np.array_split(source, 1000)]
+    seen = [weakref.ref(part.untyped_storage()) for part in parts[:3]]
+    with tensorferry.open(directory / "file", "w", engine=engine) as file:
+        future = file.write_from(iter(parts))
+        del parts
+        gc.collect()
+        assert all(one() is not None for one in seen) or future.done()
+        future.result()
+    assert (np.fromfile(directory / "file", np.uint8) == source).all()
+
+
+def test_an_array_that_gives_its_memory_back_is_told(engine: str, directory: pathlib.Path) -> None:
+    parts = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(8)]
+    with tensorferry.open(directory / "file", "w", engine=engine) as file:
+        future = file.write_from(parts)
+        parts[5].resize_(64 << 20)
+        with pytest.raises(tensorferry.StorageError, match="the array's memory went back"):
+            future.result()
+
+
+def test_thousands_of_small_ones_are_few_blocks(engine: str, directory: pathlib.Path) -> None:
+    parts = [bytes([index % 256]) * 4096 for index in range(8192)]
+    with tensorferry.open(directory / "file", "w+", engine=engine, direct=True) as file:
+        file.write(parts)
+        before = file.stats()
+        targets = [bytearray(4096) for _ in parts]
+        file.read(targets)
+        after = file.stats()
+    assert all(map(bytes.__eq__, parts, map(bytes, targets)))
+    blocks = after["engine_blocks"] - before["engine_blocks"]
+    assert blocks <= sum(map(len, parts)) // (1 << 20) + 2
+
+
+def test_many_threads_share_a_file(engine: str, directory: pathlib.Path) -> None:
+    """Gathered writes side by side, with and without checksums, and reads of what was written."""
+    count, nbytes = 8, 3 << 20
+    with tensorferry.open(directory / "file", "w+", engine=engine) as file:
+        futures = []
+        wanted = []
+        for index in range(count):
+            parts = arrays_of([(50_001, 1)] * 63, index)
+            wanted.append(joined(parts)[:nbytes])
+            sums = tensorferry.Checksums(BLOCK) if index % 2 else None
+            futures.append((file.write_from(parts, index * 4_000_000, checksums=sums), sums))
+        for (future, sums), data in zip(futures, wanted, strict=True):
+            whole = joined(future.result())
+            assert whole.startswith(data)
+            if sums is not None:
+                assert sums.chunks == crcs(whole, BLOCK)
+        for index, data in enumerate(wanted):
+            targets = [bytearray(n) for n in itertools.repeat(70_000, 44)]
+            file.read(targets, index * 4_000_000)
+            assert b"".join(targets)[:nbytes] == data[: 44 * 70_000]
