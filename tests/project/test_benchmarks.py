@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import deepspeed_gcc
+from tests.support import deepspeed_gcc, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -44,8 +44,9 @@ pytest.importorskip("rich")
 
 def run(scenario: str, directory: Path, *arguments: str) -> dict[str, Any]:
     """Run a scenario as a user does, and return its JSON."""
+    python = sys.executable if scenario == "import" else warm.python()
     result = directory / "out.json"
-    command = [sys.executable, "-m", "benchmarks", scenario, *TINY, *arguments]
+    command = [python, "-m", "benchmarks", scenario, *TINY, *arguments]
     done = subprocess.run(
         [*command, f"--directory={directory}", f"--json={result}"],
         cwd=ROOT,
@@ -155,7 +156,7 @@ def test_gpu_scenario_says_that_there_is_no_gpu_and_fails_where_it_was_asked_for
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     for name in ("gpu", "gpu_tmpfs"):
-        command = [sys.executable, "-m", "benchmarks", name, *TINY, f"--directory={tmp_path}"]
+        command = [warm.python(), "-m", "benchmarks", name, *TINY, f"--directory={tmp_path}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 1
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{name}:")]
