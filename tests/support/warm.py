@@ -37,7 +37,7 @@ PRELOADED = (
     "multiprocessing.spawn",  # from now on it knows the interpreter, whatever sys.executable says
     "numpy",
     "torch._dynamo",
-    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",  # DeepSpeed asks torch.compile for it
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
