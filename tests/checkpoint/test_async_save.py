@@ -154,7 +154,6 @@ def test_two_ranks_save_their_parts(directory: pathlib.Path) -> None:
     call_on_ranks(2, save_over_and_over, str(directory / "checkpoint"))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     "async_checkpointer_type" not in inspect.signature(dcp.async_save).parameters,
     reason="this torch saves in threads only (2.7 and later in processes)",
