@@ -47,7 +47,7 @@ _CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 
 arguments = sys.argv[1:]
-if arguments[0][0] == "-" and arguments[0] not in ("-c", "-m") or "LD_PRELOAD" in os.environ:
+if arguments[0][0] == "-" and arguments[0] not in ("-c", "-m", "-u") or "LD_PRELOAD" in os.environ:
     os.execv({python!r}, [{python!r}, *arguments])
 files = []
 for name in os.listdir("/proc/self/fd"):
@@ -170,6 +170,9 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> None
     os.environ.clear()
     os.environ.update(environment)
     exec((child.ROOT / "src" / "tensorferry_deepspeed.pth").read_text())
+    if arguments[0] == "-u":
+        del arguments[0]
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     path = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if arguments[0] == "-m":
