@@ -40,6 +40,7 @@ PRELOADED = (
     "torch._inductor.compile_fx",  # DeepSpeed asks torch.compile for it
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.run",
     "torch.distributed.tensor",
 )
 
