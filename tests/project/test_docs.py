@@ -78,7 +78,7 @@ def run_example(code: str, directory: pathlib.Path) -> None:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
     run = subprocess.run(
-        [warm.python(), "-c", code],
+        [warm.python("torch"), "-c", code],
         cwd=directory,
         env=dict(os.environ),
         capture_output=True,

@@ -39,14 +39,14 @@ with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no
 
 
 def command(program: str, *arguments: str | os.PathLike[str]) -> list[str]:
-    interpreter = [] if program.endswith(".sh") else [warm.python()]
+    interpreter = [] if program.endswith(".sh") else [warm.python("torch")]
     return [*interpreter, str(EXAMPLES / program), *map(os.fspath, arguments)]
 
 
 def run(program: str, *arguments: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(program, *arguments),
-        env=os.environ | deepspeed_gcc.ENVIRONMENT | {"PYTHON": warm.python()},
+        env=os.environ | deepspeed_gcc.ENVIRONMENT | {"PYTHON": warm.python("torch")},
         capture_output=True,
         text=True,
         timeout=280,

@@ -1,9 +1,10 @@
 """An interpreter that has imported torch already: it starts programs in a tenth of a second, not in three.
 
-`python()` is a command in place of `sys.executable`. It asks a server, which has imported torch and nothing of ours, to
-fork a process with its arguments, environment, folder and open files; signals are passed on, and it ends as that does.
-Programs have it as `sys.executable`, so that theirs start as quickly. It is for tests of what programs do: those of how
-they start, of what they import, and of limits that children inherit need fresh ones.
+`python()` is a command in place of `sys.executable`. It asks a server, which has imported parts of torch and nothing of
+ours, to fork a process with its arguments, environment, folder and open files; signals are passed on, and it ends as
+that does. Programs have it as `sys.executable`, so that theirs start as quickly. It is for tests of what programs do:
+those of how they start, of what they import, and of limits that children inherit need fresh ones; and those of examples
+`python("torch")`, where other modules have to be imported by them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing.spawn  # noqa: F401 (it keeps today's sys.executable)
 import os
 import runpy
 import select
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PRELOADED = (
-    "multiprocessing.spawn",  # from now on it knows the interpreter, whatever sys.executable says
     "numpy",
     "torch._dynamo",
     "torch._inductor.compile_fx",  # DeepSpeed asks torch.compile for it
@@ -84,8 +85,8 @@ os._exit(status)
 
 
 @functools.cache
-def python() -> str:
-    """Return the command; its server ends with this process."""
+def python(*modules: str) -> str:
+    """Return the command; its server has imported these modules, or PRELOADED, and ends with this process."""
     folder, owner = Path(tempfile.mkdtemp(prefix="warm-")), os.getpid()
     client, address = folder / "python", str(folder / "socket")
     client.write_text(_CLIENT.format(python=sys.executable, address=address))
@@ -94,7 +95,7 @@ def python() -> str:
         listener.bind(address)
         listener.listen(64)
         server = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(listener.fileno()), str(client)],
+            [sys.executable, "-m", __name__, str(listener.fileno()), str(client), *modules],
             cwd=child.ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -194,7 +195,7 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> None
 
 
 if __name__ == "__main__":
-    for module in PRELOADED:
+    for module in sys.argv[3:] or PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "threads are not forked"
