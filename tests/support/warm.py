@@ -133,16 +133,20 @@ def _serve(listener: socket.socket) -> tuple[list[str], str, dict[str, str]]:
                 os.kill(process, signal.SIGKILL)
             if descriptor in ready:
                 status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-                with contextlib.suppress(BrokenPipeError):
+                with contextlib.suppress(OSError):
                     client.sendall(status.to_bytes(8, "little", signed=True))
                 client.close()
                 os.close(descriptor)
                 programs.remove(program)
         if listener in ready:
             client = listener.accept()[0]
-            header, given, _, _ = socket.recv_fds(client, 8, 250)
-            with client.makefile("rb") as stream:
-                request = json.loads(stream.read(int.from_bytes(header, "little")))
+            try:
+                header, given, _, _ = socket.recv_fds(client, 8, 250)
+                with client.makefile("rb") as stream:
+                    request = json.loads(stream.read(int.from_bytes(header, "little")))
+            except (OSError, ValueError):  # it was killed
+                client.close()
+                continue
             process = os.fork()
             if process == 0:
                 for each in (listener, client, *(client for _, _, client in programs)):
@@ -150,7 +154,8 @@ def _serve(listener: socket.socket) -> tuple[list[str], str, dict[str, str]]:
                 return _with_files(given, *request)
             for file in given:
                 os.close(file)
-            client.sendall(process.to_bytes(8, "little", signed=True))
+            with contextlib.suppress(OSError):
+                client.sendall(process.to_bytes(8, "little", signed=True))
             programs.append((process, os.pidfd_open(process), client))
 
 
@@ -175,22 +180,21 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> None
     if arguments[0] == "-u":
         del arguments[0]
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    first, sys.argv = arguments[0], list(arguments)
+    if first in ("-c", "-m"):
+        del sys.argv[1]
+    place = {"-c": "", "-m": folder}.get(first, str(Path(first).resolve().parent))
     path = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:1] = path if environment.get("PYTHONSAFEPATH") else [place, *path]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    if arguments[0] == "-m":
-        sys.argv[:] = ["-m", *arguments[2:]]
-        sys.path[:1] = [folder, *path]
+    if first == "-m":
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
         return
-    if arguments[0] == "-c":
-        sys.argv[:] = ["-c", *arguments[2:]]
-        sys.path[:1] = ["", *path]
+    if first == "-c":
         code = compile(arguments[1], "<string>", "exec")
     else:
-        sys.argv[:] = arguments
-        main.__file__ = arguments[0]
-        sys.path[:1] = [str(Path(arguments[0]).resolve().parent), *path]
-        code = compile(Path(arguments[0]).read_bytes(), arguments[0], "exec")
+        main.__file__ = first
+        code = compile(Path(first).read_bytes(), first, "exec")
     exec(code, main.__dict__)
 
 
