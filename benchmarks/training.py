@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VOCABULARY = 256
-SEQUENCE = 32
 
 
 class Block(nn.Module):
@@ -64,6 +63,8 @@ class Training:
         Only compute losses: no gradients, no optimizer.
     layers, hidden : int
         The model's size; a layer has about 12 * hidden**2 parameters.
+    sequence : int
+        Tokens of a sequence; a batch has two.
     dtype : str
         "float32" or "bfloat16".
     aio : dict
@@ -78,12 +79,14 @@ class Training:
         evaluate: bool = False,
         layers: int = 2,
         hidden: int = 512,
+        sequence: int = 32,
         dtype: str = "float32",
         aio: dict[str, Any] | None = None,
     ) -> None:
         self._directory = directory
         self._evaluate = evaluate
         self._step = 0
+        self._sequence = sequence
         config = _configuration(directory, offload, evaluate, hidden, dtype, aio or {})
         torch.manual_seed(1)
         with deepspeed.zero.Init(config_dict_or_path=config):
@@ -98,7 +101,7 @@ class Training:
         """Compute and, where it trains, learn from one batch; return the loss to the last bit, hexadecimal."""
         rank = torch.distributed.get_rank()
         starts = torch.tensor([[7 * self._step + rank], [11 * self._step + rank]])
-        tokens = (starts + torch.arange(SEQUENCE)) % VOCABULARY
+        tokens = (starts + torch.arange(self._sequence)) % VOCABULARY
         self._step += 1
         if self._evaluate:
             with torch.no_grad():

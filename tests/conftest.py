@@ -117,11 +117,17 @@ def handle(make_handle: MakeHandle) -> tensorferry.aio_handle:
 
 
 @pytest.fixture(scope="session")
-def own_engine() -> dict[str, str]:
-    """The environment in which the newest DeepSpeed uses its own engine, compiled once and kept in build/."""
+def newest() -> dict[str, str]:
+    """The environment of a child that imports the newest DeepSpeed; torch compiles nothing in it unnoticed."""
     if importlib.util.find_spec("deepspeed") is None:
         required.missing("deepspeed", "DeepSpeed is not installed (make deepspeed)")
-    environment = deepspeed_gcc.ENVIRONMENT | {"TENSORFERRY_DEEPSPEED": "0"}
+    return {"TENSORFERRY_DEEPSPEED": "0", "CXX": "false", "DS_ACCELERATOR": "cpu"}
+
+
+@pytest.fixture(scope="session")
+def own_engine(newest: dict[str, str]) -> dict[str, str]:
+    """The environment in which it uses its own engine, compiled once and kept in build/."""
+    environment = newest | deepspeed_gcc.ENVIRONMENT
     folder = deepspeed_gcc.EXTENSIONS
     folder.mkdir(parents=True, exist_ok=True)
     compiled = folder / ".compiled"

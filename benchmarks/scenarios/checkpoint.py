@@ -151,7 +151,7 @@ def _save(
         contenders.append(Contender(label, "peer", save(worker)))
     contenders += [
         Contender(config.label, "fio", write_by_fio(config), config.tags)
-        for config in fio.usable(_FIOS[:1] if settings.smoke else _FIOS, settings)
+        for config in fio.usable(_FIOS, settings)
     ]
     comparison = Comparison("checkpoint save", "fresh directory, all of it synced")
     return compare(settings, comparison, contenders)

@@ -205,7 +205,7 @@ def _load(
         Contender(label, "peer" if label == TORCH else "ours", load(worker))
         for label, worker in peers.items()
     ]
-    usable = fio.usable(configs[:1] if settings.smoke else configs, settings)
+    usable = fio.usable(configs, settings)
     contenders += fio.contenders(usable, file, "read", file.stat().st_size, prepare)
     return compare(settings, Comparison(f"checkpoint {name} load", f"{name} file"), contenders)
 
@@ -225,7 +225,7 @@ def _half(settings: Settings, peers: dict[str, Worker], file: Path) -> Compariso
     comparison = Comparison(
         "checkpoint half of the rows", "cold file", unit="of the bytes", higher_is_better=False
     )
-    return compare(settings, comparison, contenders, rounds=3)
+    return compare(settings, comparison, contenders, rounds=min(3, settings.rounds))
 
 
 def _figures(cold: Comparison, warm: Comparison, half: Comparison) -> list[Figure]:

@@ -66,7 +66,7 @@ def run(settings: Settings) -> Outcome:
                     lambda number, worker=worker: ours(worker, number),  # type: ignore[misc]
                 )
             )
-        configs = fio.usable(_CONFIGS[:1] if settings.smoke else _CONFIGS, settings)
+        configs = fio.usable(_CONFIGS, settings)
         contenders += [
             Contender(
                 config.label,

@@ -104,5 +104,5 @@ def _contenders(
     return [
         contender(OURS, "ours", True, "both"),
         contender(THEIRS, "peer", False, "both"),
-        contender(MEMORY, "peer", False, "nothing"),
+        contender(MEMORY, "peer", True, "nothing"),
     ]

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from tensorferry.checkpoint import FileSystemWriter, Stager
 from tests.checkpoint.ranks import call_on_ranks, files_of
 from tests.checkpoint.states import assert_same, load, mixed_state
-from tests.support import child, mounts
+from tests.support import mounts, warm
 
 if TYPE_CHECKING:
     import pathlib
@@ -154,7 +154,6 @@ def test_two_ranks_save_their_parts(directory: pathlib.Path) -> None:
     call_on_ranks(2, save_over_and_over, str(directory / "checkpoint"))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     "async_checkpointer_type" not in inspect.signature(dcp.async_save).parameters,
     reason="this torch saves in threads only (2.7 and later in processes)",
@@ -163,7 +162,7 @@ def test_two_ranks_save_their_parts(directory: pathlib.Path) -> None:
 def test_a_process_saves_what_was_staged_here(directory: pathlib.Path, stager: str) -> None:
     if stager != "the writer's" and takes_stagers.args[0]:
         pytest.skip(takes_stagers.kwargs["reason"])
-    child.call(
+    warm.call(
         "tests.checkpoint.programs:save_in_a_process",
         path=directory / "checkpoint",
         stager=stager,

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from tests.support import warm
 from tests.support.child import ROOT
 
 if TYPE_CHECKING:
     import pathlib
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < (2, 7), reason="the example's FSDP came with torch 2.7")
 def test_training_killed_in_a_save_goes_on_with_one_rank_and_with_three(
     directory: pathlib.Path,
 ) -> None:
     done = subprocess.run(
         [
-            sys.executable,
+            warm.python(),
             ROOT / "examples" / "checkpoint" / "killed_and_resumed.py",
             f"--directory={directory}",
         ],

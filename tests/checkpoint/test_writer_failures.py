@@ -13,7 +13,7 @@ import tensorferry
 from tensorferry.checkpoint import CheckpointError, FileSystemWriter
 from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import LAYOUTS, assert_same, load, mixed_state, save
-from tests.support import child, mounts
+from tests.support import mounts, warm
 
 if TYPE_CHECKING:
     import pathlib
@@ -88,7 +88,7 @@ def test_file_size_limit_fails_the_save(directory: pathlib.Path, layout: dict[st
     checkpoint = directory / "checkpoint"
     save(mixed_state(), checkpoint)
     before = files_of(checkpoint)
-    ended = child.call(
+    ended = warm.call(
         "tests.checkpoint.programs:save_within",
         path=checkpoint,
         file_nbytes=1 << 20,

@@ -42,7 +42,6 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return libraries.broken(tmp_path_factory.mktemp("libraries"))
 
 
-@pytest.mark.slow
 def test_it_prints_plain_text_with_every_part_where_nobody_watches(
     directory: pathlib.Path,
 ) -> None:

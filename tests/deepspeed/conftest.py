@@ -5,7 +5,6 @@ DeepSpeed changes the process that imports it, so only child processes do.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 
@@ -29,17 +28,9 @@ def can_forbid_locking() -> bool:
     return all(shutil.which(command) for command in LOCK_NOTHING if not command.startswith("--"))
 
 
-@pytest.fixture
-def newest() -> Environment:
-    """The environment of a child that imports the newest DeepSpeed; torch compiles nothing in it unnoticed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        required.missing("deepspeed", "DeepSpeed is not installed (make deepspeed)")
-    return {"TENSORFERRY_DEEPSPEED": "0", "CXX": "false", "DS_ACCELERATOR": "cpu"}
-
-
 @pytest.fixture(params=["newest", "0.18.2"])
 def version(request: pytest.FixtureRequest, newest: Environment) -> Environment:
-    """The same for each version of DeepSpeed."""
+    """The environment of a child that imports a version of DeepSpeed, for each of them."""
     if request.param == "newest":
         return newest
     if not (OLD / "deepspeed").is_dir():

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.deepspeed.programs import NAMES
-from tests.support import standin
-from tests.support.child import call
+from tests.support import standin, warm
+from tests.support.warm import call
 
 if TYPE_CHECKING:
     import pathlib
@@ -79,9 +79,9 @@ def test_gds_is_served_where_cufile_is(version: Environment, directory: pathlib.
 
 def test_deepspeeds_report_shows_the_ops_as_available(version: Environment) -> None:
     report = subprocess.run(
-        [sys.executable, "-m", "tensorferry.deepspeed", "-m", "deepspeed.env_report"],
+        [warm.python(), "-m", "tensorferry.deepspeed", "-m", "deepspeed.env_report"],
         cwd=ROOT,
-        env=__import__("os").environ | version,
+        env=os.environ | version,
         capture_output=True,
         text=True,
         timeout=120,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import ROOT
-from tests.support.child import call
+from tests.support import warm
+from tests.support.warm import call
 
 if TYPE_CHECKING:
     import pathlib
@@ -22,10 +23,10 @@ STARTED = "import sys; print(sorted(m for m in sys.modules if 'ferry' in m))"
 
 
 def python(
-    *arguments: str | pathlib.Path, environment: Environment
+    *arguments: str | pathlib.Path, environment: Environment, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable if fresh else warm.python(), *arguments],
         cwd=ROOT,
         env=os.environ | environment,
         capture_output=True,
@@ -36,7 +37,7 @@ def python(
 
 def test_without_the_variable_interpreters_start_as_ever(newest: Environment) -> None:
     for value in ("0", ""):
-        started = python("-c", STARTED, environment={"TENSORFERRY_DEEPSPEED": value})
+        started = python("-c", STARTED, environment={"TENSORFERRY_DEEPSPEED": value}, fresh=True)
         assert "_tensorferry_deepspeed" not in started.stdout
         assert started.stderr == ""
 
@@ -44,7 +45,7 @@ def test_without_the_variable_interpreters_start_as_ever(newest: Environment) ->
 def test_the_variable_imports_nothing_of_tensorferry_before_deepspeed_is(
     newest: Environment,
 ) -> None:
-    started = python("-c", STARTED, environment={"TENSORFERRY_DEEPSPEED": "1"})
+    started = python("-c", STARTED, environment={"TENSORFERRY_DEEPSPEED": "1"}, fresh=True)
     assert "'_tensorferry_deepspeed'" in started.stdout
     assert "'tensorferry'" not in started.stdout
     assert started.stderr == ""
@@ -119,7 +120,7 @@ def test_scripts_and_modules_run_under_us_as_under_python(
 def test_bad_command_lines_are_refused(
     newest: Environment, arguments: list[str], status: int, message: str
 ) -> None:
-    done = python("-m", "tensorferry.deepspeed", *arguments, environment=newest)
+    done = python("-m", "tensorferry.deepspeed", *arguments, environment=newest, fresh=True)
     assert done.returncode == status
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.support import warm
 
 if TYPE_CHECKING:
     import pathlib
@@ -23,8 +23,8 @@ STEPS = 3
 
 def train(directory: pathlib.Path, environment: Environment, **arguments: Any) -> dict[str, Any]:
     """Run tests/deepspeed/training.py in two processes, and return rank 0's result."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    plain = {"directory": str(directory), "steps": STEPS} | arguments
+    launcher = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    plain = {"directory": str(directory), "steps": STEPS, "sequence": 8} | arguments
     done = subprocess.run(
         [*launcher, "-m", "tests.deepspeed.training", json.dumps(plain)],
         cwd=ROOT,

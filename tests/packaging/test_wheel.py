@@ -16,8 +16,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.slow
-
 # What every Linux with a C++ runtime has; nothing else may be needed, liburing least of all.
 SYSTEM_LIBRARIES = {"libc", "libm", "libgcc_s", "libstdc++", "libpthread", "libdl", "librt"} | {
     "ld-linux-x86-64",

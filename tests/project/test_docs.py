@@ -11,11 +11,11 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 
 import pytest
 
 from tensorferry.tuning import gpus
+from tests.support import warm
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -78,7 +78,7 @@ def run_example(code: str, directory: pathlib.Path) -> None:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
     run = subprocess.run(
-        [sys.executable, "-c", code],
+        [warm.python("torch"), "-c", code],
         cwd=directory,
         env=dict(os.environ),
         capture_output=True,

@@ -17,7 +17,7 @@ import pytest
 
 import tensorferry
 from tensorferry.tuning.gpus import why_no_gds
-from tests.support import deepspeed_gcc, mounts
+from tests.support import deepspeed_gcc, mounts, warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,14 +39,14 @@ with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no
 
 
 def command(program: str, *arguments: str | os.PathLike[str]) -> list[str]:
-    interpreter = [] if program.endswith(".sh") else [sys.executable]
+    interpreter = [] if program.endswith(".sh") else [warm.python("torch")]
     return [*interpreter, str(EXAMPLES / program), *map(os.fspath, arguments)]
 
 
 def run(program: str, *arguments: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(program, *arguments),
-        env=os.environ | deepspeed_gcc.ENVIRONMENT | {"PYTHON": sys.executable},
+        env=os.environ | deepspeed_gcc.ENVIRONMENT | {"PYTHON": warm.python("torch")},
         capture_output=True,
         text=True,
         timeout=280,

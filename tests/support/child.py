@@ -7,6 +7,7 @@ tested too.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -37,6 +38,7 @@ def call(
     *,
     timeout_s: float = 60,
     prefix: Sequence[str] = (),
+    python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Ended:
@@ -46,7 +48,7 @@ def call(
     """
     reader, writer = os.pipe()
     plain = {k: str(v) if isinstance(v, os.PathLike) else v for k, v in arguments.items()}
-    command = [*prefix, sys.executable, "-X", "faulthandler", "-m", "tests.support.child"]
+    command = [*prefix, python, "-m", "tests.support.child"]
     try:
         ended = subprocess.run(
             [*command, function, json.dumps(plain), str(writer)],
@@ -78,6 +80,7 @@ def call(
 
 def main(function: str, arguments: str, writer: str) -> None:
     """Call the function that `call` asked for, and write its result."""
+    faulthandler.enable()
     os.set_inheritable(int(writer), False)
     module, _, name = function.partition(":")
     result = getattr(importlib.import_module(module), name)(**json.loads(arguments))

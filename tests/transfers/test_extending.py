@@ -141,7 +141,6 @@ def test_where_io_uring_is_forbidden_after_its_start_transfers_fail_and_close_re
     assert ended.result == [errno.EPERM] * 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block_nbytes", [16 << 10, 64 << 10])
 def test_ragged_neighbours_keep_their_bytes_where_blocks_are_larger_than_pages(
     block_nbytes: int, directory: pathlib.Path

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 SECONDS = float(os.environ.get("TENSORFERRY_STRESS_SECONDS") or 20)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 240)
 def test_nothing_is_lost_where_threads_meet_at_random_moments(directory: pathlib.Path) -> None:
     engines = [name for name, refusal in tensorferry.engines().items() if refusal is None]

@@ -181,7 +181,6 @@ def test_torch_says_what_it_is_and_why_it_has_no_gpu() -> None:
         assert len(facts["gpus"]) == torch.cuda.device_count()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("served", [False, True])
 def test_it_says_whether_tensorferry_serves_deepspeed(
     served: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,209 @@
+"""An interpreter that has imported torch already: it starts programs in a tenth of a second, not in three.
+
+`python()` is a command in place of `sys.executable`. It asks a server, which has imported parts of torch and nothing of
+ours, to fork a process with its arguments, environment, folder and open files; signals are passed on, and it ends as
+that does. Programs have it as `sys.executable`, so that theirs start as quickly. It is for tests of what programs do:
+those of how they start, of what they import, and of limits that children inherit need fresh ones; and those of examples
+`python("torch")`, where other modules have to be imported by them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import gc
+import importlib
+import json
+import multiprocessing.spawn  # noqa: F401 (it keeps today's sys.executable)
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.support import child
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PRELOADED = (
+    "numpy",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",  # DeepSpeed asks torch.compile for it
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.distributed.tensor",
+)
+
+_CLIENT = """#!{python} -IS
+import array, json, os, signal, socket, sys
+
+arguments = sys.argv[1:]
+if arguments[0][0] == "-" and arguments[0] not in ("-c", "-m", "-u") or "LD_PRELOAD" in os.environ:
+    os.execv({python!r}, [{python!r}, *arguments])
+files = []
+for name in os.listdir("/proc/self/fd"):
+    try:
+        if os.get_inheritable(int(name)):
+            files.append(int(name))
+    except OSError:
+        pass  # that was the folder itself
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+request = json.dumps([arguments, os.getcwd(), dict(os.environ), files]).encode()
+rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+server.sendmsg([len(request).to_bytes(8, "little")], rights)
+server.sendall(request)
+
+
+def receive():
+    return int.from_bytes(server.recv(8) or sys.exit("the server is gone"), "little", signed=True)
+
+
+process = receive()
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: os.kill(process, number))
+for file in files:
+    os.close(file)  # who reads from a pipe waits for all who may write
+status = receive()
+if status < 0:
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+@functools.cache
+def python(*modules: str) -> str:
+    """Return the command; its server has imported these modules, or PRELOADED, and ends with this process."""
+    folder, owner = Path(tempfile.mkdtemp(prefix="warm-")), os.getpid()
+    client, address = folder / "python", str(folder / "socket")
+    client.write_text(_CLIENT.format(python=sys.executable, address=address))
+    client.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        server = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(listener.fileno()), str(client), *modules],
+            cwd=child.ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C is not for it
+        )
+
+    def stop() -> None:
+        if os.getpid() == owner:
+            server.communicate()
+            shutil.rmtree(folder)
+
+    atexit.register(stop)
+    return str(client)
+
+
+def call(function: str, /, *, prefix: Sequence[str] = (), **arguments: Any) -> child.Ended:
+    """Do what child.call does; a prefix is for fresh interpreters."""
+    return child.call(
+        function, prefix=prefix, python=sys.executable if prefix else python(), **arguments
+    )
+
+
+def _serve(listener: socket.socket) -> tuple[list[str], str, dict[str, str]]:
+    """Fork for each who asks, until standard input ends; return, in the children, what they are to run."""
+    programs: list[tuple[int, int, socket.socket]] = []  # process, its descriptor, who asked for it
+    while True:
+        waited_for = [part for _, *parts in programs for part in parts]
+        ready = select.select([0, listener, *waited_for], [], [])[0]
+        if 0 in ready:
+            sys.exit()
+        for program in programs[:]:
+            process, descriptor, client = program
+            if client in ready:  # it was killed
+                os.kill(process, signal.SIGKILL)
+            if descriptor in ready:
+                status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                with contextlib.suppress(OSError):
+                    client.sendall(status.to_bytes(8, "little", signed=True))
+                client.close()
+                os.close(descriptor)
+                programs.remove(program)
+        if listener in ready:
+            client = listener.accept()[0]
+            try:
+                header, given, _, _ = socket.recv_fds(client, 8, 250)
+                with client.makefile("rb") as stream:
+                    request = json.loads(stream.read(int.from_bytes(header, "little")))
+            except (OSError, ValueError):  # it was killed
+                client.close()
+                continue
+            process = os.fork()
+            if process == 0:
+                for each in (listener, client, *(client for _, _, client in programs)):
+                    each.detach()
+                return _with_files(given, *request)
+            for file in given:
+                os.close(file)
+            with contextlib.suppress(OSError):
+                client.sendall(process.to_bytes(8, "little", signed=True))
+            programs.append((process, os.pidfd_open(process), client))
+
+
+def _with_files(given: list[int], *request: Any) -> tuple[list[str], str, dict[str, str]]:
+    """Give the files the numbers that they have where they come from, and close all others."""
+    *rest, numbers = request
+    above = max([*given, *numbers]) + 1
+    lifted = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in given]
+    os.closerange(0, above)
+    for file, number in zip(lifted, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    return tuple(rest)  # type: ignore[return-value]
+
+
+def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
+    """Do what the interpreter does at its start."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    exec((child.ROOT / "src" / "tensorferry_deepspeed.pth").read_text())
+    if arguments[0] == "-u":
+        del arguments[0]
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    first, sys.argv = arguments[0], list(arguments)
+    if first in ("-c", "-m"):
+        del sys.argv[1]
+    place = {"-c": "", "-m": folder}.get(first, str(Path(first).resolve().parent))
+    path = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:1] = path if environment.get("PYTHONSAFEPATH") else [place, *path]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if first == "-m":
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        return
+    if first == "-c":
+        code = compile(arguments[1], "<string>", "exec")
+    else:
+        main.__file__ = first
+        code = compile(Path(first).read_bytes(), first, "exec")
+    exec(code, main.__dict__)
+
+
+if __name__ == "__main__":
+    for module in sys.argv[3:] or PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    assert len([*Path("/proc/self/task").iterdir()]) == 1, "threads are not forked"
+    gc.freeze()
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.executable = sys.argv[2]
+    _run(*request)
