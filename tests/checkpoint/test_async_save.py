@@ -165,6 +165,7 @@ def test_a_process_saves_what_was_staged_here(directory: pathlib.Path, stager: s
         pytest.skip(takes_stagers.kwargs["reason"])
     child.call(
         "tests.checkpoint.programs:save_in_a_process",
+        imports=["torch.distributed.checkpoint"],
         path=directory / "checkpoint",
         stager=stager,
         timeout_s=120,

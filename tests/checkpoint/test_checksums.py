@@ -59,7 +59,11 @@ def test_checkpoints_are_the_same_and_verified_where_isal_is_missing(
 ) -> None:
     pytest.importorskip("isal")
     save_both(str(directory / "with"))
-    child.call("tests.checkpoint.programs:save_and_load_without_isal", directory=directory)
+    child.call(
+        "tests.checkpoint.programs:save_and_load_without_isal",
+        imports=["torch.distributed.checkpoint"],
+        directory=directory,
+    )
     assert (directory / "with/file").read_bytes() == (directory / "without/file").read_bytes()
     assert digests(directory / "with/folder") == digests(directory / "without/folder")
     assert_same(load_folder(str(directory / "without/folder")), mixed_state())

@@ -76,7 +76,10 @@ def test_asynchronous_saves_that_name_only_a_folder_are_staged_and_written_by_ou
     directory: pathlib.Path,
 ) -> None:
     ended = child.call(
-        "tests.checkpoint.programs:save_in_a_process_by_default", path=directory, timeout_s=200
+        "tests.checkpoint.programs:save_in_a_process_by_default",
+        imports=["torch.distributed.checkpoint"],
+        path=directory,
+        timeout_s=200,
     )
     for name in ("thread", "again", "process"):
         assert is_ours(directory / name), name

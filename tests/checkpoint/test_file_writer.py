@@ -158,7 +158,11 @@ def test_a_disk_with_just_enough_space_is_enough(tmp_path: pathlib.Path) -> None
 def test_a_size_limit_is_reported(directory: pathlib.Path) -> None:
     path = directory / "file"
     ended = child.call(
-        "tests.checkpoint.programs:save_within", path=path, file_nbytes=MIB, layout=None
+        "tests.checkpoint.programs:save_within",
+        imports=["torch.distributed.checkpoint"],
+        path=path,
+        file_nbytes=MIB,
+        layout=None,
     )
     assert ended.result == [errno.EFBIG, str(path)]
     assert files_of(directory) == set()
@@ -194,6 +198,7 @@ def test_a_killed_save_leaves_the_old_file_and_nothing_else(
     save(mixed_state(), path)
     child.call(
         "tests.checkpoint.programs:save_object_and_die",
+        imports=["torch.distributed.checkpoint"],
         path=path,
         nbytes=40 * MIB,
         after_nbytes=after_nbytes,
@@ -218,7 +223,10 @@ def test_a_power_cut_after_a_save_loses_nothing(tmp_path: pathlib.Path, before: 
 
 def test_memory_beyond_the_state_is_bounded(directory: pathlib.Path) -> None:
     ended = child.call(
-        "tests.checkpoint.programs:peaks_of_save_and_load", path=directory / "s", nbytes=400 * MIB
+        "tests.checkpoint.programs:peaks_of_save_and_load",
+        imports=["torch.distributed.checkpoint"],
+        path=directory / "s",
+        nbytes=400 * MIB,
     )
     saving, loading = ended.result
     assert saving <= 64 * MIB

@@ -90,6 +90,7 @@ def test_file_size_limit_fails_the_save(directory: pathlib.Path, layout: dict[st
     before = files_of(checkpoint)
     ended = child.call(
         "tests.checkpoint.programs:save_within",
+        imports=["torch.distributed.checkpoint"],
         path=checkpoint,
         file_nbytes=1 << 20,
         layout=layout,
