@@ -25,7 +25,12 @@ TIMEOUT_SECONDS = 60.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch.distributed.checkpoint", "torch.distributed.tensor", "tensorferry.checkpoint.writer"]
+    [
+        "pytest",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",
+        "tensorferry.checkpoint.writer",
+    ]
 )
 
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from tensorferry.checkpoint import FileSystemWriter, Stager
 from tests.checkpoint.ranks import call_on_ranks, files_of
 from tests.checkpoint.states import assert_same, load, mixed_state
-from tests.support import mounts, warm
+from tests.support import child, mounts
 
 if TYPE_CHECKING:
     import pathlib
@@ -162,8 +162,9 @@ def test_two_ranks_save_their_parts(directory: pathlib.Path) -> None:
 def test_a_process_saves_what_was_staged_here(directory: pathlib.Path, stager: str) -> None:
     if stager != "the writer's" and takes_stagers.args[0]:
         pytest.skip(takes_stagers.kwargs["reason"])
-    warm.call(
+    child.call(
         "tests.checkpoint.programs:save_in_a_process",
+        imports=["torch.distributed.checkpoint"],
         path=directory / "checkpoint",
         stager=stager,
         timeout_s=120,

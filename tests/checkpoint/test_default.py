@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter
 from tensorferry.checkpoint.default import install, installed, uninstall
-from tests.support import warm
+from tests.support import child
 
 if TYPE_CHECKING:
     import pathlib
@@ -75,8 +75,11 @@ def test_torchs_come_back(directory: pathlib.Path) -> None:
 def test_asynchronous_saves_that_name_only_a_folder_are_staged_and_written_by_ours(
     directory: pathlib.Path,
 ) -> None:
-    ended = warm.call(
-        "tests.checkpoint.programs:save_in_a_process_by_default", path=directory, timeout_s=200
+    ended = child.call(
+        "tests.checkpoint.programs:save_in_a_process_by_default",
+        imports=["torch.distributed.checkpoint"],
+        path=directory,
+        timeout_s=200,
     )
     for name in ("thread", "again", "process"):
         assert is_ours(directory / name), name

@@ -16,7 +16,7 @@ import torch
 from tensorferry.checkpoint import FileWriter, load, save
 from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import assert_same, mixed_state
-from tests.support import child, mounts, warm
+from tests.support import child, mounts
 from tests.support.expect import storage_error
 from tests.support.faultfs import Fault, FaultFS
 
@@ -157,8 +157,12 @@ def test_a_disk_with_just_enough_space_is_enough(tmp_path: pathlib.Path) -> None
 
 def test_a_size_limit_is_reported(directory: pathlib.Path) -> None:
     path = directory / "file"
-    ended = warm.call(
-        "tests.checkpoint.programs:save_within", path=path, file_nbytes=MIB, layout=None
+    ended = child.call(
+        "tests.checkpoint.programs:save_within",
+        imports=["torch.distributed.checkpoint"],
+        path=path,
+        file_nbytes=MIB,
+        layout=None,
     )
     assert ended.result == [errno.EFBIG, str(path)]
     assert files_of(directory) == set()
@@ -192,7 +196,7 @@ def test_a_killed_save_leaves_the_old_file_and_nothing_else(
 ) -> None:
     path = directory / "state.pt"
     save(mixed_state(), path)
-    warm.call(
+    child.call(
         "tests.checkpoint.programs:save_object_and_die",
         path=path,
         nbytes=40 * MIB,

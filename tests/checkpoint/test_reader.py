@@ -626,6 +626,7 @@ def test_load_takes_little_memory(
 ) -> None:
     ended = child.call(
         "tests.checkpoint.test_reader:peak_of_load",
+        imports=["torch.distributed.checkpoint"],
         path=directory / "checkpoint",
         mebibytes=320,
         other_dtype=other_dtype,

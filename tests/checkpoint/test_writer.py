@@ -244,7 +244,9 @@ def test_writer_is_a_torch_writer_and_pickles(directory: pathlib.Path) -> None:
 
 def test_save_after_the_main_thread_has_ended_still_works(directory: pathlib.Path) -> None:
     ended = child.call(
-        "tests.checkpoint.programs:save_in_a_thread_at_exit", path=str(directory / "c")
+        "tests.checkpoint.programs:save_in_a_thread_at_exit",
+        imports=["torch.distributed.checkpoint"],
+        path=str(directory / "c"),
     )
     assert ended.returncode == 0
     state = {"a": torch.zeros(1 << 20)}
@@ -254,6 +256,9 @@ def test_save_after_the_main_thread_has_ended_still_works(directory: pathlib.Pat
 
 def test_state_made_on_demand_is_never_in_memory_as_a_whole(directory: pathlib.Path) -> None:
     ended = child.call(
-        "tests.checkpoint.programs:peak_of_lazy_save", path=str(directory / "checkpoint"), count=16
+        "tests.checkpoint.programs:peak_of_lazy_save",
+        imports=["torch.distributed.checkpoint"],
+        path=str(directory / "checkpoint"),
+        count=16,
     )
     assert ended.result <= 96 << 20  # of 256 MiB

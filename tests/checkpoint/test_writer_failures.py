@@ -13,7 +13,7 @@ import tensorferry
 from tensorferry.checkpoint import CheckpointError, FileSystemWriter
 from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import LAYOUTS, assert_same, load, mixed_state, save
-from tests.support import mounts, warm
+from tests.support import child, mounts
 
 if TYPE_CHECKING:
     import pathlib
@@ -88,8 +88,9 @@ def test_file_size_limit_fails_the_save(directory: pathlib.Path, layout: dict[st
     checkpoint = directory / "checkpoint"
     save(mixed_state(), checkpoint)
     before = files_of(checkpoint)
-    ended = warm.call(
+    ended = child.call(
         "tests.checkpoint.programs:save_within",
+        imports=["torch.distributed.checkpoint"],
         path=checkpoint,
         file_nbytes=1 << 20,
         layout=layout,

@@ -1,26 +1,34 @@
-"""Calls functions in fresh processes: for what would end this one, or change it for good.
+"""Calls functions in processes of their own: for what would end this one, or change it for good.
 
-The child is `python -m tests.support.child module:function {"keyword": value}`; what the function
-returns comes back as JSON before the child leaves the interpreter, so that the way it leaves can be
-tested too.
+Each is forked by a server that has imported what others made, and nothing of ours: imports take half a second of
+processor, with torch three. What the function returns comes back as JSON before the child leaves the interpreter, so
+that the way it leaves can be tested too.
 """
 
 from __future__ import annotations
 
-import faulthandler
+import contextlib
 import importlib
 import json
 import os
 import pathlib
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).parents[2]
+IDLE_MAX = 4
+IMPORTS = ["asyncio", "numpy", "pytest"]
+# What these variables say is looked at when it is needed; any other may have changed how the server began.
+READ_LATE = {"PYTEST_CURRENT_TEST", "TENSORFERRY_ENGINE", "TENSORFERRY_SLOW_CALLS"}
 
 
 @dataclass(frozen=True)
@@ -38,55 +46,127 @@ def call(
     *,
     timeout_s: float = 60,
     prefix: Sequence[str] = (),
-    python: str = sys.executable,
+    imports: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Ended:
     """Call `module:function` with arguments (JSON) in a new process; fail unless that exits with 0.
 
-    `prefix` is a command that executes another command. Paths are passed as strings.
+    `prefix` is a command that executes another command; `imports` are modules that it has imported beforehand. Paths
+    are passed as strings.
     """
-    reader, writer = os.pipe()
     plain = {k: str(v) if isinstance(v, os.PathLike) else v for k, v in arguments.items()}
-    command = [*prefix, python, "-m", "tests.support.child"]
-    try:
-        ended = subprocess.run(
-            [*command, function, json.dumps(plain), str(writer)],
-            cwd=ROOT,
-            env=os.environ | dict(environment or {}),
-            pass_fds=[writer],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-        )
-        os.close(writer)
-        writer = -1
-        with os.fdopen(reader) as pipe:
-            reader = -1
-            answer = pipe.read()
-    except subprocess.TimeoutExpired as expired:
-        output = (expired.output or b"").decode(errors="replace")
-        raise AssertionError(f"{function} did not end in {timeout_s} s:\n{output}") from expired
-    finally:
-        for descriptor in (reader, writer):
-            if descriptor >= 0:
-                os.close(descriptor)
-    assert ended.returncode == 0, f"{function} exited with {ended.returncode}:\n{ended.stdout}"
-    assert answer, f"{function} gave no result:\n{ended.stdout}"
-    return Ended(json.loads(answer), ended.returncode, ended.stdout)
+    variables = os.environ | dict(environment or {})
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as answer:
+        server = _Server.idle([*prefix], [*IMPORTS, *imports], variables, output)
+        message = json.dumps([function, plain, variables])
+        returncode = server.call(message, [output.fileno(), answer.fileno()], timeout_s)
+        for file in (output, answer):
+            file.seek(0)
+        said = output.read()
+        assert returncode is not None, f"{function} did not end in {timeout_s} s:\n{said}"
+        assert returncode == 0, f"{function} exited with {returncode}:\n{said}"
+        result = answer.read()
+    assert result, f"{function} gave no result:\n{said}"
+    return Ended(json.loads(result), returncode, said)
 
 
-def main(function: str, arguments: str, writer: str) -> None:
-    """Call the function that `call` asked for, and write its result."""
-    faulthandler.enable()
-    os.set_inheritable(int(writer), False)
+class _Server:
+    """A process that forks one child after another."""
+
+    _idle: list[_Server] = []  # noqa: RUF012
+
+    def __init__(
+        self, prefix: list[str], imports: list[str], environment: dict[str, str], output: IO[str]
+    ) -> None:
+        self._socket, its_own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [*prefix, sys.executable, "-X", "faulthandler", "-m", "tests.support.child"]
+        with its_own:
+            self._process = subprocess.Popen(
+                [*command, str(its_own.fileno()), *imports],
+                cwd=ROOT,
+                env=environment,
+                pass_fds=[its_own.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @classmethod
+    def idle(
+        cls, prefix: list[str], imports: list[str], environment: dict[str, str], output: IO[str]
+    ) -> _Server:
+        """Return a server that was started like this and does nothing now."""
+        early = {name: value for name, value in environment.items() if name not in READ_LATE}
+        started = (prefix, imports, early)
+        for server in cls._idle:
+            if server._started == started:
+                cls._idle.remove(server)
+                return server
+        server = cls(prefix, imports, environment, output)
+        server._started = started
+        return server
+
+    def call(self, message: str, descriptors: list[int], timeout_s: float) -> int | None:
+        """Have a child do this; return how it exited, or None if it had to be killed."""
+        deadline = time.monotonic() + timeout_s
+        child = None
+        try:
+            socket.send_fds(self._socket, [message.encode()], descriptors)
+            self._socket.settimeout(timeout_s)
+            child = int(self._socket.recv(64))
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            status = int(self._socket.recv(64))
+        except TimeoutError:
+            os.kill(child or self._process.pid, signal.SIGKILL)
+            self._end()
+            return None
+        except (OSError, ValueError):  # it has ended instead
+            self._end()
+            return self._process.returncode
+        self._idle.append(self)
+        if len(self._idle) > IDLE_MAX:
+            self._idle.pop(0)._end()
+        return os.waitstatus_to_exitcode(status)
+
+    def _end(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+def serve(descriptor: str, *imports: str) -> None:
+    """Have a child answer each request; every child returns from here when it has."""
+    requests = socket.socket(fileno=int(descriptor))
+    requests.set_inheritable(False)
+    for module in imports:
+        importlib.import_module(module)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 2, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            return
+        function, arguments, variables = json.loads(message)
+        for name in READ_LATE - variables.keys():
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+        child = os.fork()
+        if child == 0:
+            break
+        for file in descriptors:
+            os.close(file)
+        requests.send(str(child).encode())
+        status = os.waitpid(child, 0)[1]
+        with contextlib.suppress(BrokenPipeError):  # nobody waited so long
+            requests.send(str(status).encode())
+    requests.close()
+    output, answer = descriptors
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    os.close(output)
     module, _, name = function.partition(":")
-    result = getattr(importlib.import_module(module), name)(**json.loads(arguments))
-    with os.fdopen(int(writer), "w") as pipe:
-        json.dump(result, pipe)
+    result = getattr(importlib.import_module(module), name)(**arguments)
+    with os.fdopen(answer, "w") as file:
+        json.dump(result, file)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    serve(*sys.argv[1:])

@@ -245,10 +245,11 @@ class Orders:
             self._requests.append(Request(op, name, offset, size))
             met = [f for f in self._faults if self._meets(f, op, name, offset, size)]
             self._hits += len(met)
+            epoch = self._epoch
         for fault in met:
             time.sleep(fault.delay_s)
             if fault.hold:
-                self._hold()
+                self._hold(epoch)
             if fault.error:
                 raise OSError(fault.error, os.strerror(fault.error))
             if fault.short >= 0:
@@ -266,9 +267,8 @@ class Orders:
         fault.times -= 1
         return True
 
-    def _hold(self) -> None:
+    def _hold(self, epoch: int) -> None:
         with self._changed:
-            epoch = self._epoch
             self._held += 1
             self._changed.notify_all()
             released = self._changed.wait_for(lambda: self._epoch != epoch, HOLD_MAX_S)

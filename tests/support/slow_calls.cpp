@@ -92,7 +92,7 @@ long real_syscall(long number, long a, long b, long c, long d) {
   return real(number, a, b, c, d);
 }
 
-__attribute__((constructor)) void map_control() {
+void map_control() {
   const char* path = ::getenv("TENSORFERRY_SLOW_CALLS");
   if (path == nullptr || *path == '\0') return;
   const long descriptor = real_syscall(SYS_openat, AT_FDCWD, reinterpret_cast<long>(path), O_RDWR | O_CLOEXEC, 0);
@@ -100,6 +100,12 @@ __attribute__((constructor)) void map_control() {
   void* memory = ::mmap(nullptr, sizeof(Control), PROT_READ | PROT_WRITE, MAP_SHARED, static_cast<int>(descriptor), 0);
   (void)real_syscall(SYS_close, descriptor, 0, 0, 0);
   if (memory != MAP_FAILED) control = static_cast<Control*>(memory);
+}
+
+// A server's children (child.py) are told where it is when they are forked.
+__attribute__((constructor)) void map_control_in_every_process() {
+  map_control();
+  (void)::pthread_atfork(nullptr, nullptr, map_control);
 }
 
 void sleep_microseconds(int64_t microseconds) {

@@ -28,12 +28,9 @@ import sys
 import tempfile
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tests.support import child
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from tests.support.child import ROOT
 
 PRELOADED = (
     "numpy",
@@ -96,7 +93,7 @@ def python(*modules: str) -> str:
         listener.listen(64)
         server = subprocess.Popen(
             [sys.executable, "-m", __name__, str(listener.fileno()), str(client), *modules],
-            cwd=child.ROOT,
+            cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
@@ -110,13 +107,6 @@ def python(*modules: str) -> str:
 
     atexit.register(stop)
     return str(client)
-
-
-def call(function: str, /, *, prefix: Sequence[str] = (), **arguments: Any) -> child.Ended:
-    """Do what child.call does; a prefix is for fresh interpreters."""
-    return child.call(
-        function, prefix=prefix, python=sys.executable if prefix else python(), **arguments
-    )
 
 
 def _serve(listener: socket.socket) -> tuple[list[str], str, dict[str, str]]:
@@ -176,7 +166,7 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> None
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    exec((child.ROOT / "src" / "tensorferry_deepspeed.pth").read_text())
+    exec((ROOT / "src" / "tensorferry_deepspeed.pth").read_text())
     if arguments[0] == "-u":
         del arguments[0]
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]

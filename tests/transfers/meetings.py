@@ -515,6 +515,7 @@ def close_over_hung_writes(
     alive = [reference() is not None for reference in watched]
     assert all((usurper == 9).all() for usurper in usurpers)
     assert all((reference() == 5).all() for reference in watched)
+    pathlib.Path(path).with_name("looked").touch()
     return {"alive": alive, "warnings": [str(warning.message) for warning in caught]}
 
 

@@ -130,11 +130,12 @@ def test_a_child_forked_while_its_parent_reserves_space_extends_the_same_file(
         thread.join()
 
 
+@pytest.mark.parametrize(
+    "engine", ["io_uring", "libaio"], indirect=True
+)  # whose calls the filter forbids
 def test_where_io_uring_is_forbidden_after_its_start_transfers_fail_and_close_returns(
     engine: str, directory: pathlib.Path
 ) -> None:
-    if engine == "threads":
-        pytest.skip("it makes no calls that this filter forbids")
     pytest.importorskip("pyseccomp")
     program = "tests.transfers.programs:forbidden_while_running"
     ended = child.call(program, engine=engine, directory=directory)

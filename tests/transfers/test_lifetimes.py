@@ -448,7 +448,9 @@ def test_workers_of_multiprocessing_work(engine: str, directory: pathlib.Path, m
 
 def test_workers_of_torchs_data_loader_work(engine: str, directory: pathlib.Path) -> None:
     pytest.importorskip("torch")
-    ended = child.call(f"{PROGRAMS}:load_with_workers", engine=engine, directory=directory)
+    ended = child.call(
+        f"{PROGRAMS}:load_with_workers", imports=["torch"], engine=engine, directory=directory
+    )
     assert ended.result == [float(index) for index in range(12)]
 
 

@@ -138,11 +138,12 @@ def test_an_ordinary_user_with_little_lockable_memory_writes_and_reads(
 
 @pytest.mark.alone  # Linux AIO's contexts are the whole machine's
 @pytest.mark.covers("many_handles_aio_max_nr", "default_handles_until_aio_max")
+@pytest.mark.parametrize(
+    "engine", ["libaio"], indirect=True
+)  # the other engines are tested beside it
 def test_when_linux_aio_has_no_context_left_libaio_is_refused_and_auto_goes_on(
     engine: str, directory: pathlib.Path
 ) -> None:
-    if engine != "libaio":
-        pytest.skip("the limit is Linux AIO's; the other engines are tested beside it")
     ended = child.call(f"{PROGRAMS}:exhaust_aio_contexts", directory=directory)
     assert "aio-max-nr" in ended.result["refusal"]
     assert ended.result["handles"] >= 1

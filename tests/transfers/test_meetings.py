@@ -5,8 +5,10 @@ Calls are made slow, or fail, in child processes; see tests/support/slow_calls.p
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,6 +22,7 @@ from tests.transfers import meetings
 
 if TYPE_CHECKING:
     import pathlib
+    from collections.abc import Iterator
 
 PROGRAMS = "tests.transfers.meetings"
 HANG_S = 45.0
@@ -88,19 +91,21 @@ def test_memory_is_given_back_as_soon_as_the_caller_has_the_result(
     run: Run, directory: pathlib.Path, nbytes: int
 ) -> None:
     pytest.importorskip("torch")
-    held = run(meetings.memory_is_given_back, directory=directory, nbytes=nbytes)
+    program = meetings.memory_is_given_back
+    held = run(program, imports=["torch"], directory=directory, nbytes=nbytes)
     assert not held, f"still held after {'; '.join(held)}"
 
 
 # A direct transfer that is refused
 
 
+@pytest.mark.parametrize(
+    "engine", ["libaio", "threads"], indirect=True
+)  # whose blocks pass libc; see test_devices.py
 @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
 def test_blocks_that_the_kernel_refuses_past_the_page_cache_go_through_it(
-    run: Run, engine: str, directory: pathlib.Path, write: bool
+    run: Run, directory: pathlib.Path, write: bool
 ) -> None:
-    if engine == "io_uring":
-        pytest.skip("blocks are refused in libc, which io_uring's do not pass; see test_devices.py")
     program = meetings.refused_direct_transfers
     assert run(program, directory=directory, write=write, direct=False) is None
     assert run(program, directory=directory, write=write, direct=True) == errno.EINVAL
@@ -200,7 +205,7 @@ def test_a_child_forked_while_its_parent_reserves_space_writes_to_the_same_file(
 
 
 def test_a_child_that_waits_for_its_parents_future_is_told(run: Run, faultfs: FaultFS) -> None:
-    faultfs.order(Fault("write", delay_s=4.0))
+    faultfs.order(Fault("write", delay_s=2.0))
     hung = run(meetings.wait_for_the_parents_future, path=faultfs.path / "file")
     assert hung == []
 
@@ -212,6 +217,25 @@ def test_a_child_may_ask_futures_that_had_ended(run: Run, directory: pathlib.Pat
 # A close that gives up
 
 
+@contextlib.contextmanager
+def released_at(mark: pathlib.Path, faultfs: FaultFS) -> Iterator[None]:
+    """Let go what the file system holds when a child has made the file `mark`."""
+    ended = threading.Event()
+
+    def release() -> None:
+        while not mark.exists() and not ended.wait(0.01):
+            pass
+        faultfs.release()
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        releasing.join()
+
+
 @pytest.mark.parametrize("product", ["handle", "file"])
 def test_a_close_that_gives_up_leaves_the_memory_under_hung_writes_alone(
     run: Run, engine: str, directory: pathlib.Path, faultfs: FaultFS, product: str
@@ -219,10 +243,9 @@ def test_a_close_that_gives_up_leaves_the_memory_under_hung_writes_alone(
     path = directory / "hung"
     if engine != "threads":
         path = faultfs.path / "hung"
-        faultfs.order(Fault("write", delay_s=4.0))
-    outcome = run(
-        meetings.close_over_hung_writes, path=path, product=product, patience_s=1.0, timeout_s=40
-    )
+        faultfs.order(Fault("write", hold=True))
+    with released_at(faultfs.path / "looked", faultfs):
+        outcome = run(meetings.close_over_hung_writes, path=path, product=product, patience_s=0.3)
     assert outcome["alive"] == [True, True, True]
     assert any("progress" in text for text in outcome["warnings"]), outcome["warnings"]
     if (
@@ -236,11 +259,10 @@ def test_a_close_that_gives_up_leaves_the_memory_under_hung_writes_alone(
 # What a reader found who only wanted to break it
 
 
+@pytest.mark.parametrize("engine", ["threads"], indirect=True)  # whose I/O is held in libc
 def test_a_write_that_comes_back_after_close_gave_up_ends_well(
-    run: Run, engine: str, directory: pathlib.Path
+    run: Run, directory: pathlib.Path
 ) -> None:
-    if engine != "threads":
-        pytest.skip("I/O is held in libc, which only the threads engine's goes through")
     assert run(meetings.come_back_after_giving_up, directory=directory) == "well"
 
 
