@@ -30,33 +30,49 @@ Helpers::Helpers(const char* name, size_t max_threads)
     : name_(name), max_threads_(max_threads), state_(std::make_shared<State>()) {}
 Helpers::~Helpers() = default;
 
+bool Helpers::start_thread() {
+  State& state = *state_;
+  SignalsBlocked signals;
+  try {
+    std::thread thread([own = state_, name = name_] {
+      (void)::pthread_setname_np(::pthread_self(), name);
+      serve(own);
+    });
+    ++state.running;
+    ++state.idle;
+    if (state.abandoned) {
+      thread.detach();
+    } else {
+      state.threads.push_back(std::move(thread));
+    }
+    return true;
+  } catch (const std::system_error&) {
+    return false;
+  }
+}
+
 void Helpers::post(Job job) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  if (state.idle <= state.jobs.size() && state.running < max_threads_) {
-    SignalsBlocked signals;
-    try {
-      std::thread thread([own = state_, name = name_] {
-        (void)::pthread_setname_np(::pthread_self(), name);
-        serve(own);
-      });
-      ++state.running;
-      ++state.idle;
-      if (state.abandoned) {
-        thread.detach();
-      } else {
-        state.threads.push_back(std::move(thread));
-      }
-    } catch (const std::system_error&) {
-      if (state.running == 0) {
-        lock.unlock();
-        return job();
-      }
-    }
+  if (state.idle <= state.jobs.size() && state.running < max_threads_ && !start_thread() && state.running == 0) {
+    lock.unlock();
+    return job();
   }
   state.jobs.push_back(std::move(job));
   lock.unlock();
   state.news.notify_one();
+}
+
+bool Helpers::offer(Job job) {
+  State& state = *state_;
+  {
+    std::lock_guard lock(state.mutex);
+    const bool busy = state.idle <= state.jobs.size();
+    if (busy && (state.running >= max_threads_ || !start_thread())) return false;
+    state.jobs.push_back(std::move(job));
+  }
+  state.news.notify_one();
+  return true;
 }
 
 void Helpers::serve(const std::shared_ptr<State>& own) {

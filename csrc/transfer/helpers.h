@@ -21,6 +21,9 @@ class Helpers {
   // Where no thread can be had (a process limit), and none is there, the caller does the job itself.
   void post(Job job);
 
+  // Only if one of the threads has nothing to do; returns whether it took the job.
+  bool offer(Job job);
+
   // Waits for all jobs and ends the threads.
   void stop();
 
@@ -30,6 +33,7 @@ class Helpers {
 
  private:
   struct State;
+  bool start_thread();  // with the lock
   static void serve(const std::shared_ptr<State>& state);
 
   const char* const name_;

@@ -18,9 +18,7 @@ constexpr uint64_t max_inline_nbytes = uint64_t{1} << 20;
 
 constexpr std::chrono::milliseconds patience_slice{100};
 
-// Threads at most, of each kind. Copying is limited by memory's bandwidth.
-constexpr size_t max_helpers = 8;
-constexpr size_t max_copiers = 4;
+constexpr size_t max_helpers = 8;  // of each kind
 
 }  // namespace
 
@@ -68,7 +66,7 @@ Scheduler::Scheduler(const SchedulerOptions& options)
       fork_generation_(tensorferry::fork_generation()),
       helpers_("tensorferry-job", max_helpers),
       sync_helpers_("tensorferry-job", max_helpers),
-      copy_helpers_("tensorferry-copy", std::clamp<size_t>(std::thread::hardware_concurrency(), 1, max_copiers)) {}
+      copy_helpers_("tensorferry-copy", options.copier_count) {}
 
 Scheduler::~Scheduler() {
   if (state_ == State::abandoned) (void)watcher_.release();  // its own thread may be the one that comes here

@@ -14,6 +14,9 @@ constexpr uint32_t settled_between_submits = 8;
 // in the processor's cache between the copy and the drive, and to leave the pool something for other workers.
 constexpr uint64_t max_bounced_in_flight_nbytes = uint64_t{12} << 20;
 
+// With the engine, so that the drive does not wait for copies.
+constexpr uint64_t enough_moving_nbytes = uint64_t{4} << 20;
+
 constexpr uint64_t small_block_nbytes = uint64_t{64} << 10;
 constexpr uint64_t background_share = 4;
 
@@ -41,11 +44,13 @@ void Worker::run() {
     }
     completed.clear();
     engine_->reap(completed, !again);
+    for (Block* block : completed) moving_nbytes_ -= static_cast<WorkBlock&>(*block).planned.io_nbytes;
     uint32_t settled = 0;
     for (Block* block : completed) {
       auto& work = static_cast<WorkBlock&>(*block);
       go_on(work, work.transfer->settle(work, scheduler_.statistics_));
       if (++settled >= settled_between_submits || copied_since_submit_ >= copy_between_submits_nbytes) {
+        take_returned();
         (void)fill();
         engine_->submit();
         copied_since_submit_ = 0;
@@ -85,6 +90,7 @@ bool Worker::fill() {
     go_on(*block, step);
     if (took_time_) return true;
     if (copied_since_submit_ >= copy_between_submits_nbytes) {
+      take_returned();
       engine_->submit();
       copied_since_submit_ = 0;
     }
@@ -118,18 +124,22 @@ void Worker::move(WorkBlock& block) {
   }
   if (first) scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
   if (!block.direct_descriptor && engine_->blocks_on_buffered()) return hand_to_helper(block);
+  moving_nbytes_ += block.planned.io_nbytes;
   engine_->add(block);
 }
 
-// What takes as long as another submission is left to a copying thread.
+// Copied here as long as the drive has enough to do meanwhile: waking another thread costs as much as copying some tens
+// of kilobytes. Else several copy at a time, if there are processors for it: none is as fast as a fast drive.
 void Worker::copy(WorkBlock& block) {
-  if (block.planned.nbytes <= small_block_nbytes) {
-    copied_since_submit_ += block.planned.nbytes;
-    return go_on(block, block.transfer->copy(block, scheduler_.statistics_));
+  const bool here =
+      block.planned.nbytes <= small_block_nbytes || in_flight_ == 1 || moving_nbytes_ >= enough_moving_nbytes;
+  if (!here && scheduler_.help_to_copy([this, &block, scheduler = scheduler_.shared_from_this()] {
+        come_back(block, block.transfer->copy(block, scheduler->statistics()));
+      })) {
+    return;
   }
-  scheduler_.help_to_copy([this, &block, scheduler = scheduler_.shared_from_this()] {
-    come_back(block, block.transfer->copy(block, scheduler->statistics()));
-  });
+  copied_since_submit_ += block.planned.nbytes;
+  go_on(block, block.transfer->copy(block, scheduler_.statistics_));
 }
 
 // Queues the copy on this worker's stream.
@@ -157,11 +167,13 @@ void Worker::hand_to_helper(WorkBlock& block) {
 }
 
 void Worker::come_back(WorkBlock& block, Step step) {
+  bool first;
   {
     std::lock_guard lock(returned_mutex_);
+    first = returned_.empty();
     returned_.push_back({&block, step});
   }
-  wake();
+  if (first) wake();  // all of them are taken at once
 }
 
 void Worker::take_returned() {

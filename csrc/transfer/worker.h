@@ -46,6 +46,7 @@ class Worker final : public BounceWaiter {
   size_t in_flight_ = 0;
   uint64_t in_flight_nbytes_ = 0;
   uint64_t bounced_in_flight_nbytes_ = 0;
+  uint64_t moving_nbytes_ = 0;  // with the engine
   uint64_t copied_since_submit_ = 0;
   bool took_time_ = false;
 

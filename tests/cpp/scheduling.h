@@ -36,13 +36,14 @@ class TemporaryDirectory {
 };
 
 inline std::shared_ptr<Scheduler> make(const std::string& engine, uint32_t workers = 1, uint32_t depth = 8,
-                                       uint64_t block_nbytes = 64 << 10) {
+                                       uint64_t block_nbytes = 64 << 10, uint32_t copiers = 0) {
   std::vector<EngineRefusal> refusals;
   SchedulerOptions options;
   options.engine = engine;
   options.worker_count = workers;
   options.queue_depth = depth;
   options.block_nbytes = block_nbytes;
+  options.copier_count = copiers;
   auto scheduler = Scheduler::create(options, refusals);
   if (!scheduler) MESSAGE("skipping ", engine, ": ", refusals.front().reason);
   return scheduler;

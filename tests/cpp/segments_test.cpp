@@ -68,7 +68,7 @@ TEST_CASE("segments are gathered and scattered, and their checksums are right") 
     for (uint32_t workers : {1u, 3u})
       for (uint64_t offset : {0u, 5u})
         for (auto direct : {DirectMode::automatic, DirectMode::never}) {
-          auto scheduler = make(engine, workers);
+          auto scheduler = make(engine, workers, 8, 1 << 20, workers - 1);
           if (!scheduler) continue;
           const std::string path = directory.file(std::to_string(++seed));
           const auto bytes = random_bytes(3'000'001, seed);

@@ -226,7 +226,7 @@ def refused_direct_transfers(engine: str, directory: str, write: bool, direct: b
     """Have the kernel refuse blocks of a transfer past the page cache; return its errno, or None."""
     calls = slow_calls.attached()
     path = pathlib.Path(directory) / "file"
-    data = random_bytes(6_000_011, 1)
+    data = random_bytes(1465 * 4096, 1)  # without an edge, which goes through the page cache
     np.zeros_like(data).tofile(path) if write else data.tofile(path)
     with path.open() as file:
         os.fsync(file.fileno())

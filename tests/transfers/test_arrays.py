@@ -390,7 +390,7 @@ class EndedAtOnce:
     def new_request(self, *_: object) -> EndedAtOnce:
         return self
 
-    def submit(self, *_: object) -> tuple[()]:
+    def submit(self, *_: object, **__: object) -> tuple[()]:
         return ()
 
     def run(self, *_: object) -> None: ...
