@@ -68,6 +68,9 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
 
   size_t nbytes() const { return units_.size() * unit_nbytes; }
 
+  // Whether there ever can be a run that long.
+  bool has_room_for(size_t nbytes) const { return nbytes <= this->nbytes(); }
+
   // Empty when there is no run that long; `waiter`, if given, is then called once when something returns.
   BounceBuffer try_acquire(size_t nbytes, BounceWaiter* waiter);
   static void forget(BounceWaiter* waiter);

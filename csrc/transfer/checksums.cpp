@@ -13,6 +13,7 @@ constexpr uint64_t min_combined_nbytes = 4096;
 }  // namespace
 
 void Checksums::begin(const Segments& segments) {
+  std::lock_guard lock(mutex_);
   nbytes_ = segments.nbytes();
   of_ = &segments;
   chunks_ = {std::vector<uint32_t>(chunk_count(nbytes_)), {}};

@@ -60,9 +60,15 @@ class Checksums {
     std::optional<uint64_t> damaged_;
   };
 
-  // Valid once all blocks have been kept.
-  const std::vector<uint32_t>& of_chunks() const { return chunks_.crcs; }
-  const std::vector<uint32_t>& of_segments() const { return segments_.crcs; }
+  // Complete once all blocks have been kept.
+  std::vector<uint32_t> of_chunks() {
+    std::lock_guard lock(mutex_);
+    return chunks_.crcs;
+  }
+  std::vector<uint32_t> of_segments() {
+    std::lock_guard lock(mutex_);
+    return segments_.crcs;
+  }
 
  private:
   // What is known of each of many ranges that follow each other.

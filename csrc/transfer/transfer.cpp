@@ -159,6 +159,11 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
   if (planned.bounced) {
     auto pool = pinned_pool_ ? pinned_pool_ : BouncePool::process_pool();
     if (!pool) return fail(block, ENOMEM, false);
+    if (!pool->has_room_for(planned.io_nbytes)) {  // chunks to be verified, or the pool has become smaller
+      return fail(block, ENOMEM, false,
+                  "the bounce pool of " + std::to_string(pool->nbytes()) + " bytes has no room for a block of " +
+                      std::to_string(planned.io_nbytes) + "; remedy: tensorferry.set_bounce_pool_nbytes()");
+    }
     block.of_gpu = pinned_pool_ != nullptr;
     block.bounce = pool->try_acquire(planned.io_nbytes, waiter);
     if (!block.bounce) return Step::wait_for_memory;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import os
+import threading
 from typing import TYPE_CHECKING
 
 from tensorferry import _core
@@ -90,7 +92,19 @@ class Checksums:
                     f"checksums: {nbytes} bytes have {count} chunks of {self._chunk_nbytes}, and "
                     f"{len(self._expected)} are expected"
                 )
-        if self._used:
-            raise ValueError("checksums: these are another transfer's")
-        self._used = True
+        with _using:
+            if self._used:
+                raise ValueError("checksums: these are another transfer's")
+            self._used = True
         return self._core
+
+
+_using = threading.Lock()
+
+
+def _forget_after_fork() -> None:
+    global _using
+    _using = threading.Lock()  # a thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

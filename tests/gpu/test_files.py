@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -280,6 +281,83 @@ def test_futures_of_a_file(
     for array, wanted in zip(found, data, strict=True):
         assert_equal(gpu.bytes_of(array), wanted)
     assert len(called) == len(writes)
+
+
+@in_turn
+@given(
+    pieces=st.lists(
+        st.tuples(sizes, places, st.sampled_from(["host", "gpu", "last gpu", "gap"])), max_size=7
+    ),
+    offset=sizes,
+    direct=directs,
+    block_size=block_sizes,
+    checked=st.booleans(),
+)
+def test_segments_of_host_and_gpu_memory_are_one_transfer(
+    gpu: Gpu,
+    engine: str,
+    directory: pathlib.Path,
+    pieces: list[tuple[int, int, str]],
+    offset: int,
+    direct: bool | str,
+    block_size: int,
+    checked: bool,
+) -> None:
+    path = directory / "segments"
+    path.unlink(missing_ok=True)
+    parts = [random_data(seed, nbytes) for seed, (nbytes, _, _) in enumerate(pieces)]
+
+    def amid(data: Any, place: int, where: str) -> Amid:
+        return Amid(gpu, data, place, gpu.count - 1 if where == "last gpu" else 0)
+
+    def given_to_us(array: Any) -> Any:
+        return array.array if isinstance(array, Amid) else array
+
+    sources = [
+        amid(data, place, where) if "gpu" in where else data
+        for data, (_, place, where) in zip(parts, pieces, strict=True)
+    ]
+    targets = [
+        amid(nbytes, place, where)
+        if "gpu" in where
+        else nbytes
+        if where == "gap"
+        else bytearray(nbytes)
+        for nbytes, place, where in pieces
+    ]
+    data = b"".join(parts)
+    chunks = [zlib.crc32(data[at : at + 5000]) for at in range(0, len(data), 5000)]
+    sums = tensorferry.Checksums(5000, segments=True) if checked else None
+    check = tensorferry.Checksums(5000, expected=chunks) if checked else None
+    with tensorferry.open(path, "w+", engine=engine, block_size=block_size, direct=direct) as file:
+        file.write_from(map(given_to_us, sources), offset, checksums=sums).result()
+        assert_equal(path.read_bytes()[offset:], data)
+        if sums is not None:
+            assert sums.chunks == chunks
+            assert sums.segments == [zlib.crc32(part) for part in parts]
+        file.read([given_to_us(target) for target in targets], offset, checksums=check)
+    for target, part in zip(targets, parts, strict=True):
+        if isinstance(target, Amid):
+            assert_equal(target.contents(), part)
+        elif isinstance(target, bytearray):
+            assert_equal(target, part)
+
+
+def test_nothing_of_a_damaged_chunk_reaches_a_gpu(
+    gpu: Gpu, engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    data = random_bytes(300_000)
+    expected = [zlib.crc32(data[at : at + BLOCK]) for at in range(0, data.size, BLOCK)]
+    data[2 * BLOCK + 1] ^= 1
+    data.tofile(directory / "file")
+    target = gpu.array(data.size)
+    with (
+        tensorferry.open(directory / "file", engine=engine) as file,
+        pytest.raises(tensorferry.ChecksumError) as raised,
+    ):
+        file.read(target, checksums=tensorferry.Checksums(BLOCK, expected=expected))
+    assert raised.value.offset == 2 * BLOCK
+    assert not any(gpu.bytes_of(gpu.part(target, 2 * BLOCK, 3 * BLOCK)))
 
 
 def test_futures_are_awaited(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import os
@@ -252,6 +253,28 @@ def test_checksums_that_make_no_sense_are_refused(directory: pathlib.Path) -> No
     tensorferry.read(path, bytearray(5000), checksums=used)
     with pytest.raises(ValueError, match="another transfer's"):
         tensorferry.read(path, bytearray(5000), checksums=used)
+
+
+def test_a_chunk_that_the_bounce_pool_has_no_room_for_is_refused(
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    path = directory / "file"
+    data = random_bytes(5 << 20)
+    data.tofile(path)
+    expected = crcs(data.tobytes(), 4 << 20)
+    before = tensorferry.bounce_pool_nbytes()
+    tensorferry.set_bounce_pool_nbytes(1 << 20)
+    try:
+        for direct in (True, False):
+            sums = tensorferry.Checksums(4 << 20, expected=expected)
+            with (
+                tensorferry.open(path, engine=engine, direct=direct) as file,
+                pytest.raises(tensorferry.StorageError, match="has no room for a block") as raised,
+            ):
+                file.read_into(bytearray(data.nbytes), checksums=sums).result()
+            assert raised.value.errno == errno.ENOMEM
+    finally:
+        tensorferry.set_bounce_pool_nbytes(before)
 
 
 def test_an_end_of_the_file_within_segments_is_told(engine: str, directory: pathlib.Path) -> None:
