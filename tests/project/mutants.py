@@ -154,8 +154,8 @@ MUTANTS = [
         "nothing of GPU memory is read or written before what was queued on its stream has passed; a read is done only "
         "when its last copy into the GPU is",
         "csrc/transfer/scheduler.cpp",
-        "  if (!passed || *passed) return true;\n",
-        "  return true;\n",
+        "    if (!passed || *passed) continue;\n",
+        "    continue;\n",
         (
             "tests/cpp/device_test.cpp::a transfer begins when what was queued before it has passed, and holds up "
             "nobody until then",
@@ -307,8 +307,8 @@ MUTANTS = [
         "any-number-of-helpers",
         "nothing grows without bound",
         "csrc/transfer/helpers.cpp",
-        " && state.running < max_threads) {",
-        ") {",
+        " && state.running < max_threads_ && !start_thread() && state.running == 0) {",
+        " && !start_thread() && state.running == 0) {",
         (
             "tests/transfers/test_limits.py::test_a_drive_that_hangs_takes_a_bounded_number_of_threads[libaio]",
         ),
@@ -505,6 +505,26 @@ MUTANTS = [
         "  static auto* instance = new Lines;\n  return *instance;",
         (
             "tests/transfers/test_write_order.py::test_a_forked_child_does_not_wait_for_the_writes_of_its_parent[threads]",
+        ),
+    ),
+    Mutant(
+        "damaged-chunks-are-delivered",
+        "nothing that fails its checksum reaches an array",
+        "csrc/transfer/transfer.cpp",
+        "  if (auto chunk = sums.damaged()) return fail_damaged(*chunk);\n",
+        "",
+        (
+            "tests/transfers/test_segments.py::test_nothing_of_a_damaged_chunk_reaches_an_array[threads-True-True]",
+        ),
+    ),
+    Mutant(
+        "chunks-are-verified-in-the-array",
+        "nothing that fails its checksum reaches an array",
+        "csrc/transfer/plan.cpp",
+        "  if (input_.verified_nbytes) return 0;\n  const auto rest",
+        "  const auto rest",
+        (
+            "tests/cpp/plan_test.cpp::every byte is carried once, by a way that its alignment allows",
         ),
     ),
 ]
