@@ -5,6 +5,7 @@
 #include "bindings/collect.h"
 
 #include <Python.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
@@ -90,6 +91,45 @@ class Names {
   PyObject* untyped_storage_ = intern("untyped_storage");
 };
 
+// One call shows a tensor as a struct where torch has the C functions of DLPack 1.3 (2.10 and later): attributes cost
+// three times as much. The declarations are those of dlpack.h, which a major version keeps.
+struct DlpackFunctions {
+  struct Version {
+    uint32_t major;
+    uint32_t minor;
+  } version;
+  DlpackFunctions* of_older_version;
+  void* unused[3];
+  int (*show)(PyObject* tensor, nb::dlpack::dltensor* out);  // may be null
+
+  // Null where torch has none that this knows.
+  static const DlpackFunctions* of(nb::handle tensor_type) {
+    nb::object capsule = nb::getattr(tensor_type, "__dlpack_c_exchange_api__", nb::none());
+    if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
+    const auto* found = static_cast<DlpackFunctions*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    while (found != nullptr && found->version.major > 1) found = found->of_older_version;
+    return found != nullptr && found->version.major == 1 && found->show != nullptr ? found : nullptr;
+  }
+};
+
+// The memory of a contiguous tensor of the host as DLPack shows it, if it does.
+bool show(const DlpackFunctions& functions, PyObject* tensor, Found& found) {
+  nb::dlpack::dltensor shown;
+  if (functions.show(tensor, &shown) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (shown.device.device_type != nb::device::cpu::value) return false;
+  uint64_t count = 1;
+  for (int32_t axis = shown.ndim; axis-- > 0;) {
+    if (shown.shape[axis] != 1 && shown.strides[axis] != static_cast<int64_t>(count)) return false;
+    count *= static_cast<uint64_t>(shown.shape[axis]);
+  }
+  found.address = reinterpret_cast<uintptr_t>(shown.data) + shown.byte_offset;
+  found.nbytes = count * shown.dtype.bits * shown.dtype.lanes / 8;
+  return true;
+}
+
 bool plain_tensor(PyObject* tensor, PyObject* strided, Found& found) {
   const Names& names = Names::get();
   if (!names.is_cpu(tensor) || !names.has_layout(tensor, strided) || names.is_quantized(tensor) ||
@@ -114,20 +154,41 @@ bool plain_ndarray(PyObject* array, bool writable, Found& found) {
   return !objects;
 }
 
-// Whether an exact torch.Tensor or numpy.ndarray is plainly usable.
-bool plain(PyObject* array, bool writable, nb::handle tensor_type, nb::handle strided, nb::handle ndarray_type,
-           Found& found) {
-  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(array));
-  if (type == tensor_type.ptr()) return plain_tensor(array, strided.ptr(), found);
-  return type == ndarray_type.ptr() && plain_ndarray(array, writable, found);
-}
+// Knows the exact torch.Tensors and numpy.ndarrays that are plainly usable.
+class PlainArrays {
+ public:
+  PlainArrays(bool writable, nb::handle tensor_type, nb::handle strided, nb::handle ndarray_type)
+      : writable_(writable),
+        tensor_type_(tensor_type),
+        strided_(strided),
+        ndarray_type_(ndarray_type),
+        functions_(DlpackFunctions::of(tensor_type)) {}
+
+  bool find(PyObject* array, Found& found) const {
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(array));
+    if (type == ndarray_type_.ptr()) return plain_ndarray(array, writable_, found);
+    if (type != tensor_type_.ptr()) return false;
+    const Names& names = Names::get();
+    if (functions_ == nullptr || !show(*functions_, array, found)) return plain_tensor(array, strided_.ptr(), found);
+    if (names.is_lazy(array)) return false;  // which DLPack does not say
+    found.owner = nb::steal(names.storage_of(array));
+    return found.address != 0 && found.nbytes != 0 && found.owner.is_valid();
+  }
+
+ private:
+  const bool writable_;
+  const nb::handle tensor_type_, strided_, ndarray_type_;
+  const DlpackFunctions* const functions_;
+};
 
 // Arrays, and numbers of bytes that are to be passed over, as the memory of one transfer. `check(index, array)` does
 // one of them the long way, and returns (address, nbytes, owner, location) or raises.
 PySegments collect_segments(nb::sequence arrays, bool writable, nb::handle tensor_type, nb::handle strided,
                             nb::handle ndarray_type, nb::callable check) {
+  const PlainArrays plain(writable, tensor_type, strided, ndarray_type);
   PySegments segments;
   segments.pieces.reserve(nb::len(arrays));
+  bool any_array = false;
   size_t index = 0;
   for (nb::handle array : arrays) {
     Found found;
@@ -136,11 +197,13 @@ PySegments collect_segments(nb::sequence arrays, bool writable, nb::handle tenso
     if (PyErr_Occurred()) PyErr_Clear();
     if (gap >= 0) {
       found = {0, static_cast<uint64_t>(gap), nb::none()};
-    } else if (!plain(array.ptr(), writable, tensor_type, strided, ndarray_type, found)) {
+    } else if (!plain.find(array.ptr(), found)) {
       nb::object checked = check(index, array);
       found = {nb::cast<uintptr_t>(checked[0]), nb::cast<uint64_t>(checked[1]), nb::object(checked[2])};
       location = nb::cast<std::optional<Location>>(checked[3]);
+      if (found.address == 0 && found.nbytes > 0) throw nb::value_error("array: one of these is at the address 0");
     }
+    any_array = any_array || gap < 0;
     if (found.nbytes > static_cast<uint64_t>(INT64_MAX) - segments.nbytes) {
       throw nb::value_error("array: these are more bytes than a file can hold");
     }
@@ -149,6 +212,8 @@ PySegments collect_segments(nb::sequence arrays, bool writable, nb::handle tenso
     segments.nbytes += found.nbytes;
     ++index;
   }
+  if (index > 0 && !any_array)
+    throw nb::type_error("array: integers alone, which are passed over, are nothing to fill");
   return segments;
 }
 
@@ -156,6 +221,7 @@ PySegments collect_segments(nb::sequence arrays, bool writable, nb::handle tenso
 // in host memory. `check(index, item)` does one item the long way and returns or raises.
 nb::tuple collect(nb::sequence items, bool writable, nb::handle tensor_type, nb::handle strided,
                   nb::handle ndarray_type, nb::callable check) {
+  const PlainArrays plain(writable, tensor_type, strided, ndarray_type);
   nb::list paths, addresses, sizes, offsets, owners, locations;
   bool any_elsewhere = false;
   Py_ssize_t index = 0;
@@ -172,7 +238,7 @@ nb::tuple collect(nb::sequence items, bool writable, nb::handle tensor_type, nb:
       usable = offset >= 0;
     }
     PyObject* array = usable ? PyTuple_GetItem(item.ptr(), 1) : nullptr;
-    usable = array && plain(array, writable, tensor_type, strided, ndarray_type, found);
+    usable = array && plain.find(array, found);
     if (usable && found.nbytes <= static_cast<uint64_t>(INT64_MAX - offset)) {
       paths.append(nb::handle(PyTuple_GetItem(item.ptr(), 0)));
       addresses.append(found.address);
@@ -244,10 +310,29 @@ bool any_moved(const PySegments& segments, nb::handle storage_type, nb::handle n
   return false;
 }
 
+// For the garbage collector: an array may refer to a future, which refers to its segments. While they are moved the
+// core refers to the future as well.
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PySegments>(self)->owners.ptr());
+  return 0;
+}
+
+int clear(PyObject* self) {
+  auto* segments = nb::inst_ptr<PySegments>(self);
+  segments->pieces.clear();
+  nb::list owners;
+  std::swap(owners, segments->owners);
+  return 0;
+}
+
+PyType_Slot collected[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(&traverse)}, {Py_tp_clear, reinterpret_cast<void*>(&clear)}, {0, nullptr}};
+
 }  // namespace
 
 void bind_collect(nb::module_& module) {
-  nb::class_<PySegments>(module, "Segments")
+  nb::class_<PySegments>(module, "Segments", nb::type_slots(collected))
       .def_ro("nbytes", &PySegments::nbytes)
       .def("__len__", [](const PySegments& segments) { return segments.pieces.size(); })
       .def("moved", &any_moved, "storage_type"_a.none(), "ndarray_type"_a.none());

@@ -28,6 +28,12 @@ ProcessState& process() {
   return instance->get();
 }
 
+// Under the lock, so that forget() can promise that nobody calls a waiter that is gone.
+void wake(ProcessState& state) {
+  for (BounceWaiter* waiter : state.waiters) waiter->bounce_memory_released();
+  state.waiters.clear();
+}
+
 }  // namespace
 
 BounceBuffer& BounceBuffer::operator=(BounceBuffer&& other) noexcept {
@@ -78,6 +84,7 @@ void BouncePool::set_process_pool_nbytes(size_t nbytes) {
   std::lock_guard lock(current.mutex);
   old.swap(current.pool);
   old_pinned.swap(current.pinned_pool);
+  wake(current);
 }
 
 BouncePool::BouncePool(size_t nbytes)
@@ -122,9 +129,7 @@ void BouncePool::release(char* data, size_t units) {
   const size_t first = static_cast<size_t>(data - arena_->data()) / unit_nbytes;
   std::fill_n(units_.begin() + static_cast<ptrdiff_t>(first), units, false);
   units_in_use_ -= units;
-  // Under the lock, so that forget() can promise that nobody calls a waiter that is gone.
-  for (BounceWaiter* waiter : current.waiters) waiter->bounce_memory_released();
-  current.waiters.clear();
+  wake(current);
 }
 
 }  // namespace tensorferry

@@ -15,6 +15,7 @@ constexpr uint64_t min_combined_nbytes = 4096;
 void Checksums::begin(const Segments& segments) {
   std::lock_guard lock(mutex_);
   nbytes_ = segments.nbytes();
+  kept_nbytes_ = 0;
   of_ = &segments;
   chunks_ = {std::vector<uint32_t>(chunk_count(nbytes_)), {}};
   segments_ = {std::vector<uint32_t>(of_segments_ ? segments.count() : 0), {}};
@@ -58,6 +59,7 @@ void Checksums::Block::keep() {
   if (chunk_) chunks_.push_back(*chunk_);
   if (segment_) segments_.push_back(*segment_);
   std::lock_guard lock(all_.mutex_);
+  all_.kept_nbytes_ += position_ - begin_;
   for (const Part& part : chunks_) all_.chunks_.add(part, all_.nbytes_of_chunk(part.index));
   for (const Part& part : segments_) all_.segments_.add(part, (*all_.of_)[part.index].nbytes);
 }

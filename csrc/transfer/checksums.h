@@ -33,7 +33,7 @@ class Checksums {
   // The CRCs of one block, in the order of its bytes; kept when the block has been added.
   class Block {
    public:
-    Block(Checksums& all, uint64_t begin) : all_(all), position_(begin) {}
+    Block(Checksums& all, uint64_t begin) : all_(all), begin_(begin), position_(begin) {}
 
     // Of a piece of `segment` that ends where it or a chunk does, or anywhere.
     void add(const char* bytes, uint64_t nbytes, size_t segment);
@@ -54,21 +54,16 @@ class Checksums {
     friend class Checksums;
 
     Checksums& all_;
+    const uint64_t begin_;
     uint64_t position_;
     std::optional<Part> chunk_, segment_;
     std::vector<Part> chunks_, segments_;
     std::optional<uint64_t> damaged_;
   };
 
-  // Complete once all blocks have been kept.
-  std::vector<uint32_t> of_chunks() {
-    std::lock_guard lock(mutex_);
-    return chunks_.crcs;
-  }
-  std::vector<uint32_t> of_segments() {
-    std::lock_guard lock(mutex_);
-    return segments_.crcs;
-  }
+  // Nothing until all blocks have been kept.
+  std::optional<std::vector<uint32_t>> of_chunks() { return complete(chunks_); }
+  std::optional<std::vector<uint32_t>> of_segments() { return complete(segments_); }
 
  private:
   // What is known of each of many ranges that follow each other.
@@ -83,6 +78,11 @@ class Checksums {
     void add(const Block::Part& part, uint64_t nbytes);
   };
 
+  std::optional<std::vector<uint32_t>> complete(const Table& table) {
+    std::lock_guard lock(mutex_);
+    return of_ && kept_nbytes_ == nbytes_ ? std::optional(table.crcs) : std::nullopt;
+  }
+
   uint64_t chunk_end(uint64_t position) const {
     return std::min(position - position % chunk_nbytes_ + chunk_nbytes_, nbytes_);
   }
@@ -94,6 +94,7 @@ class Checksums {
   const Segments* of_ = nullptr;
   uint64_t nbytes_ = 0;
   std::mutex mutex_;
+  uint64_t kept_nbytes_ = 0;
   Table chunks_, segments_;
 };
 

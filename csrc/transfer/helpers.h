@@ -11,7 +11,7 @@ class Helpers {
  public:
   using Job = std::function<void()>;
 
-  // `name` is that of the threads, and lives as long as they do.
+  // `name` is that of the threads, and lives as long as they do; the kernel takes 15 characters.
   Helpers(const char* name, size_t max_threads);
   // After stop() or abandon().
   ~Helpers();

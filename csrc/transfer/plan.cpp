@@ -66,9 +66,11 @@ uint64_t Plan::cached_nbytes(uint64_t position, uint64_t limit) const {
 uint64_t Plan::end_of_bounced(uint64_t position, uint64_t limit, bool direct) const {
   if (input_.verified_nbytes) return limit;
   for (size_t index = segments_->index_at(position); index < segments_->count(); ++index) {
-    const uint64_t begin = std::max((*segments_)[index].begin, position);
+    const auto& segment = (*segments_)[index];
+    const uint64_t begin = std::max(segment.begin, position);
     if (begin >= limit) break;
-    if ((*segments_)[index].nbytes == 0) continue;
+    const bool last = segment.begin + segment.nbytes == nbytes_;
+    if (segment.nbytes < min_gap_nbytes && !last) continue;  // there may be a million of them
     if (begin > position && is_passed_over(segments_->at(begin))) {
       // A write has no gaps; a read may end anywhere.
       return begin;

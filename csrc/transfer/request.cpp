@@ -138,8 +138,15 @@ void Request::release(const File& file, std::unique_lock<std::mutex>& lock) {
     lock.unlock();
     return;
   }
-  ready_.push_back(std::move(found->second));
+  // All of its transfers were over before: until it is closed it counts itself.
+  auto use = std::move(found->second);
+  use->counts_as_one = true;
   uses_.erase(found);
+  const auto scheduler = scheduler_;
+  lock.unlock();
+  scheduler->one_more();
+  lock.lock();
+  ready_.push_back(std::move(use));
   const Next then = next();
   lock.unlock();
   follow(then);

@@ -77,7 +77,8 @@ class Request : public std::enable_shared_from_this<Request> {
   void seal();
   bool sealed();
 
-  // A transfer has ended. It counts as over, unless it is the last one with its file: then when that is settled.
+  // A transfer has ended. It counts as over, unless it is the last one with its file: then when that is settled, since
+  // who waits for descriptors waits for what is outstanding.
   // `lease` on its file is kept until then.
   void transfer_ended(const Transfer& transfer, const File* file, File::Lease lease);
 

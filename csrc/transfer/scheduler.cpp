@@ -66,7 +66,7 @@ Scheduler::Scheduler(const SchedulerOptions& options)
       fork_generation_(tensorferry::fork_generation()),
       helpers_("tensorferry-job", max_helpers),
       sync_helpers_("tensorferry-job", max_helpers),
-      copy_helpers_("tensorferry-copy", options.copier_count) {}
+      copy_helpers_("tensorferry-cpy", options.copier_count) {}
 
 Scheduler::~Scheduler() {
   if (state_ == State::abandoned) (void)watcher_.release();  // its own thread may be the one that comes here
@@ -306,6 +306,11 @@ void Scheduler::transfer_over() {
   ++completed_;
   end_if_abandoned();
   progress_.notify_all();
+}
+
+void Scheduler::one_more() {
+  std::lock_guard lock(mutex_);
+  ++outstanding_;
 }
 
 void Scheduler::request_over(const Request& request) {

@@ -131,8 +131,10 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // For what takes a processor's time: false where nobody is free to do it.
   bool help_to_copy(Helpers::Job job) { return copy_helpers_.offer(std::move(job)); }
 
-  // For requests: one of their transfers is over; all of the request is.
+  // For requests: one of their transfers is over; something else is outstanding, until transfer_over() as well; all of
+  // the request is over.
   void transfer_over();
+  void one_more();
   void request_over(const Request& request);
 
   // After fork(2) the child has no workers, and must not wait for them.

@@ -21,6 +21,9 @@ constexpr uint64_t max_bounced_block_nbytes = uint64_t{1} << 20;
 // Blocks in flight that the pool for GPU memory holds, at their longest: enough to keep the drive and the copies busy.
 constexpr uint64_t staged_blocks = 16;
 
+// What a checksum is taken of in one go, whatever block size was chosen: a worker may be doing it.
+constexpr uint64_t max_summed_block_nbytes = uint64_t{4} << 20;
+
 // Copied at a time where a checksum follows.
 constexpr uint64_t copied_nbytes = uint64_t{128} << 10;
 
@@ -98,6 +101,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   if (own.checksums) {
     own.checksums->begin(own.memory);
     input.all_wanted = true;
+    input.block_nbytes = std::min(input.block_nbytes, max_summed_block_nbytes);
     if (own.checksums->verify()) {
       input.verified_nbytes = own.checksums->chunk_nbytes();
       input.bounce_nbytes = std::max(input.bounce_nbytes, input.verified_nbytes + 2 * input.offset_alignment);
@@ -144,6 +148,7 @@ void Transfer::rewind() {
 Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& statistics) {
   File& file = *spec_.file;
   PlannedBlock& planned = block.planned;
+  if (request_->canceled()) return fail(block, ECANCELED, false);  // it may have waited for memory
   block.begun = std::chrono::steady_clock::now();
   block.descriptor = file.descriptor();
   block.direct_descriptor = file.direct();
@@ -169,8 +174,9 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
     if (!block.bounce) return Step::wait_for_memory;
     block.memory = block.bounce.data();
   } else {
-    block.memory = spec_.memory.at(planned.begin).memory;
-    if (pinned_pool_ && planned.direct) {
+    const auto piece = spec_.memory.at(planned.begin);
+    block.memory = piece.memory;
+    if (!piece.in_host()) {
       block.cufile = file.cufile_handle();
       block.gpu = &gates().front()->gpu();
     }
@@ -226,10 +232,7 @@ Step Transfer::settle(WorkBlock& block, Statistics& statistics) {
   block.nbytes -= std::min(advanced, block.nbytes);
   if (block.moved >= padding(block) + block.planned.nbytes) return advance(block, statistics);
 
-  if (result == 0) {
-    if (block.bounce && !block.of_gpu && !verified()) scatter(block, user_progress(block));
-    return fail(block, 0, true);
-  }
+  if (result == 0) return fail(block, 0, true);
   if (advanced == 0) {  // less than cuFile may go on from
     const auto size = spec_.file->size();
     const bool ends = size && *size && **size < block.offset + block.nbytes;
@@ -369,9 +372,10 @@ void Transfer::record(Fault fault) {
 }
 
 Step Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint) {
-  // Not if it got no further than the buffer.
-  const bool reached = spec_.write || !(block.of_gpu || verified());
-  const uint64_t progress = reached ? user_progress(block) : 0;
+  // Not what is to be verified, nor what has a way to a GPU before it.
+  const bool delivered = spec_.write || !(block.of_gpu || verified());
+  const uint64_t progress = delivered ? user_progress(block) : 0;
+  if (progress > 0 && !spec_.write && block.bounce) scatter(block, progress);
   moved_nbytes_.fetch_add(progress, std::memory_order_relaxed);
   Fault fault{.error_number = error_number, .operation = describe(block.operation), .path = {}};
   fault.offset = spec_.offset + block.planned.begin + progress;

@@ -78,7 +78,10 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   bool is_write() const { return spec_.write; }
   const std::shared_ptr<File>& file() const { return spec_.file; }  // null once it has ended
   uint64_t moved_nbytes() const { return moved_nbytes_.load(std::memory_order_relaxed); }
-  bool has_many_blocks() const { return nbytes() > 0 && plan_.block_at(0).nbytes < nbytes(); }
+  bool has_many_blocks() const {
+    const uint64_t begin = plan_.skip(0);
+    return begin < nbytes() && plan_.skip(begin + plan_.block_at(begin).nbytes) < nbytes();
+  }
   bool from_page_cache() const { return residency_ == Residency::whole; }
   const std::vector<std::shared_ptr<cuda::Gate>>& gates() const { return spec_.memory.gates(); }
 

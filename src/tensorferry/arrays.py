@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, TypeAlias
 
 from tensorferry import _core
@@ -96,8 +96,9 @@ def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = F
 def memory_or_segments(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
     """Return the memory of an array, or of several that follow each other in a file; first of all what was given.
 
-    Several are any iterable of arrays. Those to be read into may have integers among them: so many bytes of the file
-    are passed over. What can be gone through only once is returned as a list.
+    Several are any iterable of arrays in an order, but no array of another kind. Those to be read into may have
+    integers among them: so many bytes of the file are passed over. What can be gone through only once is returned as a
+    list.
 
     Raises
     ------
@@ -108,7 +109,7 @@ def memory_or_segments(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
         try:
             return array, memory_of(array, writable=writable)
         except TypeError:
-            if not isinstance(array, Iterable) or isinstance(array, (str, Mapping)):
+            if not _is_several(array):
                 raise
         array = list(array)
 
@@ -127,6 +128,20 @@ def memory_or_segments(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
         check,
     )
     return array, (segments, segments.nbytes, None, None)
+
+
+def _is_several(array: Any) -> bool:
+    """Return whether this is an iterable of arrays, rather than an array that cannot be used as it is."""
+    if not isinstance(array, Iterable) or isinstance(array, (str, Mapping, Set)):
+        return False
+    ways = (
+        "__array__",
+        "__array_interface__",
+        "__cuda_array_interface__",
+        "__dlpack__",
+        "data_ptr",
+    )
+    return not any(hasattr(array, way) for way in ways)
 
 
 def moved(memory: AnyMemory) -> bool:

@@ -73,13 +73,13 @@ class Checksums:
 
     @property
     def chunks(self) -> list[int]:
-        """The CRC-32 of each chunk. Valid once the transfer has succeeded."""
-        return self._core.chunks
+        """The CRC-32 of each chunk; ValueError before the transfer has succeeded."""
+        return _complete(self._core.chunks)
 
     @property
     def segments(self) -> list[int]:
-        """The CRC-32 of each segment, or of the one array. Valid once the transfer has succeeded."""
-        return self._core.segments
+        """The CRC-32 of each segment, or of the one array; ValueError before the transfer has succeeded."""
+        return _complete(self._core.segments)
 
     def _use(self, nbytes: int, *, write: bool) -> _core.Checksums:
         """Return the core's, for one transfer of so many bytes."""
@@ -97,6 +97,18 @@ class Checksums:
                 raise ValueError("checksums: these are another transfer's")
             self._used = True
         return self._core
+
+    def _give_back(self) -> None:
+        """Be no transfer's: that which was to have them has not begun."""
+        self._used = False
+
+
+def _complete(sums: list[int] | None) -> list[int]:
+    if sums is None:
+        raise ValueError(
+            "these checksums are not complete: no transfer that has them has succeeded"
+        )
+    return sums
 
 
 _using = threading.Lock()

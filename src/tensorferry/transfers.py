@@ -113,14 +113,19 @@ def transfer(
             *(memory, location, segments, sums),
         )
 
-    if isinstance(target, _core.File):
-        request = run(target, False)
-    else:
-        scheduler.check_usable()
-        path = target
-        request = with_descriptors(
-            scheduler, lambda: run(open_for_transfer(path, write, direct, name), True)
-        )
+    try:
+        if isinstance(target, _core.File):
+            request = run(target, False)
+        else:
+            scheduler.check_usable()
+            path = target
+            request = with_descriptors(
+                scheduler, lambda: run(open_for_transfer(path, write, direct, name), True)
+            )
+    except BaseException:
+        if checksums is not None:
+            checksums._give_back()
+        raise
     if request is not None:
         _finish(request)
     if failure := _failure_of_memory(memory, target, offset):
@@ -166,7 +171,12 @@ def start(
             raise refusal
         return request
 
-    request = with_descriptors(scheduler, submit)
+    try:
+        request = with_descriptors(scheduler, submit)
+    except BaseException:
+        if checksums is not None:
+            checksums._give_back()
+        raise
     future._start(request, lambda: _failure_of_memory(memory, target, offset))
     return future
 

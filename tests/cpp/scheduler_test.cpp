@@ -300,5 +300,28 @@ TEST_CASE("percentiles lie within an eighth of the truth") {
   CHECK(histogram.percentile(1.0) > 100'000);
 }
 
+TEST_CASE("a file that is still to be closed is outstanding, though its transfers were over before it was sealed") {
+  TemporaryDirectory directory;
+  auto scheduler = make("threads");
+  const auto file = open_file(directory.file("file"), true);
+  auto source = std::vector<char>(5000, 'x');
+  auto request = new_request(*scheduler, {.write = true, .close_files = true});
+  auto transfer = Transfer::create({file, {source.data(), source.size()}, 0, true}, request, 0, 64 << 10);
+  REQUIRE(transfer);
+  scheduler->submit(request, {*transfer});
+  while (scheduler->outstanding() > 0) std::this_thread::sleep_for(milliseconds(1));
+
+  std::mutex held;  // by which no helper closes anything
+  std::unique_lock lock(held);
+  for (int helper = 0; helper < 8; ++helper) scheduler->help([&] { std::lock_guard wait(held); });
+  request->seal(*file);
+  request->seal();
+  CHECK(scheduler->outstanding() == 1);
+  lock.unlock();
+  REQUIRE(request->wait_for(milliseconds(60'000)));
+  CHECK(scheduler->outstanding() == 0);
+  CHECK(scheduler->close(milliseconds(60'000)));
+}
+
 }  // namespace
 }  // namespace tensorferry

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ import tensorferry
 from tests.gpu.arrays import Amid
 from tests.gpu.programs import assert_moves
 from tests.gpu.test_files import BLOCK, in_turn, places, random_data, sizes
+from tests.support.data import aligned
 from tests.support.expect import assert_equal, contents, short_read, storage_error
 from tests.support.leaks import nothing_leaks
 
@@ -384,3 +386,22 @@ def test_a_closed_handle_says_so(gpu: Gpu, make_gds: MakeGds, directory: pathlib
     ):
         with pytest.raises(ValueError, match="closed"):
             call()
+
+
+def test_host_memory_beside_a_gpus_is_none_of_cufiles(
+    gpu: Gpu,
+    make_gds: MakeGds,
+    engine: str,
+    directory: pathlib.Path,
+    random_bytes: RandomBytes,
+) -> None:
+    make_gds()  # opens cuFile
+    data = random_bytes(3_000_000)
+    data.tofile(directory / "file")
+    targets = [gpu.array(4096), aligned((256 << 10) + 512), gpu.array(500_000), aligned(1 << 20)]
+    with tensorferry.open(directory / "file", engine=engine, direct=True) as file:
+        file.read(targets, 4096)
+        assert file.stats()["gds_nbytes"] == 0
+    found = [bytes(one) if isinstance(one, np.ndarray) else gpu.bytes_of(one) for one in targets]
+    nbytes = sum(map(len, found))
+    assert_equal(b"".join(found), data[4096 : 4096 + nbytes])

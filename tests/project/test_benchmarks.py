@@ -30,12 +30,14 @@ OURS = {
     "warm",
     "fairness",
     "random",
+    "segments",
     "latency",
     "memory",
     "import",
     "torch_save",
     "tune",
 }
+ON_LOOP_DEVICES = {"loop", "segments"}
 OURS |= {"checkpoint", "checkpoint_load", "checkpoint_objects", "checkpoint_async"}
 
 pytest.importorskip("torch")
@@ -66,7 +68,7 @@ def rows_of(content: dict[str, Any], scenario: str) -> list[dict[str, Any]]:
     return [row for comparison in comparisons for row in comparison["rows"]]
 
 
-@pytest.mark.parametrize("scenario", sorted(OURS - {"loop"}))
+@pytest.mark.parametrize("scenario", sorted(OURS - ON_LOOP_DEVICES))
 def test_scenario_measures_every_contender(scenario: str, tmp_path: Path) -> None:
     content = run(scenario, tmp_path)
     rows = rows_of(content, scenario)
@@ -81,14 +83,16 @@ def test_scenario_measures_every_contender(scenario: str, tmp_path: Path) -> Non
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="a loop device needs root")
 @pytest.mark.skipif(shutil.which("losetup") is None, reason="losetup is not installed")
-def test_loop_device_is_detached_again(tmp_path: Path) -> None:
-    content = run("loop", tmp_path, "--rounds=1")
-    if not content["scenarios"]["loop"]["comparisons"]:
-        pytest.skip(content["scenarios"]["loop"]["notes"][0])
-    assert {row["failure"] for row in rows_of(content, "loop")} == {None}
-    assert "tensorferry-bench" not in Path("/proc/self/mounts").read_text()
-    attached = subprocess.run(["losetup", "--list"], capture_output=True, text=True).stdout
-    assert "tensorferry-bench" not in attached
+def test_loop_devices_are_detached_again(tmp_path: Path) -> None:
+    for scenario in sorted(ON_LOOP_DEVICES):  # in turn: each must leave nothing
+        content = run(scenario, tmp_path, "--rounds=1")
+        if notes := [note for note in content["scenarios"][scenario]["notes"] if "needs" in note]:
+            pytest.skip(notes[0])
+        assert {row["failure"] for row in rows_of(content, scenario)} == {None}
+        assert all(figure["measured"] for figure in content["figures"])
+        assert "tensorferry-bench" not in Path("/proc/self/mounts").read_text()
+        attached = subprocess.run(["losetup", "--list"], capture_output=True, text=True).stdout
+        assert "tensorferry-bench" not in attached
 
 
 @pytest.mark.usefixtures("own_engine")

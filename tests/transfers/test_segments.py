@@ -9,6 +9,7 @@ import os
 import pickle
 import weakref
 import zlib
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,6 +128,8 @@ def test_any_segments_are_filled_and_gaps_passed_over(
         array.nbytes if gap else aligned(array.nbytes, misalignment)
         for array, gap, (_, misalignment) in zip(wanted, gaps, pieces, strict=False)
     ]
+    targets.append(aligned(0))  # integers alone would be refused
+    wanted.append(aligned(0))
     expected = crcs(data, chunk_nbytes) if checked == "compared" else None
     sums = None
     if checked != "not":
@@ -220,9 +223,25 @@ def test_what_is_no_array_is_named_before_anything_is_touched(directory: pathlib
         tensorferry.read(path, [-1])
     with pytest.raises(ValueError, match="more bytes than a file can hold"):
         tensorferry.read(path, [1 << 62, 1 << 62])
+    for nothing in ([1, 2], range(3), torch.zeros(2, 3).shape, deque([1])):
+        with pytest.raises(TypeError, match="nothing to fill"):
+            tensorferry.read(path, nothing)
+    for other in ({b"1"}, torch.zeros(4).byte().untyped_storage(), Rows()):
+        with pytest.raises(TypeError, match="is neither a torch tensor"):
+            tensorferry.read(path, other)
     with pytest.raises(ValueError, match="array: the iterable"):
         tensorferry.write(path, raising())
     assert not path.exists()
+
+
+class Rows:
+    """An array of another library's, which gives copies of its rows."""
+
+    def __array__(self) -> Any:
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        return iter([bytearray(4)])
 
 
 def raising() -> Any:
@@ -250,6 +269,10 @@ def test_checksums_that_make_no_sense_are_refused(directory: pathlib.Path) -> No
     with pytest.raises(ValueError, match="5000 bytes have 2 chunks of 4096, and 1 are expected"):
         tensorferry.read(path, bytearray(5000), checksums=sums(4096, expected=[1]))
     used = sums(4096)
+    with pytest.raises(ValueError, match="not complete"):
+        assert used.chunks
+    with pytest.raises(tensorferry.StorageError):
+        tensorferry.read(directory / "missing", bytearray(1), checksums=used)  # which leaves them
     tensorferry.read(path, bytearray(5000), checksums=used)
     with pytest.raises(ValueError, match="another transfer's"):
         tensorferry.read(path, bytearray(5000), checksums=used)
@@ -311,6 +334,38 @@ def test_an_array_that_gives_its_memory_back_is_told(engine: str, directory: pat
         parts[5].resize_(64 << 20)
         with pytest.raises(tensorferry.StorageError, match="the array's memory went back"):
             future.result()
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_future_that_its_array_refers_to_is_collected(
+    directory: pathlib.Path, several: bool
+) -> None:
+    class Array(np.ndarray):
+        future: object
+
+    (directory / "file").write_bytes(bytes(5000))
+    with tensorferry.open(directory / "file") as file:
+        array = np.zeros(5000, np.uint8).view(Array)
+        seen = weakref.ref(array)
+        array.future = file.read_into([array] if several else array)
+        del array
+        while seen() is not None:  # a hang would end the run
+            file.read(bytearray(1))
+            gc.collect()
+
+
+def test_a_read_that_fails_half_way_says_what_has_been_filled(directory: pathlib.Path) -> None:
+    """Blocks of 64 KiB, of which one is damaged: those that were moved are in their arrays."""
+    path = directory / "file"
+    data = np.arange(40 * BLOCK, dtype=np.uint8) | 1
+    data.tofile(path)
+    expected = crcs(data.tobytes(), BLOCK)
+    expected[7] ^= 1
+    targets = [np.zeros(BLOCK // 2, np.uint8) for _ in range(80)]
+    with pytest.raises(tensorferry.ChecksumError) as raised:
+        tensorferry.read(path, targets, checksums=tensorferry.Checksums(BLOCK, expected=expected))
+    filled = sum(int(target.all()) * target.nbytes for target in targets)
+    assert raised.value.transferred == filled < data.nbytes
 
 
 def test_thousands_of_small_ones_are_few_blocks(engine: str, directory: pathlib.Path) -> None:
