@@ -112,24 +112,6 @@ struct DlpackFunctions {
   }
 };
 
-// The memory of a contiguous tensor of the host as DLPack shows it, if it does.
-bool show(const DlpackFunctions& functions, PyObject* tensor, Found& found) {
-  nb::dlpack::dltensor shown;
-  if (functions.show(tensor, &shown) != 0) {
-    PyErr_Clear();
-    return false;
-  }
-  if (shown.device.device_type != nb::device::cpu::value) return false;
-  uint64_t count = 1;
-  for (int32_t axis = shown.ndim; axis-- > 0;) {
-    if (shown.shape[axis] != 1 && shown.strides[axis] != static_cast<int64_t>(count)) return false;
-    count *= static_cast<uint64_t>(shown.shape[axis]);
-  }
-  found.address = reinterpret_cast<uintptr_t>(shown.data) + shown.byte_offset;
-  found.nbytes = count * shown.dtype.bits * shown.dtype.lanes / 8;
-  return true;
-}
-
 bool plain_tensor(PyObject* tensor, PyObject* strided, Found& found) {
   const Names& names = Names::get();
   if (!names.is_cpu(tensor) || !names.has_layout(tensor, strided) || names.is_quantized(tensor) ||
@@ -164,28 +146,48 @@ class PlainArrays {
         ndarray_type_(ndarray_type),
         functions_(DlpackFunctions::of(tensor_type)) {}
 
-  bool find(PyObject* array, Found& found) const {
+  bool find(PyObject* array, Found& found) {
     const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(array));
     if (type == ndarray_type_.ptr()) return plain_ndarray(array, writable_, found);
     if (type != tensor_type_.ptr()) return false;
+    if (!is_shown(array, found)) return plain_tensor(array, strided_.ptr(), found);
     const Names& names = Names::get();
-    if (functions_ == nullptr || !show(*functions_, array, found)) return plain_tensor(array, strided_.ptr(), found);
     if (names.is_lazy(array)) return false;  // which DLPack does not say
     found.owner = nb::steal(names.storage_of(array));
     return found.address != 0 && found.nbytes != 0 && found.owner.is_valid();
   }
 
  private:
+  // The memory of a contiguous tensor of the host as DLPack shows it, if it does.
+  bool is_shown(PyObject* tensor, Found& found) {
+    nb::dlpack::dltensor shown;
+    if (functions_ == nullptr) return false;
+    if (functions_->show(tensor, &shown) != 0) {
+      PyErr_Clear();
+      functions_ = nullptr;  // a dtype that DLPack has no word for: an exception for each would cost more than it saves
+      return false;
+    }
+    if (shown.device.device_type != nb::device::cpu::value) return false;
+    uint64_t count = 1;
+    for (int32_t axis = shown.ndim; axis-- > 0;) {
+      if (shown.shape[axis] != 1 && shown.strides[axis] != static_cast<int64_t>(count)) return false;
+      count *= static_cast<uint64_t>(shown.shape[axis]);
+    }
+    found.address = reinterpret_cast<uintptr_t>(shown.data) + shown.byte_offset;
+    found.nbytes = count * shown.dtype.bits * shown.dtype.lanes / 8;
+    return true;
+  }
+
   const bool writable_;
   const nb::handle tensor_type_, strided_, ndarray_type_;
-  const DlpackFunctions* const functions_;
+  const DlpackFunctions* functions_;
 };
 
 // Arrays, and numbers of bytes that are to be passed over, as the memory of one transfer. `check(index, array)` does
 // one of them the long way, and returns (address, nbytes, owner, location) or raises.
 PySegments collect_segments(nb::sequence arrays, bool writable, nb::handle tensor_type, nb::handle strided,
                             nb::handle ndarray_type, nb::callable check) {
-  const PlainArrays plain(writable, tensor_type, strided, ndarray_type);
+  PlainArrays plain(writable, tensor_type, strided, ndarray_type);
   PySegments segments;
   segments.pieces.reserve(nb::len(arrays));
   bool any_array = false;
@@ -221,7 +223,7 @@ PySegments collect_segments(nb::sequence arrays, bool writable, nb::handle tenso
 // in host memory. `check(index, item)` does one item the long way and returns or raises.
 nb::tuple collect(nb::sequence items, bool writable, nb::handle tensor_type, nb::handle strided,
                   nb::handle ndarray_type, nb::callable check) {
-  const PlainArrays plain(writable, tensor_type, strided, ndarray_type);
+  PlainArrays plain(writable, tensor_type, strided, ndarray_type);
   nb::list paths, addresses, sizes, offsets, owners, locations;
   bool any_elsewhere = false;
   Py_ssize_t index = 0;

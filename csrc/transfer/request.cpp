@@ -161,7 +161,6 @@ void Request::refuse(const std::shared_ptr<File>& file) {
 
 void Request::transfer_ended(const Transfer& transfer, const File* file, File::Lease lease) {
   std::unique_lock lock(mutex_);
-  --transfers_;
   if (transfer.fault()) faults_.emplace(transfer.index, *transfer.fault());
   bool counts_as_over = true;
   if (uses_files()) {
@@ -180,10 +179,16 @@ void Request::transfer_ended(const Transfer& transfer, const File* file, File::L
       uses_.erase(found);
     }
   }
+  if (counts_as_over) {
+    // Before the request can be done: who sees that finds nothing of it outstanding.
+    const auto scheduler = scheduler_;
+    lock.unlock();
+    scheduler->transfer_over();
+    lock.lock();
+  }
+  --transfers_;
   const Next then = next();
-  const auto scheduler = scheduler_;
   lock.unlock();
-  if (counts_as_over) scheduler->transfer_over();
   follow(then);
 }
 
