@@ -86,7 +86,8 @@ def assert_same(actual: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().contiguous().reshape(-1)
+    # Not contiguous(): one element may have any stride, and is taken as it is.
+    plain = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1)
     return bytes(plain.view(torch.uint8).numpy()) if plain.numel() else b""
 
 
