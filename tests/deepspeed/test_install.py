@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.deepspeed.programs import NAMES
 from tests.support import standin, warm
-from tests.support.warm import call
+from tests.support.child import call
 
 if TYPE_CHECKING:
     import pathlib

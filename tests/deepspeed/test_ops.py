@@ -11,8 +11,8 @@ import tensorferry
 from tensorferry import libraries
 from tensorferry.deepspeed import ops
 from tests.deepspeed.conftest import LOCK_NOTHING, can_forbid_locking
+from tests.support.child import call
 from tests.support.pretended import CudaArray, pretend_driver, pretend_no_driver
-from tests.support.warm import call
 
 if TYPE_CHECKING:
     import pathlib

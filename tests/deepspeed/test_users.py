@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.deepspeed.conftest import LOCK_NOTHING, can_forbid_locking
-from tests.support.warm import call
+from tests.support.child import call
 
 if TYPE_CHECKING:
     import pathlib
