@@ -7,13 +7,15 @@ VENV ?= .venv
 # The DeepSpeed that tests run against, and one from a year before.
 DEEPSPEED ?= 0.19.8
 DEEPSPEED_OLD ?= 0.18.2
+# Whose optimizers and hooks are tested with ours: small ones that need torch.
+LIBRARIES ?= accelerate lion-pytorch pytorch-optimizer
 # For `make test-gpu`: an interpreter that has tensorferry, torch for CUDA and what tests need; empty: that of VENV.
 GPU_PYTHON ?=
 # Interpreters `make wheel` builds for; empty: every one found on PATH.
 PYTHONS ?=
 PYTEST_ARGS ?=
-# How many tests run beside each other; those marked `alone` do not.
-JOBS ?= 2
+# How many tests run beside each other; those marked `alone` do not. A third of their time they wait, for the drive most.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 5 ? n + 1 : 6)))
 # What the C++ tests of `make test` run under: "address;undefined", or nothing.
 CPP_SANITIZE ?=
 # For `make mutants`: names of those in tests/project/mutants.py to try; empty: all.
@@ -35,7 +37,7 @@ PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo test test-cpp test-torch test-gpu bench-gpu test-deepspeed mutants lint format stub sanitize sanitize-address sanitize-thread bench wheel clean
+.PHONY: help setup build demo docs test test-cpp test-torch test-gpu bench-gpu test-deepspeed mutants lint format stub sanitize sanitize-address sanitize-thread bench wheel clean
 
 help: ## List these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' \
@@ -48,6 +50,9 @@ build: $(VENV)/.deps.stamp ## Rebuild the native core (Python files need no rebu
 
 demo: $(VENV)/.core.stamp ## Run the demonstration
 	$(BIN)/python examples/demo.py
+
+docs: $(VENV)/.deps.stamp ## Build the documentation as a site, in build/site; every link must lead somewhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test: test-cpp $(VENV)/.core.stamp deepspeed ## Run all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --maxschedchunk 1 $(PYTEST_ARGS)
@@ -109,6 +114,9 @@ clean: ## Remove what was built (.venv stays)
 
 # --- how ---
 
+# Tests start hundreds of programs: each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Sanitizer reports end the process, so that ctest fails.
 export ASAN_OPTIONS ?= detect_leaks=1:strict_string_checks=1:check_initialization_order=1
 export UBSAN_OPTIONS ?= print_stacktrace=1
@@ -118,7 +126,7 @@ export TSAN_OPTIONS ?= halt_on_error=1:second_deadlock_stack=1:suppressions=$(ab
 define cpp_tests
 $(CMAKE) -S . -B build/$(1) $(CMAKE_GENERATOR_ARGS) -DCMAKE_BUILD_TYPE=Debug \
 	-DTENSORFERRY_BUILD_PYTHON=OFF -DTENSORFERRY_BUILD_TESTS=ON -DTENSORFERRY_WERROR=ON \
-	"-DTENSORFERRY_SANITIZE=$(2)" --log-level=WARNING
+	-DCMAKE_UNITY_BUILD=ON "-DTENSORFERRY_SANITIZE=$(2)" --log-level=WARNING
 $(CMAKE) --build build/$(1) --parallel
 $(CTEST) --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 600
 endef
@@ -151,7 +159,8 @@ $(VENV)/.system.stamp: tools/system_packages.sh | $(VENV)/bin/pip
 $(VENV)/.deps.stamp: pyproject.toml $(VENV)/.system.stamp
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet $(TORCH))
-	$(BIN)/python -m pip install --quiet --group build --group test --group dev
+	$(BIN)/python -m pip install --quiet --group build --group test --group dev --group libraries
+	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet --no-deps $(LIBRARIES))
 	touch $@
 
 # DeepSpeed's setup imports torch, and its dependencies would choose another: neither isolated nor with dependencies.

@@ -1,4 +1,4 @@
-"""``python -m benchmarks [name ...]``: run scenarios, print tables, and keep JSON and a plot."""
+"""``python -m benchmarks [name ...]``: run scenarios, print tables, and keep JSON."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import fio, machine, report
+from benchmarks import fio, report
 from benchmarks.harness import GIB, Figure, MeasurementError, Outcome, Settings, UnavailableError
 from benchmarks.others import only_benchmark
 from benchmarks.scenarios import SCENARIOS
+from tensorferry.tuning import machine
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -41,27 +35,18 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     directory: Path = options.directory.resolve()
     names = options.names or list(SCENARIOS)
-    description = machine.describe(directory)
+    description = machine.describe(directory) | {"fio": fio.version()}
     console.print(machine.summary(description))
 
     outcomes: dict[str, Outcome] = {}
     status = 0
-    progress = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
     settings = Settings(
         directory=directory,
         rounds=options.rounds,
         nbytes=options.nbytes,
-        random_reads=options.random_reads,
-        latency_reads=options.latency_reads,
-        memory_nbytes=options.memory_nbytes,
+        parameters=options.parameters,
         huge_pages=options.huge_pages,
         deepspeed=options.deepspeed,
         others_share_max=options.others_share_max,
@@ -90,8 +75,6 @@ def main(arguments: list[str] | None = None) -> int:
         kept = {name: value for name, value in kept.items() if value is not None}
         kept["directory"] = str(settings.directory)
         report.write_json(options.json, report.as_json(description, kept, outcomes))
-    if options.plot:
-        report.write_plot(options.plot, outcomes, machine.summary(description))
     return status
 
 
@@ -113,10 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each contender")
     parser.add_argument("--nbytes", type=int, default=GIB, help="size of the large tensor")
-    parser.add_argument("--random-reads", type=int, default=10_000, help="reads of 4 KiB")
-    parser.add_argument("--latency-reads", type=int, default=2_000, help="reads of 4 KiB, a round")
     parser.add_argument(
-        "--memory-nbytes", type=int, default=4 * GIB, help="tensor of the memory scenario"
+        "--parameters",
+        type=int,
+        default=Settings.parameters,
+        help="of the model whose optimizer's state is offloaded",
     )
     parser.add_argument(
         "--huge-pages",
@@ -137,7 +121,6 @@ def _parser() -> argparse.ArgumentParser:
         "(0.05, say, where others work on the machine)",
     )
     parser.add_argument("--json", type=Path, help="keep every sample in this file")
-    parser.add_argument("--plot", type=Path, help="draw the medians into this file (matplotlib)")
     return parser
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import files
 from benchmarks.harness import (
     MIB,
     Contender,
@@ -19,28 +20,15 @@ from benchmarks.harness import (
     UnavailableError,
     throughput,
 )
+from tensorferry.sizes import parse_nbytes
 from tensorferry.tuning import fio as tuning
-from tensorferry.tuning.fio import free_huge_pages_nbytes, installed, version
-from tensorferry.tuning.sizes import parse_nbytes
+from tensorferry.tuning.fio import free_huge_pages_nbytes, installed, version  # noqa: F401
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _HUGE_PAGE_NBYTES = 2 * MIB
 _HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
-
-__all__ = [
-    "Config",
-    "contenders",
-    "free_huge_pages_nbytes",
-    "installed",
-    "large_configs",
-    "reserved_huge_pages",
-    "run",
-    "sample",
-    "usable",
-    "version",
-]
 
 
 @dataclass(frozen=True)
@@ -56,33 +44,26 @@ class Config:
 
     @property
     def label(self) -> str:
-        parts = [f"fio {self.engine} {self.block_size}"]
-        parts += [f"qd{self.depth}"] if self.depth > 1 else []
-        parts += ["registered"] if self.registered else []
-        parts += ["huge pages"] if self.huge else []
-        parts += [] if self.direct else ["buffered"]
-        return " ".join(parts)
+        words = (
+            "registered" * self.registered,
+            "huge pages" * self.huge,
+            "buffered" * (not self.direct),
+        )
+        depth = f"qd{self.depth}" if self.depth > 1 else ""
+        named = ("fio", self.engine, self.block_size, depth, *words)
+        return " ".join(word for word in named if word)
 
     @property
     def tags(self) -> tuple[str, ...]:
-        return (
-            self.engine,
-            self.block_size,
-            f"qd{self.depth}",
-            "registered" if self.registered else "unregistered",
-            "huge" if self.huge else "small",
-        )
+        registered = "registered" if self.registered else "unregistered"
+        pages = "huge" if self.huge else "small"
+        return self.engine, self.block_size, f"qd{self.depth}", registered, pages
 
     @property
     def settings(self) -> tuning.Settings:
-        return tuning.Settings(
-            self.engine,
-            parse_nbytes(self.block_size),
-            self.depth,
-            self.registered,
-            self.huge,
-            self.direct,
-        )
+        nbytes = parse_nbytes(self.block_size)
+        rest = (self.depth, self.registered, self.huge, self.direct)
+        return tuning.Settings(self.engine, nbytes, *rest)
 
 
 LARGE_SMALL_PAGES = [
@@ -122,21 +103,50 @@ def large_configs(settings: Settings) -> list[Config]:
 
 def run(config: Config, path: Path, kind: str, nbytes: int, *options: str) -> dict[str, Any]:
     """Run one job on one file, and return fio's report on it."""
+    job: dict[str, Any] = run_many(config, [path], kind, nbytes, *options)[0]
+    return job
+
+
+def run_many(
+    config: Config, paths: Sequence[Path], kind: str, nbytes: int, *options: str
+) -> list[dict[str, Any]]:
+    """Run a job on each file at once, and return fio's reports."""
+    with _failures():
+        return tuning.run(paths, kind, nbytes, [*config.settings.arguments(), *options])
+
+
+def run_jobs(*arguments: str) -> list[dict[str, Any]]:
+    """Run jobs that differ in more than their files, and return fio's reports."""
+    with _failures():
+        return tuning.jobs_of(arguments)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
     if not installed():
         raise UnavailableError("fio is not installed (apt install fio)")
     try:
-        job: dict[str, Any] = tuning.run(
-            [path], kind, nbytes, [*config.settings.arguments(), *options]
-        )[0]
+        yield
     except tuning.FioError as error:
         raise MeasurementError(str(error)) from error
-    return job
 
 
 def sample(job: dict[str, Any], kind: str) -> Sample:
     """A job's report as a throughput."""
     measured = tuning.measured(job, kind)
     return throughput(measured.seconds, measured.nbytes, measured.cpu_seconds)
+
+
+def writes(config: Config, path: Path, nbytes: int, *options: str) -> Callable[[int], Sample]:
+    """What measures writes of a fresh file, which is gone afterwards."""
+
+    def measure(number: int) -> Sample:
+        files.remove(path)
+        job = run(config, path, "write", nbytes, *options)
+        files.remove(path)
+        return sample(job, "write")
+
+    return measure
 
 
 def contenders(

@@ -1,20 +1,24 @@
 """What every scenario shares: contenders measured in interleaved rounds, and figures to meet.
 
-A scenario returns comparisons and figures. A comparison holds one row for each contender; a
-contender is measured once in each round (A B C, A B C, ...), so a disturbance of the machine hits
-all of them. Medians count. A contender that raises keeps its message and leaves the later rounds;
-the others go on.
+A scenario returns comparisons and figures. A comparison holds one row for each contender; each is
+measured once in each round, in an order that changes (A B C, C A B, ...), so that neither a
+disturbance of the machine nor what the one before left behind hits one of them alone. Medians count,
+and ratios of the same round; each comes with the interval that holds the true one with 95 %, and a
+figure whose target lies in it is neither met nor missed. A contender that raises keeps its message
+and leaves the later rounds; the others go on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import statistics
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.others import OthersClock
+from tensorferry.tuning.intervals import Interval, interval, ratio_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +32,7 @@ GIB = 1 << 30
 
 _TRIES_MAX = 4
 _PAUSE_SECONDS = 0.5
+_CONFIDENCE_MIN = 0.9  # of an interval that decides anything: 5 rounds have it, 4 do not
 
 Kind = Literal["ours", "fio", "peer", "limit"]
 
@@ -47,9 +52,7 @@ class Settings:
     directory: Path
     rounds: int = 7
     nbytes: int = GIB
-    random_reads: int = 10_000
-    latency_reads: int = 2_000
-    memory_nbytes: int = 4 * GIB
+    parameters: int = 300_000_000
     huge_pages: bool = True
     deepspeed: bool = True
     others_share_max: float | None = None
@@ -102,6 +105,23 @@ class Contender:
     tags: tuple[str, ...] = ()
 
 
+class Estimate(float):
+    """A number, and between which values the true one lies."""
+
+    interval: Interval
+
+    @classmethod
+    def of(cls, found: Interval) -> Estimate:
+        number = cls(found.median)
+        number.interval = found
+        return number
+
+    @property
+    def sure(self) -> bool:
+        """Whether there were rounds enough for the interval to mean anything."""
+        return self.interval.confidence >= _CONFIDENCE_MIN
+
+
 @dataclass
 class Row:
     """A contender's samples in one comparison."""
@@ -117,16 +137,8 @@ class Row:
         return self.failure is None and bool(self.samples)
 
     @property
-    def median(self) -> float:
-        return statistics.median(sample.value for sample in self.samples)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        values = [sample.value for sample in self.samples]
-        if len(values) < 2:
-            return values[0], values[0]
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-        return low, high
+    def median(self) -> Estimate:
+        return Estimate.of(interval([sample.value for sample in self.samples]))
 
     @property
     def cpu_seconds_per_gb(self) -> float | None:
@@ -154,19 +166,28 @@ class Comparison:
 
     def best(self, kind: Kind, *tags: str) -> Row | None:
         """The row of a kind (and with all these tags) whose median is best."""
-        rows = [r for r in self.rows if r.kind == kind and r.usable and set(tags) <= set(r.tags)]
-        if not rows:
-            return None
-        return (max if self.higher_is_better else min)(rows, key=lambda row: row.median)
+        rows = self._rows(kind, *tags)
+        better = max if self.higher_is_better else min
+        return better(rows, key=lambda row: row.median) if rows else None
 
     def least_cpu(self, kind: Kind, *tags: str) -> Row | None:
         """The row of a kind (and with all these tags) that needs least CPU time."""
-        rows = [
-            r
-            for r in self.rows
-            if r.kind == kind and r.usable and set(tags) <= set(r.tags) and r.cpu_seconds_per_gb
-        ]
+        rows = [row for row in self._rows(kind, *tags) if row.cpu_seconds_per_gb]
         return min(rows, key=lambda row: row.cpu_seconds_per_gb or 0.0) if rows else None
+
+    def sorted_rows(self) -> list[Row]:
+        """All that were measured, the best one first."""
+        rows = [row for row in self.rows if row.usable]
+        return sorted(rows, key=lambda row: row.median, reverse=self.higher_is_better)
+
+    def as_good_as_the_best(self) -> list[Row]:
+        """Those besides the best of which it cannot be told that they are worse."""
+        best, *rest = self.sorted_rows() or [None]
+        return [row for row in rest if row and not _tells_apart(ratio(row, best))]
+
+    def _rows(self, kind: Kind, *tags: str) -> list[Row]:
+        wanted = set(tags)
+        return [r for r in self.rows if r.kind == kind and r.usable and wanted <= set(r.tags)]
 
 
 @dataclass
@@ -182,11 +203,26 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
+        """Whether it is; None where it was not measured, or its interval lies on both sides of the target."""
         if self.measured is None:
             return None
-        if self.relation == ">=":
-            return self.measured >= self.target
-        return self.measured <= self.target
+        low = high = float(self.measured)
+        if isinstance(self.measured, Estimate):
+            low, high = self.measured.interval.low, self.measured.interval.high
+            if low != high and not self.measured.sure:
+                return None
+        if self.relation == "<=":
+            low, high, target = -high, -low, -self.target
+        else:
+            target = self.target
+        return True if low >= target else False if high < target else None
+
+    @property
+    def verdict(self) -> str:
+        """That in a word or two."""
+        if self.measured is None:
+            return "not measured"
+        return {True: "met", False: "missed", None: "cannot tell"}[self.met]
 
 
 @dataclass
@@ -205,12 +241,17 @@ def compare(
     *,
     rounds: int | None = None,
 ) -> Comparison:
-    """Measure every contender in interleaved rounds, and fill the comparison's rows."""
+    """Measure every contender in rounds, each in an order of its own, and fill the comparison's rows."""
     rounds = rounds or settings.rounds
     comparison.rows = [Row(c.label, c.kind, c.tags) for c in contenders]
     with _task(settings, comparison.name, rounds * len(contenders)) as advance:
         for number in range(rounds):
-            for contender, row in zip(contenders, comparison.rows, strict=True):
+            order = list(zip(contenders, comparison.rows, strict=True))
+            if (
+                number
+            ):  # the first round's is the one given: what one measures, another may need to know
+                random.Random(number).shuffle(order)
+            for contender, row in order:
                 if row.failure is None:
                     try:
                         row.samples.append(_measure_undisturbed(settings, contender, number))
@@ -236,20 +277,46 @@ def _measure_undisturbed(settings: Settings, contender: Contender, number: int) 
         time.sleep(_PAUSE_SECONDS)
 
 
-def ratio(ours: Row | None, theirs: Row | None) -> float | None:
-    """Ours over theirs, medians; None where either is missing."""
-    if ours is None or theirs is None or not theirs.median:
+def ratio(ours: Row | None, theirs: Row | None) -> Estimate | None:
+    """Ours over theirs, round by round; None where either is missing."""
+    return _ratio(ours, theirs, lambda sample: sample.value)
+
+
+def cpu_ratio(ours: Row | None, theirs: Row | None) -> Estimate | None:
+    """Ours over theirs in CPU seconds for each GB, round by round; None where either is missing."""
+    return _ratio(ours, theirs, lambda sample: sample.cpu_seconds_per_gb)
+
+
+def difference(ours: Row | None, theirs: Row | None) -> Estimate | None:
+    """Ours less theirs, round by round; None where either is missing."""
+    pairs = _pairs(ours, theirs, lambda sample: sample.value)
+    return Estimate.of(interval([a - b for a, b in pairs])) if pairs else None
+
+
+def _ratio(
+    ours: Row | None, theirs: Row | None, value: Callable[[Sample], float | None]
+) -> Estimate | None:
+    pairs = _pairs(ours, theirs, value)
+    if not pairs or not all(a > 0 and b > 0 for a, b in pairs):
         return None
-    return ours.median / theirs.median
+    return Estimate.of(ratio_interval([a / b for a, b in pairs]))
 
 
-def cpu_ratio(ours: Row | None, theirs: Row | None) -> float | None:
-    """Ours over theirs in CPU seconds for each GB, medians; None where either is missing."""
+def _pairs(
+    ours: Row | None, theirs: Row | None, value: Callable[[Sample], float | None]
+) -> list[tuple[float, float]]:
     if ours is None or theirs is None:
-        return None
-    if not (mine := ours.cpu_seconds_per_gb) or not (other := theirs.cpu_seconds_per_gb):
-        return None
-    return mine / other
+        return []
+    samples = zip(ours.samples, theirs.samples, strict=False)
+    both = [(value(mine), value(other)) for mine, other in samples]
+    return [(a, b) for a, b in both if a is not None and b is not None]
+
+
+def _tells_apart(found: Estimate | None) -> bool:
+    """Whether a ratio is surely not 1."""
+    if found is None:
+        return True  # of 0: there is no doubt
+    return found.sure and not found.interval.low <= 1 <= found.interval.high
 
 
 def peak_figure(what: str, row: Row | None, limit_nbytes: int) -> Figure:

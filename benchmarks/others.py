@@ -11,25 +11,28 @@ import fcntl
 import os
 import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
 def only_benchmark(waiting: Callable[[], object]) -> Iterator[None]:
     """Wait, after a call of ``waiting``, until no other benchmark of ours runs on this machine."""
-    with (Path(tempfile.gettempdir()) / "tensorferry-benchmarks.lock").open("a") as lock:
+    # The folder itself is locked: in one that everybody may write to, a file's name may be anybody's link.
+    folder = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             waiting()
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(folder, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(folder)
 
 
 class OthersClock:
@@ -37,42 +40,22 @@ class OthersClock:
 
     def __init__(self) -> None:
         self._start = time.monotonic()
-        self._everyone = _user_seconds_of_everyone()
-        self._ours = _user_seconds_of_ours()
+        self._seconds = _user_seconds_of_others()
 
     def share(self) -> float:
         """The part of all processors that processes other than ours have used since."""
         elapsed = time.monotonic() - self._start
-        everyone = _user_seconds_of_everyone() - self._everyone
-        ours = _user_seconds_of_ours() - self._ours
-        processors = os.cpu_count() or 1
-        return max(0.0, everyone - ours) / max(elapsed * processors, 1e-9)
+        seconds = _user_seconds_of_others() - self._seconds
+        return max(0.0, seconds) / max(elapsed * (os.cpu_count() or 1), 1e-9)
 
 
-def _user_seconds_of_everyone() -> float:
-    user, nice = Path("/proc/stat").read_text().split(maxsplit=3)[1:3]
-    return (int(user) + int(nice)) / _TICKS_PER_SECOND
-
-
-def _user_seconds_of_ours() -> float:
-    """This process, the children that it has waited for, and those that live."""
-    times = os.times()
-    return times.user + times.children_user + sum(_user_seconds_of(c) for c in _children())
-
-
-def _children() -> list[int]:
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            found += [int(number) for number in (task / "children").read_text().split()]
-        except OSError:
-            continue
-    return found
-
-
-def _user_seconds_of(process: int) -> float:
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return int(fields[11]) / _TICKS_PER_SECOND
+def _user_seconds_of_others() -> float:
+    """Everybody's, less those of this process, the children that it has waited for, and those that live."""
+    everyone, mine = psutil.cpu_times(), os.times()
+    living = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            times = child.cpu_times()
+            living += times.user + times.children_user
+    ours: float = mine.user + mine.children_user + living
+    return everyone.user + everyone.nice - ours  # type: ignore[no-any-return]

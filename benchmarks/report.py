@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from benchmarks.harness import MIB, Comparison, Figure, Outcome, Row
+from benchmarks.harness import MIB, Comparison, Estimate, Figure, Outcome, ratio
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
-
-_COLOURS = {"ours": "#1f77b4", "fio": "#8c8c8c", "peer": "#e8a33d", "limit": "#bcbcbc"}
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
@@ -24,21 +22,24 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     for row in comparison.rows:
         if not row.usable:
             console.print(f"[red]{row.label} failed:[/red] {row.failure or 'no sample'}")
+    if alike := comparison.as_good_as_the_best():
+        best = comparison.sorted_rows()[0].label
+        console.print(f"cannot be told from {best}: {', '.join(row.label for row in alike)}")
 
 
 def print_figures(console: Console, figures: list[Figure]) -> None:
     """The promises, and whether this run met them."""
     table = Table(title="Figures", title_justify="left")
-    for heading in ("what", "target", "measured", "", "note"):
+    for heading in ("what", "target", "measured", "95 %", "", "note"):
         table.add_column(heading, justify="left" if heading in ("what", "note") else "right")
+    colours = {True: "green", False: "red", None: "yellow"}
     for figure in figures:
-        measured = "not measured" if figure.measured is None else f"{figure.measured:.3g}"
-        verdict = {True: "[green]met[/green]", False: "[red]missed[/red]", None: "[dim]-[/dim]"}
         table.add_row(
             figure.what,
             f"{figure.relation} {figure.target:g} {figure.unit}".rstrip(),
-            measured,
-            verdict[figure.met],
+            "" if figure.measured is None else f"{figure.measured:.3g}",
+            _range(figure.measured),
+            f"[{colours[figure.met]}]{figure.verdict}[/]",
             figure.note,
         )
     console.print(table)
@@ -59,7 +60,7 @@ def as_json(
             for name, outcome in outcomes.items()
         },
         "figures": [
-            asdict(figure) | {"met": figure.met}
+            asdict(figure) | {"interval": _interval(figure.measured), "verdict": figure.verdict}
             for outcome in outcomes.values()
             for figure in outcome.figures
         ],
@@ -70,61 +71,22 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_plot(path: Path, outcomes: dict[str, Outcome], title: str) -> None:
-    """Bars of medians with their quartiles, one panel for each comparison."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    comparisons = [
-        c for o in outcomes.values() for c in o.comparisons if any(r.usable for r in c.rows)
-    ]
-    if not comparisons:
-        return
-    heights = [0.9 + 0.24 * sum(row.usable for row in c.rows) for c in comparisons]
-    figure, axes = pyplot.subplots(
-        len(comparisons),
-        1,
-        figsize=(10, sum(heights) + 0.6),
-        height_ratios=heights,
-        squeeze=False,
-        layout="constrained",
-    )
-    figure.suptitle(title, fontsize=9)
-    for axis, comparison in zip(axes[:, 0], comparisons, strict=True):
-        rows = _sorted(comparison)[::-1]
-        medians = [row.median for row in rows]
-        lows = [row.median - row.quartiles[0] for row in rows]
-        highs = [row.quartiles[1] - row.median for row in rows]
-        axis.barh(
-            [row.label for row in rows],
-            medians,
-            xerr=[lows, highs],
-            color=[_COLOURS[row.kind] for row in rows],
-            error_kw={"elinewidth": 0.8},
-        )
-        axis.set_title(f"{comparison.name} ({comparison.unit})", fontsize=9, loc="left")
-        axis.tick_params(labelsize=7)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def _comparison_table(comparison: Comparison) -> Table:
     table = Table(title=f"{comparison.name}: {comparison.rules}", title_justify="left")
     table.add_column("contender")
-    for heading in (comparison.unit, "quartiles", "of best fio", "CPU s/GB", "peak growth"):
+    for heading in (comparison.unit, "95 %", "over best fio", "95 %", "CPU s/GB", "peak growth"):
         table.add_column(heading, justify="right")
     best_fio = comparison.best("fio")
-    for row in _sorted(comparison):
-        low, high = row.quartiles
+    for row in comparison.sorted_rows():
+        over = ratio(row, best_fio)
         cpu = row.cpu_seconds_per_gb
         peak = row.peak_growth_nbytes
         table.add_row(
             row.label,
             f"{row.median:.3g}",
-            f"{low:.3g} .. {high:.3g}",
-            f"{row.median / best_fio.median:.2f}" if best_fio else "no fio",
+            _range(row.median),
+            "no fio" if over is None else f"{over:.2f}",
+            _range(over),
             "" if cpu is None else f"{cpu:.3f}",
             "" if peak is None else f"{peak / MIB:.0f} MiB",
             style="bold" if row.kind == "ours" else None,
@@ -132,9 +94,15 @@ def _comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def _sorted(comparison: Comparison) -> list[Row]:
-    rows = [row for row in comparison.rows if row.usable]
-    return sorted(rows, key=lambda row: row.median, reverse=comparison.higher_is_better)
+def _interval(number: float | None) -> tuple[float, float] | None:
+    if not isinstance(number, Estimate) or not number.sure:
+        return None
+    return number.interval.low, number.interval.high
+
+
+def _range(number: float | None) -> str:
+    found = _interval(number)
+    return "" if found is None else f"{found[0]:.3g} .. {found[1]:.3g}"
 
 
 def _comparison_json(comparison: Comparison) -> dict[str, Any]:
@@ -149,7 +117,7 @@ def _comparison_json(comparison: Comparison) -> dict[str, Any]:
                 "tags": row.tags,
                 "failure": row.failure,
                 "median": row.median if row.usable else None,
-                "quartiles": row.quartiles if row.usable else None,
+                "interval": _interval(row.median) if row.usable else None,
                 "cpu_seconds_per_gb": row.cpu_seconds_per_gb,
                 "peak_growth_nbytes": row.peak_growth_nbytes,
                 "samples": [asdict(sample) for sample in row.samples],

@@ -5,6 +5,7 @@ It imports DeepSpeed, so it is for processes of its own. Which engine moves the 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 VOCABULARY = 256
@@ -114,6 +116,57 @@ class Training:
     def swapped_nbytes(self) -> int:
         """Bytes of the files that tensors were swapped to, of all processes."""
         return sum(path.stat().st_size for path in self._directory.rglob("*.swp"))
+
+
+class Sum(nn.Module):
+    """Parameters of given shapes, and nothing to compute: each element's gradient is 0.001."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.each = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([param.sum() for param in self.each]).sum() * 1e-3
+
+
+class OptimizerOnNvme:
+    """Steps of Adam by DeepSpeed with its states on NVMe, pipelined, and nothing else to do.
+
+    Parameters
+    ----------
+    directory : Path
+        Where DeepSpeed makes its files.
+    shapes : sequence of tuple
+        The parameters'.
+    buffers : int
+        How many of the largest one's size DeepSpeed has for what it moves.
+    aio : dict
+        DeepSpeed's section of that name.
+    """
+
+    def __init__(
+        self, directory: Path, shapes: Sequence[tuple[int, ...]], buffers: int, aio: dict[str, Any]
+    ) -> None:
+        largest = max(map(math.prod, shapes))
+        config = _configuration(
+            directory, "optimizer", False, math.isqrt(largest) // 2, "float32", aio
+        )
+        config["zero_optimization"]["sub_group_size"] = largest
+        config["zero_optimization"]["offload_optimizer"]["buffer_count"] = buffers
+        config["optimizer"]["params"]["fused"] = True
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = Sum(shapes)
+        self._engine = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )[0]
+
+    def compute_gradients(self) -> None:
+        """Go forward and backward."""
+        self._engine.backward(self._engine())
+
+    def step(self) -> None:
+        """Step the optimizer."""
+        self._engine.step()
 
 
 def join(**options: Any) -> None:

@@ -115,7 +115,17 @@ def _run_quietly(command: list[str | Path]) -> None:
 def _env() -> dict[str, str]:
     """This process's environment, in which the tools beside this interpreter are found first."""
     tools = str(Path(sys.executable).parent)
-    return {**os.environ, "PATH": os.pathsep.join([tools, os.environ.get("PATH", os.defpath)])}
+    path = os.pathsep.join([tools, os.environ.get("PATH", os.defpath)])
+    return {"SOURCE_DATE_EPOCH": _last_commit(), **os.environ, "PATH": path}
+
+
+def _last_commit() -> str:
+    """When the sources were committed, which is what their archives say; outside of a checkout, ZIP's first day."""
+    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "315532800"
 
 
 def main() -> int:

@@ -3,12 +3,15 @@
 # distribution packages an old liburing and no static library.
 
 set -euo pipefail
-version=${LIBURING_VERSION:-2.9}
+# The commit of liburing-2.9: a tag may be moved.
+commit=${LIBURING_COMMIT:-08468cc3830185c75f9e7edefd88aa01e5c2f8ab}
 
 if [[ -e /usr/lib/liburing.a ]]; then exit 0; fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-git clone --quiet --depth 1 --branch "liburing-$version" https://github.com/axboe/liburing "$scratch"
+git -C "$scratch" init --quiet
+git -C "$scratch" fetch --quiet --depth 1 https://github.com/axboe/liburing "$commit"
+git -C "$scratch" checkout --quiet "$commit"
 cd "$scratch"
 ./configure --prefix=/usr --libdir=/usr/lib --libdevdir=/usr/lib
 make -C src -j"$(nproc)" ENABLE_SHARED=0

@@ -16,9 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import tensorferry
 from benchmarks import files
 from benchmarks.harness import MIB, MeasurementError, UnavailableError
 from benchmarks.measure import Stopwatch
+from benchmarks.peers.base import succeed
+from benchmarks.peers.deepnvme import async_io
+from tensorferry import _core
+from tensorferry.tuning.gpus import why_no_gpu
 from tensorferry.tuning.machine.kernel import status_of_process
 
 if TYPE_CHECKING:
@@ -32,11 +37,9 @@ _SAMPLE_SECONDS = 0.01
 
 
 def check_gpu() -> None:
-    """Raise UnavailableError, with the reason, where torch has no NVIDIA GPU."""
-    if torch.version.cuda is None:
-        raise UnavailableError(f"no GPU: this torch ({torch.__version__}) is built without CUDA")
-    if not torch.cuda.is_available():
-        raise UnavailableError("no GPU: torch finds no CUDA device")
+    """Raise UnavailableError, with the reason, where CUDA tensors cannot be moved."""
+    if reason := why_no_gpu():
+        raise UnavailableError(f"no GPU: {reason}")
 
 
 class Device:
@@ -141,8 +144,6 @@ class Handle(TensorPeer):
         device: str = "cuda",
     ) -> None:
         super().__init__(nbytes, device)
-        import tensorferry
-
         try:
             self.handle = getattr(tensorferry, name)(**options or {})
         except tensorferry.EngineUnavailableError as error:
@@ -157,8 +158,6 @@ class Handle(TensorPeer):
         self.handle.sync_pread(self.tensor, path)
 
     def pinned_nbytes(self) -> int:
-        from tensorferry import _core
-
         return _core.pinned_pool_nbytes()
 
     def details(self) -> dict[str, Any]:
@@ -171,20 +170,13 @@ class DeepSpeedHandle(TensorPeer):
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
-        from benchmarks.peers.deepnvme import async_io
-
         self.handle = async_io().aio_handle()
 
     def save(self, path: str) -> None:
-        self._succeed(self.handle.sync_pwrite(self.tensor, path, 0))
+        succeed(self.handle.sync_pwrite(self.tensor, path, 0))
 
     def load(self, path: str) -> None:
-        self._succeed(self.handle.sync_pread(self.tensor, path, 0))
-
-    @staticmethod
-    def _succeed(code: int) -> None:
-        if code != 1:
-            raise MeasurementError(f"returned {code}")
+        succeed(self.handle.sync_pread(self.tensor, path, 0))
 
 
 class KvikIO(TensorPeer):
@@ -210,60 +202,35 @@ class KvikIO(TensorPeer):
             raise MeasurementError(f"moved {nbytes} of {self.tensor.nbytes} bytes")
 
 
-class _WholeCopy(TensorPeer):
-    """What DeepNVMe does, better: all of the tensor goes through pinned memory of its size, kept for the next time."""
+class CopyThen(TensorPeer):
+    """What DeepNVMe does, better: all of the tensor goes through pinned memory of its size, kept for the next time.
 
-    def __init__(self, nbytes: int, device: str = "cuda") -> None:
+    Our ``aio_handle`` moves that, or so many threads with ``pwritev``/``preadv`` past the page cache.
+    """
+
+    def __init__(self, nbytes: int, threads: int = 0, device: str = "cuda") -> None:
         super().__init__(nbytes, device)
         self.host = host_memory(nbytes, pinned=device == "cuda")
+        self.threads = threads
+        self.handle = tensorferry.aio_handle()
 
     def save(self, path: str) -> None:
         self.host.copy_(self.tensor, non_blocking=True)
         _synchronize(self.tensor)
-        self.save_host(path)
+        if self.threads:
+            transfer(path, self.host, self.threads, write=True)
+        else:
+            self.handle.sync_pwrite(self.host, path)
 
     def load(self, path: str) -> None:
-        self.load_host(path)
+        if self.threads:
+            transfer(path, self.host, self.threads, write=False)
+        else:
+            self.handle.sync_pread(self.host, path)
         self.tensor.copy_(self.host, non_blocking=True)
-
-    def save_host(self, path: str) -> None:
-        raise NotImplementedError
-
-    def load_host(self, path: str) -> None:
-        raise NotImplementedError
 
     def pinned_nbytes(self) -> int:
         return self.host.nbytes
-
-
-class CopyThenThreads(_WholeCopy):
-    """Whole copy, and ``pwritev``/``preadv`` past the page cache from several threads."""
-
-    def __init__(self, nbytes: int, threads: int, device: str = "cuda") -> None:
-        super().__init__(nbytes, device)
-        self.threads = threads
-
-    def save_host(self, path: str) -> None:
-        transfer(path, self.host, self.threads, write=True)
-
-    def load_host(self, path: str) -> None:
-        transfer(path, self.host, self.threads, write=False)
-
-
-class CopyThenHandle(_WholeCopy):
-    """Whole copy, and our ``aio_handle`` on the pinned memory."""
-
-    def __init__(self, nbytes: int, device: str = "cuda") -> None:
-        import tensorferry
-
-        super().__init__(nbytes, device)
-        self.handle = tensorferry.aio_handle()
-
-    def save_host(self, path: str) -> None:
-        self.handle.sync_pwrite(self.host, path)
-
-    def load_host(self, path: str) -> None:
-        self.handle.sync_pread(self.host, path)
 
 
 # The two limits

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,46 +15,25 @@ import tensorferry
 from benchmarks import files, pattern
 from benchmarks.harness import MIB, MeasurementError
 from benchmarks.measure import Stopwatch
-from benchmarks.peers.base import TransferPeer, byte_view, ordinary_tensor
+from benchmarks.peers.base import (
+    HandlePeer,
+    TransferPeer,
+    byte_view,
+    ordinary_tensor,
+    timed_reads,
+)
 from tensorferry import _core
+from tensorferry.store import TensorStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 
-class Handle(TransferPeer):
+class Handle(HandlePeer):
     """``aio_handle`` with a locked tensor of its own or plain torch memory."""
 
-    def __init__(self, nbytes: int, locked: bool, options: dict[str, Any] | None = None) -> None:
-        self.locked = locked
-        self.handles: dict[str, Any] = {}
-        if locked:
-            example = torch.empty(0, dtype=torch.uint8)
-            self.owner = tensorferry.aio_handle()
-            self.tensor = self.owner.new_cpu_locked_tensor(nbytes, example)
-        else:
-            self.tensor = ordinary_tensor(nbytes)
-        self.options = options or {}
-        self._handle({})
-
-    def write(
-        self, path: str, seed: int, check: bool, offset: int = 0, **options: Any
-    ) -> dict[str, Any]:
-        handle = self._handle(options)
-        return self._write(
-            path, seed, check, lambda: handle.sync_pwrite(self.tensor, path, offset), offset
-        )
-
-    def read(self, path: str, seed: int, offset: int = 0, **options: Any) -> dict[str, Any]:
-        handle = self._handle(options)
-        return self._read(seed, lambda: handle.sync_pread(self.tensor, path, offset), offset)
-
-    def stats(self) -> dict[str, Any]:
-        return dict(self._handle({}).stats())
-
-    def _handle(self, options: dict[str, Any]) -> Any:
-        options = self.options | options
-        key = repr(sorted(options.items()))
-        if key not in self.handles:
-            self.handles[key] = tensorferry.aio_handle(**options)
-        return self.handles[key]
+    def make(self, **options: Any) -> Any:
+        return tensorferry.aio_handle(**options)
 
 
 class Functions(TransferPeer):
@@ -135,6 +116,114 @@ class Segments(TransferPeer):
         return watch.result(self.tensor.nbytes)
 
 
+class Store:
+    """Tensors of many sizes to and from a store, in random order; as many are on their way as a pool holds."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.pool = ordinary_tensor(max(4 * max(sizes), 64 * MIB))
+        self.stores: dict[bool, TensorStore] = {}
+        self.seeds: dict[bool, int] = {}
+
+    def write(self, directory: str, checked: bool, seed: int, check: bool) -> dict[str, Any]:
+        pattern.fill(byte_view(self.pool), seed)
+        if checked in self.stores:
+            self.stores.pop(checked).close()
+        store = self.stores[checked] = TensorStore(directory, checksums=checked)
+        store.reserve({str(at): nbytes for at, nbytes in enumerate(self.sizes)}, in_flight_nbytes=0)
+        self.seeds[checked] = seed
+        with Stopwatch() as watch:
+            self._move(range(len(self.sizes)), lambda at, part: store.write(str(at), part))
+        if check:
+            self._check(store, seed)
+        return watch.result(sum(self.sizes))
+
+    def read(self, directory: str, checked: bool, seed: int, check: bool) -> dict[str, Any]:
+        store = self.stores[checked]
+        order = list(range(len(self.sizes)))
+        random.Random(seed).shuffle(order)
+        with Stopwatch() as watch:
+            self._move(order, lambda at, part: store.read(str(at), out=part))
+        if check:
+            self._check(store, self.seeds[checked])
+        return watch.result(sum(self.sizes))
+
+    def _move(self, order: Iterable[int], begin: Callable[[int, torch.Tensor], Any]) -> None:
+        """Begin all, each with a part of the pool, when what had this part has ended."""
+        pending: deque[tuple[int, int, Any]] = deque()
+        last = 0
+        for at, start in self._parts(order):
+            end = start + self.sizes[at]
+            # The oldest ones come first: those behind the place where the pool begins anew, then those in the way.
+            while pending and (start < last <= pending[0][0] or start <= pending[0][0] < end):
+                pending.popleft()[2].result()
+            pending.append((start, end, begin(at, self.pool[start:end])))
+            last = end
+        for _, _, ticket in pending:
+            ticket.result()
+
+    def _parts(self, order: Iterable[int]) -> Iterator[tuple[int, int]]:
+        start = 0
+        for at in order:
+            space = -(-self.sizes[at] // 4096) * 4096
+            if start + space > self.pool.nbytes:
+                start = 0
+            yield at, start
+            start += space
+
+    def _check(self, store: TensorStore, seed: int) -> None:
+        for at, start in self._parts(range(len(self.sizes))):
+            if not pattern.matches(byte_view(store.read(str(at)).result()), seed, start):
+                raise MeasurementError(f"read other bytes of tensor {at} than were written")
+
+
+class Drives:
+    """One array to and from files on several drives: striped over them, or a share of it in each."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tensor = ordinary_tensor(nbytes)
+
+    def write(self, paths: list[str], striped: bool, seed: int, check: bool) -> dict[str, Any]:
+        pattern.fill(byte_view(self.tensor), seed)
+        with Stopwatch() as watch:
+            self._move(paths, striped, write=True)
+        if check and self._found(paths, striped) != byte_view(self.tensor):
+            raise MeasurementError("wrote other bytes than it was given")
+        return watch.result(self.tensor.nbytes)
+
+    def read(self, paths: list[str], striped: bool, seed: int, check: bool) -> dict[str, Any]:
+        self.tensor.zero_()
+        with Stopwatch() as watch:
+            self._move(paths, striped, write=False)
+        if check and not pattern.matches(byte_view(self.tensor), seed, 0):
+            raise MeasurementError("read other bytes than the file holds")
+        return watch.result(self.tensor.nbytes)
+
+    def _move(self, paths: list[str], striped: bool, *, write: bool) -> None:
+        mode = "w" if write else "r"
+        with contextlib.ExitStack() as stack:
+            if striped:
+                opened: list[Any] = [stack.enter_context(tensorferry.open(paths, mode))]
+            else:  # a setting gives each workers of its own
+                opened = [
+                    stack.enter_context(tensorferry.open(path, mode, queue_depth=128))
+                    for path in paths
+                ]
+            shares = self.tensor.chunk(len(opened))
+            for future in [
+                file.write_from(share) if write else file.read_into(share)
+                for file, share in zip(opened, shares, strict=True)
+            ]:
+                future.result()
+
+    def _found(self, paths: list[str], striped: bool) -> bytes:
+        contents = [Path(path).read_bytes() for path in paths]
+        if not striped:
+            return b"".join(contents)
+        rows = range(0, len(contents[0]), MIB)
+        return b"".join(content[row : row + MIB] for row in rows for content in contents)
+
+
 class CopyAndChecksum:
     """What gathering with checksums cannot do without: each byte copied once, and one CRC-32 of it, by one thread."""
 
@@ -193,16 +282,11 @@ class BlockingReads:
 
     def read(self, path: str, file_nbytes: int, count: int, seed: int) -> dict[str, Any]:
         """Answer with every call's microseconds."""
-        generator = random.Random(seed)
-        nbytes = self.block.nbytes
-        microseconds = []
         with tensorferry.open(path, direct=True) as file:
-            for _ in range(count):
-                offset = generator.randrange(file_nbytes // nbytes) * nbytes
-                start = time.perf_counter_ns()
-                file.read(self.block, offset)
-                microseconds.append((time.perf_counter_ns() - start) / 1000)
-        return {"microseconds": microseconds}
+            nbytes = self.block.nbytes
+            return timed_reads(
+                lambda at: file.read(self.block, at), file_nbytes, nbytes, count, seed
+            )
 
 
 class ReadsBesideWrite:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
-import time
 from typing import Any
 
 import torch
 
 from benchmarks.harness import MIB
-from benchmarks.peers.base import TransferPeer, byte_view, ordinary_tensor
+from benchmarks.peers.base import TransferPeer, byte_view, ordinary_tensor, timed_reads
 
 _DIRECT_BLOCK_NBYTES = 8 * MIB
 
@@ -80,16 +78,11 @@ class BlockingReads:
 
     def read(self, path: str, file_nbytes: int, count: int, seed: int) -> dict[str, Any]:
         """Answer with every call's microseconds."""
-        generator = random.Random(seed)
-        nbytes = len(self.block)
-        microseconds = []
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
-            for _ in range(count):
-                offset = generator.randrange(file_nbytes // nbytes) * nbytes
-                start = time.perf_counter_ns()
-                os.preadv(descriptor, [self.block], offset)
-                microseconds.append((time.perf_counter_ns() - start) / 1000)
+            return timed_reads(
+                lambda offset: os.preadv(descriptor, [self.block], offset),
+                *(file_nbytes, len(self.block), count, seed),
+            )
         finally:
             os.close(descriptor)
-        return {"microseconds": microseconds}

@@ -20,26 +20,9 @@ class Trainer:
     """A training of one process, which goes on from sample to sample."""
 
     def __init__(self, directory: str, served: bool, **options: Any) -> None:
-        # DeepSpeed's own engine is compiled at first use, with the ninja of this environment.
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # looked for, and not used
-        from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-untyped]
+        self._clock, self._scratch = _begin(served)
+        from benchmarks.training import Training
 
-        import tensorferry.deepspeed
-        from benchmarks.training import Training, join
-
-        if served:
-            tensorferry.deepspeed.install()
-        else:
-            tensorferry.deepspeed.uninstall()
-        try:
-            self._clock = _HandleClock(AsyncIOBuilder().load().aio_handle)
-        except Exception as error:
-            raise UnavailableError(f"DeepSpeed's async_io does not build: {error}") from error
-        self._scratch = tempfile.TemporaryDirectory()
-        store = f"file://{self._scratch.name}/store"
-        join(init_method=store, rank=0, world_size=1)
         self._training = Training(Path(directory), **options)
 
     def steps(self, count: int) -> dict[str, Any]:
@@ -52,6 +35,52 @@ class Trainer:
             losses=losses,
             seconds_in_handle=self._clock.seconds - in_handle,
         )
+
+
+class OptimizerStepper:
+    """Steps of an optimizer whose states are on NVMe, on DeepSpeed's own engine."""
+
+    def __init__(
+        self, directory: str, shapes: list[list[int]], buffers: int, aio: dict[str, Any]
+    ) -> None:
+        _, self._scratch = _begin(served=False)
+        from benchmarks.training import OptimizerOnNvme
+
+        tensors = [tuple(each) for each in shapes]
+        self._training = OptimizerOnNvme(Path(directory), tensors, buffers, aio)
+
+    def step(self) -> dict[str, Any]:
+        """Time a step, and count what it, and the gradients for it, have moved."""
+        before = _drive_nbytes()
+        self._training.compute_gradients()
+        with Stopwatch() as watch:
+            self._training.step()
+        return watch.result(_drive_nbytes() - before)
+
+
+def _begin(served: bool) -> tuple[_HandleClock, tempfile.TemporaryDirectory[str]]:
+    """Have DeepSpeed in this process, with its own engine or ours."""
+    # DeepSpeed's own engine is compiled at first use, with the ninja of this environment.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # looked for, and not used
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-untyped]
+
+    import tensorferry.deepspeed
+    from benchmarks.training import join
+
+    if served:
+        tensorferry.deepspeed.install()
+    else:
+        tensorferry.deepspeed.uninstall()
+    try:
+        clock = _HandleClock(AsyncIOBuilder().load().aio_handle)
+    except Exception as error:
+        raise UnavailableError(f"DeepSpeed's async_io does not build: {error}") from error
+    scratch = tempfile.TemporaryDirectory()
+    store = f"file://{scratch.name}/store"
+    join(init_method=store, rank=0, world_size=1)
+    return clock, scratch
 
 
 class _HandleClock:

@@ -133,15 +133,9 @@ def _save(
 
         return measure
 
-    def write_by_fio(config: fio.Config) -> Callable[[int], Sample]:
-        def measure(number: int) -> Sample:
-            target = directory / "target"
-            files.remove(target)
-            job = fio.run(config, target, "write", written, "--end_fsync=1")
-            files.remove(target)
-            return fio.sample(job, "write")
-
-        return measure
+    def by_fio(config: fio.Config) -> Callable[[int], Sample]:
+        target = directory / "target"  # as large as a checkpoint, once there is one
+        return lambda number: fio.writes(config, target, written, "--end_fsync=1")(number)
 
     contenders = [
         Contender(OURS, "ours", save(make(peer, nbytes=nbytes, ours=True, options={}))),
@@ -150,7 +144,7 @@ def _save(
         worker = make(peer, nbytes=nbytes, ours=False, options=options)
         contenders.append(Contender(label, "peer", save(worker)))
     contenders += [
-        Contender(config.label, "fio", write_by_fio(config), config.tags)
+        Contender(config.label, "fio", by_fio(config), config.tags)
         for config in fio.usable(_FIOS, settings)
     ]
     comparison = Comparison("checkpoint save", "fresh directory, all of it synced")

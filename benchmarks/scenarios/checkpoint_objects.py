@@ -100,44 +100,22 @@ def run(settings: Settings) -> Outcome:
             _load(settings, "cold", loaders, source, files.make_cold),
             _load(settings, "warm", loaders, source, files.make_warm),
         ]
-    save, cold, warm = comparisons
-    return Outcome(
-        comparisons,
-        [
-            Figure(
-                "object save over torch.save", ">=", 2.5, ratio(save.row(OURS), save.row(TORCH))
-            ),
-            Figure(
-                "object cold load over torch.load",
-                ">=",
-                1.5,
-                ratio(cold.row(OURS), cold.row(TORCH)),
-            ),
-            Figure(
-                "object warm load over torch.load",
-                ">=",
-                1.5,
-                ratio(warm.row(OURS), warm.row(TORCH)),
-            ),
-            *(
-                peak_figure(
-                    f"{comparison.name}, peak memory beside the object",
-                    comparison.row(OURS),
-                    _PEAK_NBYTES_MAX,
-                )
-                for comparison in comparisons[:2]
-            ),
-        ],
-    )
+    over_torch = [ratio(each.row(OURS), each.row(TORCH)) for each in comparisons]
+    names = ("object save over torch.save", "object cold load over torch.load")
+    names = (*names, "object warm load over torch.load")
+    figures = [
+        Figure(what, ">=", target, over)
+        for what, target, over in zip(names, (2.5, 1.5, 1.5), over_torch, strict=True)
+    ]
+    for each in comparisons[:2]:
+        what = f"{each.name}, peak memory beside the object"
+        figures.append(peak_figure(what, each.row(OURS), _PEAK_NBYTES_MAX))
+    return Outcome(comparisons, figures)
 
 
 def _save(settings: Settings, peers: dict[str, Worker], target: Path) -> Comparison:
     def save(worker: Worker) -> Callable[[int], Any]:
-        def measure(number: int) -> Any:
-            files.remove(target)
-            return worker.sample("save", path=str(target))
-
-        return measure
+        return _prepared(files.remove, target, lambda: worker.sample("save", path=str(target)))
 
     comparison = Comparison("object save", "fresh file, fsync at the end")
     compare(settings, comparison, [_contender(label, save(w)) for label, w in peers.items()])
@@ -153,15 +131,21 @@ def _load(
     prepare: Callable[[Path], None],
 ) -> Comparison:
     def load(worker: Worker) -> Callable[[int], Any]:
-        def measure(number: int) -> Any:
-            prepare(source)
-            return worker.sample("load", path=str(source))
-
-        return measure
+        return _prepared(prepare, source, lambda: worker.sample("load", path=str(source)))
 
     comparison = Comparison(f"object {name} load", f"{name} file, new tensors")
     contenders = [_contender(label, load(worker)) for label, worker in peers.items()]
     return compare(settings, comparison, contenders)
+
+
+def _prepared(
+    prepare: Callable[[Path], None], path: Path, measure: Callable[[], Any]
+) -> Callable[[int], Any]:
+    def prepared(number: int) -> Any:
+        prepare(path)
+        return measure()
+
+    return prepared
 
 
 def _contender(label: str, measure: Callable[[int], Any]) -> Contender:

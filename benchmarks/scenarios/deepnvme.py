@@ -10,13 +10,14 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import files
+from benchmarks.actions import reads, writes
 from benchmarks.harness import (
     Comparison,
     Contender,
+    Estimate,
     Figure,
     Kind,
     Outcome,
-    Sample,
     Settings,
     compare,
     ratio,
@@ -24,7 +25,6 @@ from benchmarks.harness import (
 from benchmarks.worker import Worker, workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 SEED = 11
@@ -65,57 +65,31 @@ def run(settings: Settings) -> Outcome:
                     for kind, (_, target) in _PEERS.items()
                 }
                 memory = "locked" if locked else "unpinned"
-                for action, measurement in _actions(directory, source).items():
-                    comparison = Comparison(f"deepspeed {action}, {memory}", "O_DIRECT, no fsync")
-                    _compare(settings, comparison, pair, measurement)
-                    outcome.comparisons.append(comparison)
+                target = directory / "target"
+                actions = {
+                    "write": writes(target, seed=SEED),
+                    "overwrite": writes(target, _nothing, seed=SEED),
+                    "read": reads(source, seed=SEED),
+                }
+                for name, action in actions.items():
+                    contenders = [
+                        Contender(label_of(product, options), kind, action(pair[kind], **options))
+                        for options in configurations(settings.smoke)
+                        for kind, (product, _) in _PEERS.items()
+                    ]
+                    comparison = Comparison(f"deepspeed {name}, {memory}", "O_DIRECT, no fsync")
+                    outcome.comparisons.append(compare(settings, comparison, contenders))
                     outcome.figures += _figures(settings, comparison, locked)
     return outcome
 
 
-def _actions(
-    directory: Path, source: Path
-) -> dict[str, Callable[[Worker, dict[str, Any], int], Sample]]:
-    target = directory / "target"
-
-    def write(worker: Worker, options: dict[str, Any], number: int) -> Sample:
-        check = number == 0
-        return worker.sample("write", path=str(target), seed=SEED, check=check, **options)
-
-    def write_fresh(worker: Worker, options: dict[str, Any], number: int) -> Sample:
-        files.remove(target)
-        return write(worker, options, number)
-
-    def read(worker: Worker, options: dict[str, Any], number: int) -> Sample:
-        files.make_cold(source)
-        return worker.sample("read", path=str(source), seed=SEED, **options)
-
-    return {"write": write_fresh, "overwrite": write, "read": read}
-
-
-def _compare(
-    settings: Settings,
-    comparison: Comparison,
-    pair: dict[Kind, Worker],
-    measurement: Callable[[Worker, dict[str, Any], int], Sample],
-) -> None:
-    contenders = [
-        Contender(
-            label_of(product, options),
-            kind,
-            lambda number, worker=pair[kind], options=options: measurement(  # type: ignore[misc]
-                worker, options, number
-            ),
-        )
-        for options in configurations(settings.smoke)
-        for kind, (product, _) in _PEERS.items()
-    ]
-    compare(settings, comparison, contenders)
+def _nothing(path: Path) -> None:
+    """A swapper's file is written over as it is."""
 
 
 def _figures(settings: Settings, comparison: Comparison, locked: bool) -> list[Figure]:
     """The worst of all configurations counts; theirs that fail are named."""
-    ratios: dict[str, float] = {}
+    ratios: dict[str, Estimate] = {}
     for options in configurations(settings.smoke):
         ours, theirs = (comparison.row(label_of(p, options)) for p, _ in _PEERS.values())
         if (value := ratio(ours, theirs)) is not None:

@@ -10,8 +10,6 @@ the row at depth 128 is ours in bytes, for the record.
 
 from __future__ import annotations
 
-import json
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, fio
@@ -100,18 +98,17 @@ def _fio(
     source: Path, source_nbytes: int, target: Path, nbytes: int, depth: int, number: int
 ) -> dict[str, Any]:
     """Run both jobs; the reads end when the write has."""
-    command = ["fio", "--output-format=json", "--name=global", "--ioengine=io_uring", "--direct=1"]
-    command += ["--fallocate=native", "--invalidate=0", "--scramble_buffers=0", "--thread"]
-    command += ["--percentile_list=50:99", "--lat_percentiles=1", "--clat_percentiles=0"]
-    command += ["--name=write", f"--filename={target}", "--rw=write", f"--size={nbytes}"]
-    command += ["--bs=1M", f"--iodepth={depth}", "--exitall"]
-    command += ["--name=read", f"--filename={source}", "--rw=randread", f"--size={source_nbytes}"]
-    command += [f"--bs={BLOCK_NBYTES}", "--iodepth=1", f"--thinktime={int(PAUSE_SECONDS * 1e6)}"]
-    command += ["--norandommap", f"--randseed={SEED + number}", "--time_based", "--runtime=600"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise MeasurementError(f"fio failed: {done.stderr.strip()[:200]}")
-    jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    # Percentiles of whole latencies: what the caller waits.
+    percentiles = ("--percentile_list=50:99", "--lat_percentiles=1", "--clat_percentiles=0")
+    write = ("--name=write", f"--filename={target}", "--rw=write", f"--size={nbytes}", "--bs=1M")
+    pause = f"--thinktime={int(PAUSE_SECONDS * 1e6)}"
+    jobs = fio.run_jobs(
+        *("--ioengine=io_uring", "--direct=1", *percentiles),
+        *(*write, f"--iodepth={depth}", "--exitall"),
+        *("--name=read", f"--filename={source}", "--rw=randread", f"--size={source_nbytes}"),
+        *(f"--bs={BLOCK_NBYTES}", "--iodepth=1", pause, "--norandommap"),
+        *(f"--randseed={SEED + number}", "--time_based", "--runtime=600"),
+    )
     written, read = jobs[0]["write"], jobs[1]["read"]
     if written["io_bytes"] != nbytes:
         raise MeasurementError(f"fio wrote {written['io_bytes']} of {nbytes} bytes")

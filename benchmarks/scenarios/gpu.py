@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, fio
+from benchmarks.actions import reads, writes
 from benchmarks.harness import (
     GIB,
     MIB,
@@ -31,6 +32,7 @@ from benchmarks.harness import (
     ratio,
 )
 from benchmarks.worker import Worker, workers
+from tensorferry.tuning.machine.limits import available_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +116,7 @@ def lacking(nbytes: int, gpu_free_nbytes: int, directory: Path, in_memory: bool)
     loops = len(_THREADS) * min(nbytes, GIB)
     wanted = {
         "GPU memory": (_GPU_TENSORS * nbytes + GIB, gpu_free_nbytes),
-        "host memory": (host * nbytes + loops, _available_nbytes()),
+        "host memory": (host * nbytes + loops, available_nbytes()),
         str(directory): (_FILES * nbytes + 64 * MIB, shutil.disk_usage(directory).free),
     }
     short = [
@@ -183,42 +185,24 @@ def _transfers(
     copies = make(f"{_PEERS}:CopyLimit", nbytes=settings.nbytes)
     contenders = _contenders(settings, make)
 
-    def write(worker: Worker) -> Callable[[int], Sample]:
-        def measure(number: int) -> Sample:
-            files.remove(target)
-            return worker.sample("write", path=str(target), seed=SEED, check=number == 0)
-
-        return measure
-
-    def write_by_fio(config: fio.Config) -> Callable[[int], Sample]:
-        def measure(number: int) -> Sample:
-            files.remove(target)
-            job = fio.run(config, target, "write", settings.nbytes, "--end_fsync=1")
-            return fio.sample(job, "write")
-
-        return measure
-
-    def read(worker: Worker) -> Callable[[int], Sample]:
-        def measure(number: int) -> Sample:
-            files.make_cold(source)
-            return worker.sample("read", path=str(source), seed=SEED)
-
-        return measure
-
     def copy(direction: str) -> Contender:
         label = f"pinned copy {direction.replace('_', ' ')}"
         return Contender(label, "limit", lambda number: copies.sample(direction), ("copy",))
 
     title = f"{name}: {size(settings.nbytes)}"
     written = Comparison(f"{title} write", "CUDA tensor to a fresh file, synced")
+    write = writes(target, seed=SEED)
     writers = [replace(contender, measure=write(worker)) for contender, worker in contenders]
-    writers += [Contender(c.label, "fio", write_by_fio(c), c.tags) for c in configs]
+    for config in configs:
+        by_fio = fio.writes(config, target, settings.nbytes, "--end_fsync=1")
+        writers.append(Contender(config.label, "fio", by_fio, config.tags))
     compare(settings, written, [*writers, copy("to_host")])
     files.remove(target)
 
     files.write_pattern(source, settings.nbytes, SEED)
     kind = "file in memory" if memory_file_system else "cold file"
     was_read = Comparison(f"{title} read", f"{kind} to CUDA tensor")
+    read = reads(source, seed=SEED)
     readers = [replace(contender, measure=read(worker)) for contender, worker in contenders]
     readers += fio.contenders(configs, source, "read", settings.nbytes, files.make_cold)
     compare(settings, was_read, [*readers, copy("to_device")])
@@ -237,8 +221,8 @@ def _contenders(settings: Settings, make: Callable[..., Worker]) -> list[tuple[C
     add(f"{OURS}, 4 workers", "ours", (), "Handle", options={"intra_op_parallelism": 4})
     add("tensorferry gds_handle", "ours", (), "Handle", name="gds_handle")
     whole = "whole copy, then"
-    add(f"{whole} plain system calls, 4 threads", "peer", ("whole",), "CopyThenThreads", threads=4)
-    add(f"{whole} tensorferry aio_handle", "peer", ("whole",), "CopyThenHandle")
+    add(f"{whole} plain system calls, 4 threads", "peer", ("whole",), "CopyThen", threads=4)
+    add(f"{whole} tensorferry aio_handle", "peer", ("whole",), "CopyThen")
     if settings.deepspeed:
         add("DeepSpeed aio_handle", "peer", ("whole",), "DeepSpeedHandle")
     add("kvikio, 8 threads", "peer", (), "KvikIO", threads=8)
@@ -263,10 +247,3 @@ def _fio_configs(settings: Settings, memory_file_system: bool) -> list[fio.Confi
         fio.Config("io_uring", "4M", 32, registered=True, huge=True),
     ]
     return fio.usable(configs, settings)
-
-
-def _available_nbytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0

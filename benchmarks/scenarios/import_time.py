@@ -16,6 +16,7 @@ from benchmarks.harness import (
     Sample,
     Settings,
     compare,
+    difference,
 )
 
 ROUNDS_MIN = 15
@@ -37,7 +38,7 @@ def run(settings: Settings) -> Outcome:
     rounds = 2 if settings.smoke else max(ROUNDS_MIN, settings.rounds)
     compare(settings, comparison, contenders, rounds=rounds)
     ours, bare = comparison.row(OURS), comparison.row(BARE)
-    over = ours.median - bare.median if ours and bare else None
+    over = difference(ours, bare)
     note = f"bare interpreter {bare.median:.0f} ms" if bare else ""
     return Outcome(
         [comparison], [Figure("import tensorferry, without torch", "<=", 60, over, "ms", note)]

@@ -2,7 +2,7 @@
 
 Rules: O_DIRECT and no fsync on either side; every write goes to a new preallocated file; the file
 is dropped from the page cache before each read. Only "plain Python write + fsync, readinto" goes
-through the page cache.
+through the page cache. What memory is needed besides the tensor shows in the same rows.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, fio
+from benchmarks.actions import fresh_and_cold
 from benchmarks.harness import (
     GIB,
+    MIB,
     Comparison,
     Contender,
     Figure,
     Outcome,
     Settings,
-    compare,
     cpu_ratio,
+    peak_figure,
     ratio,
 )
 from benchmarks.worker import Worker, workers
@@ -30,12 +32,12 @@ if TYPE_CHECKING:
 SEED = 7
 ODD_NBYTES = 1_000_003
 ODD_OFFSET = 7
+_GROWTH_NBYTES_MAX = 16 * MIB  # beside the bounce pool
 
 LOCKED = "tensorferry handle, locked"
 PLAIN = "tensorferry handle, torch.empty"
 ODD = f"tensorferry handle, torch.empty, + {ODD_NBYTES:,} bytes at offset {ODD_OFFSET}"
-ALIGNED_FUNCTIONS = "tensorferry.write/read, tensorferry.empty"
-PLAIN_FUNCTIONS = "tensorferry.write/read, torch.empty"
+FUNCTIONS = "tensorferry.write/read, torch.empty"
 
 
 def run(settings: Settings) -> Outcome:
@@ -58,109 +60,70 @@ def transfers(
     The targets are the parts of the best fio's speed that locked and ordinary memory must reach;
     without the latter, CPU time has none either.
     """
-    ours = "benchmarks.peers.ours"
+    nbytes, odd_nbytes = settings.nbytes, settings.nbytes + ODD_NBYTES
+    handle, functions = "benchmarks.peers.ours:Handle", "benchmarks.peers.ours:Functions"
     options = options or {}
-    odd_nbytes = settings.nbytes + ODD_NBYTES
-    locked = make(f"{ours}:Handle", nbytes=settings.nbytes, locked=True, options=options)
-    plain = make(f"{ours}:Handle", nbytes=settings.nbytes, locked=False, options=options)
-    odd = make(f"{ours}:Handle", nbytes=odd_nbytes, locked=False, options=options)
-    aligned_functions = make(f"{ours}:Functions", nbytes=settings.nbytes, aligned=True)
-    plain_functions = make(f"{ours}:Functions", nbytes=settings.nbytes, aligned=False)
-    buffered = make("benchmarks.peers.plain:Buffered", nbytes=settings.nbytes)
-    direct = make("benchmarks.peers.plain:Direct", nbytes=settings.nbytes)
+    ours = {
+        LOCKED: make(handle, nbytes=nbytes, locked=True, options=options),
+        PLAIN: make(handle, nbytes=nbytes, locked=False, options=options),
+        ODD: make(handle, nbytes=odd_nbytes, locked=False, options=options),
+        "tensorferry.write/read, tensorferry.empty": make(functions, nbytes=nbytes, aligned=True),
+        FUNCTIONS: make(functions, nbytes=nbytes, aligned=False),
+    }
+    peers = {
+        "plain Python write + fsync, readinto": make(
+            "benchmarks.peers.plain:Buffered", nbytes=nbytes
+        ),
+        "plain Python, O_DIRECT 8 MiB blocks": make("benchmarks.peers.plain:Direct", nbytes=nbytes),
+    }
     configs = fio.large_configs(settings) if configs is None else configs
 
-    target, source = directory / "target", directory / "source"
-
-    def write(worker: Worker, **arguments: Any) -> Callable[[int], Any]:
-        def measure(number: int) -> Any:
-            files.remove(target)
-            check = number == 0
-            return worker.sample("write", path=str(target), seed=SEED, check=check, **arguments)
-
-        return measure
-
-    def read(worker: Worker, **arguments: Any) -> Callable[[int], Any]:
-        def measure(number: int) -> Any:
-            files.make_cold(source)
-            return worker.sample("read", path=str(source), seed=SEED, **arguments)
-
-        return measure
-
-    def python_contenders(action: Callable[..., Callable[[int], Any]]) -> list[Contender]:
+    def contenders(action: Any) -> list[Contender]:
+        at = {ODD: {"offset": ODD_OFFSET}}
         return [
-            Contender(LOCKED, "ours", action(locked)),
-            Contender(PLAIN, "ours", action(plain)),
-            Contender(ODD, "ours", action(odd, offset=ODD_OFFSET)),
-            Contender(ALIGNED_FUNCTIONS, "ours", action(aligned_functions)),
-            Contender(PLAIN_FUNCTIONS, "ours", action(plain_functions)),
-            Contender("plain Python write + fsync, readinto", "peer", action(buffered)),
-            Contender("plain Python, O_DIRECT 8 MiB blocks", "peer", action(direct)),
+            Contender(label, "ours" if label in ours else "peer", action(w, **at.get(label, {})))
+            for label, w in (ours | peers).items()
         ]
 
-    written = Comparison(f"{name} write", "fresh preallocated files, O_DIRECT, no fsync")
-    contenders = python_contenders(write)
-    contenders += fio.contenders(configs, target, "write", settings.nbytes, files.remove)
-    compare(settings, written, contenders)
-    files.remove(target)
-
-    # One file for all: where a file lies makes a difference, too. The longer reads end with it.
-    files.write_pattern(source, ODD_OFFSET + odd_nbytes, SEED)
-    was_read = Comparison(f"{name} read", "cold file, O_DIRECT")
-    contenders = python_contenders(read)
-    contenders += fio.contenders(configs, source, "read", settings.nbytes, files.make_cold)
-    compare(settings, was_read, contenders)
-
+    # The longer reads end with the file.
+    written, was_read = fresh_and_cold(
+        settings, directory, name, contenders, configs, SEED, ODD_OFFSET + odd_nbytes
+    )
     outcome = Outcome([written, was_read])
     if not configs:
         outcome.notes.append("fio is not installed: nothing to compare with")
     elif not any(config.huge for config in configs):
         outcome.notes.append("no huge pages for fio's buffers: its best configuration is missing")
-    size = f"{settings.nbytes / GIB:.3g} GiB"
+    pool_nbytes = ours[FUNCTIONS].call("pool_nbytes")["pool_nbytes"]
     for comparison, verb in ((written, "write"), (was_read, "cold read")):
-        outcome.figures += _figures(
-            comparison, f"{name}: {size} {verb}", locked_target, ordinary_target
-        )
+        what = f"{name}: {nbytes / GIB:.3g} GiB {verb}"
+        outcome.figures += _figures(comparison, what, locked_target, ordinary_target)
+        limit_nbytes = pool_nbytes + _GROWTH_NBYTES_MAX
+        peak = f"{what}, growth of the peak over the pool's {pool_nbytes // MIB} MiB + 16"
+        outcome.figures.append(peak_figure(peak, comparison.row(FUNCTIONS), limit_nbytes))
     return outcome
 
 
 def _figures(
     comparison: Comparison, what: str, locked_target: float, ordinary_target: float | None
 ) -> list[Figure]:
-    best = comparison.best("fio")
+    best, small = comparison.best("fio"), comparison.best("fio", "small")
     note = f"best fio: {best.label}, {best.median:.2f} GB/s" if best else "no fio"
-    small = comparison.best("fio", "small")
     if small and best and small is not best:
         note += f"; with 4 KiB pages: {small.label}, {small.median:.2f} GB/s"
-    figures = [
-        Figure(
-            f"{what}, locked", ">=", locked_target, ratio(comparison.row(LOCKED), best), "", note
-        )
-    ]
-    if ordinary_target is None:
-        return figures
-    for label in (PLAIN, ODD):
+    targets = {LOCKED: locked_target}
+    if ordinary_target is not None:
+        targets |= {PLAIN: ordinary_target, ODD: ordinary_target}
+    figures = []
+    for label, target in targets.items():
         short = label.removeprefix("tensorferry handle, ")
-        figures.append(
-            Figure(
-                f"{what}, {short}",
-                ">=",
-                ordinary_target,
-                ratio(comparison.row(label), best),
-                "",
-                note,
-            )
-        )
-    for tag, limit in (("unregistered", 1.1), ("registered", 1.5)):
+        over = ratio(comparison.row(label), best)
+        figures.append(Figure(f"{what}, {short}", ">=", target, over, "", note))
+    for tag, limit in (("unregistered", 1.1), ("registered", 1.5)) if ordinary_target else ():
         least = comparison.least_cpu("fio", "io_uring", "1M", tag)  # the size of our blocks
+        over = cpu_ratio(comparison.row(LOCKED), least)
+        note = f"{least.label}, {least.cpu_seconds_per_gb or 0:.4f} s/GB" if least else "no fio"
         figures.append(
-            Figure(
-                f"{what}, locked: CPU over fio io_uring {tag}",
-                "<=",
-                limit,
-                cpu_ratio(comparison.row(LOCKED), least),
-                "",
-                f"{least.label}, {least.cpu_seconds_per_gb or 0:.4f} s/GB" if least else "no fio",
-            )
+            Figure(f"{what}, locked: CPU over fio io_uring {tag}", "<=", limit, over, "", note)
         )
     return figures

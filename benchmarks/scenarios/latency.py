@@ -5,7 +5,16 @@ from __future__ import annotations
 import statistics
 
 from benchmarks import files, fio
-from benchmarks.harness import Comparison, Contender, Figure, Outcome, Sample, Settings, compare
+from benchmarks.harness import (
+    Comparison,
+    Contender,
+    Figure,
+    Outcome,
+    Sample,
+    Settings,
+    compare,
+    difference,
+)
 from benchmarks.worker import Worker, workers
 
 SEED = 19
@@ -15,7 +24,7 @@ PLAIN = "tensorferry file.read, torch.empty"
 
 
 def run(settings: Settings) -> Outcome:
-    count = settings.latency_reads
+    count = 16 if settings.smoke else 2_000
     with files.scratch_directory(settings.directory) as directory, workers() as make:
         path = directory / "source"
         files.write_pattern(path, settings.nbytes, SEED)
@@ -69,7 +78,7 @@ def run(settings: Settings) -> Outcome:
     theirs = comparison.best("fio")
     for label in (ALIGNED, PLAIN):
         row = comparison.row(label)
-        over = row.median - theirs.median if row and theirs else None
+        over = difference(row, theirs)
         note = f"fio psync {theirs.median:.1f} µs" if theirs else "no fio"
         outcome.figures.append(Figure(f"latency: {label}, over psync", "<=", 10, over, "µs", note))
     return outcome

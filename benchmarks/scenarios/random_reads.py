@@ -29,7 +29,7 @@ _CONFIGS = [
 
 
 def run(settings: Settings) -> Outcome:
-    count = settings.random_reads
+    count = 64 if settings.smoke else 10_000
     with files.scratch_directory(settings.directory) as directory, workers() as make:
         path = directory / "source"
         files.write_pattern(path, settings.nbytes, SEED)
@@ -51,31 +51,19 @@ def run(settings: Settings) -> Outcome:
             job = fio.run(config, path, "randread", settings.nbytes, *options)
             return _in_operations(fio.sample(job, "read"))
 
-        contenders = []
-        for aligned, memory in ((True, "tensorferry.empty"), (False, "torch.empty")):
-            worker = make(
-                "benchmarks.peers.ours:RandomReads",
-                count=count,
-                block_nbytes=BLOCK_NBYTES,
-                aligned=aligned,
+        def contender(memory: str, aligned: bool) -> Contender:
+            options = {"count": count, "block_nbytes": BLOCK_NBYTES, "aligned": aligned}
+            worker = make("benchmarks.peers.ours:RandomReads", **options)
+            label = f"tensorferry.read_many, {memory}"
+            return Contender(label, "ours", lambda number: ours(worker, number))
+
+        def by_fio(config: fio.Config) -> Contender:
+            return Contender(
+                config.label, "fio", lambda number: theirs(config, number), config.tags
             )
-            contenders.append(
-                Contender(
-                    f"tensorferry.read_many, {memory}",
-                    "ours",
-                    lambda number, worker=worker: ours(worker, number),  # type: ignore[misc]
-                )
-            )
-        configs = fio.usable(_CONFIGS, settings)
-        contenders += [
-            Contender(
-                config.label,
-                "fio",
-                lambda number, config=config: theirs(config, number),  # type: ignore[misc]
-                config.tags,
-            )
-            for config in configs
-        ]
+
+        contenders = [contender("tensorferry.empty", True), contender("torch.empty", False)]
+        contenders += [by_fio(config) for config in fio.usable(_CONFIGS, settings)]
         comparison = Comparison(
             "random read",
             f"{count:,} reads of {BLOCK_NBYTES} bytes, depth {DEPTH}, cold file, O_DIRECT",

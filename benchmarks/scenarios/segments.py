@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, fio
+from benchmarks.actions import fresh_and_cold
 from benchmarks.harness import (
     GIB,
     MIB,
@@ -18,7 +19,6 @@ from benchmarks.harness import (
     Outcome,
     Settings,
     UnavailableError,
-    compare,
     cpu_ratio,
     ratio,
 )
@@ -71,46 +71,20 @@ def _transfers(
         for nbytes in (0, *SEGMENT_NBYTES)
     }
     limit = make("benchmarks.peers.ours:CopyAndChecksum", nbytes=settings.nbytes)
-    target, source = directory / "target", directory / "source"
     configs = fio.large_configs(settings)
     if depth is not None:
         configs = [config for config in configs if config.depth == depth]
 
-    def write(worker: Worker, checked: bool) -> Callable[[int], Any]:
-        def measure(number: int) -> Any:
-            files.remove(target)
-            return worker.sample(
-                "write", path=str(target), seed=SEED, check=number == 0, checked=checked
-            )
-
-        return measure
-
-    def read(worker: Worker, checked: bool) -> Callable[[int], Any]:
-        def measure(number: int) -> Any:
-            files.make_cold(source)
-            return worker.sample("read", path=str(source), seed=SEED, checked=checked)
-
-        return measure
-
-    def ours(action: Callable[[Worker, bool], Callable[[int], Any]]) -> list[Contender]:
-        found = [
-            Contender(_label(nbytes, checked), "ours", action(worker, checked))
+    def contenders(action: Any) -> list[Contender]:
+        ours = [
+            Contender(_label(nbytes, checked), "ours", action(worker, checked=checked))
             for nbytes, worker in peers.items()
             for checked in (False, True)
         ]
-        return [*found, Contender(LIMIT, "limit", lambda _: limit.sample("run"))]
+        return [*ours, Contender(LIMIT, "limit", lambda _: limit.sample("run"))]
 
-    written = Comparison(f"{name}: write", "fresh preallocated files, O_DIRECT, no fsync")
-    contenders = ours(write)
-    contenders += fio.contenders(configs, target, "write", settings.nbytes, files.remove)
-    outcome.comparisons.append(compare(settings, written, contenders))
-    files.remove(target)
-    files.write_pattern(source, settings.nbytes, SEED)
-    was_read = Comparison(f"{name}: read", "cold file, O_DIRECT")
-    contenders = ours(read)
-    contenders += fio.contenders(configs, source, "read", settings.nbytes, files.make_cold)
-    outcome.comparisons.append(compare(settings, was_read, contenders))
-    files.remove(source)
+    written, was_read = fresh_and_cold(settings, directory, f"{name}:", contenders, configs, SEED)
+    outcome.comparisons += [written, was_read]
     for comparison, verb in ((written, "write"), (was_read, "cold read")):
         outcome.figures += _figures(
             comparison,

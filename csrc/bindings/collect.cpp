@@ -8,7 +8,9 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -209,14 +211,50 @@ PySegments collect_segments(nb::sequence arrays, bool writable, nb::handle tenso
     if (found.nbytes > static_cast<uint64_t>(INT64_MAX) - segments.nbytes) {
       throw nb::value_error("array: these are more bytes than a file can hold");
     }
-    segments.pieces.push_back({found.address, found.nbytes, location});
-    segments.owners.append(found.owner);
-    segments.nbytes += found.nbytes;
+    segments.add({found.address, found.nbytes, location}, found.owner);
     ++index;
   }
   if (index > 0 && !any_array)
     throw nb::type_error("array: integers alone, which are passed over, are nothing to fill");
   return segments;
+}
+
+PySegments of_one(uintptr_t address, uint64_t nbytes, nb::object owner, std::optional<Location> location) {
+  PySegments segments;
+  segments.add({address, nbytes, location}, owner);
+  return segments;
+}
+
+// What of a transfer at `offset` lies in each of `count` files, if stripes go to them in turn. Each part keeps the
+// owners of its pieces.
+std::vector<PySegments> split(const PySegments& whole, uint64_t offset, uint64_t stripe_nbytes, size_t count) {
+  if (stripe_nbytes == 0 || count == 0) throw nb::value_error("there are no stripes");
+  if (count == 1) stripe_nbytes = UINT64_MAX;
+  const uint64_t row_nbytes = count == 1 || stripe_nbytes > UINT64_MAX / count ? UINT64_MAX : stripe_nbytes * count;
+  std::vector<PySegments> parts(count);
+  uint64_t position = offset;
+  for (size_t index = 0; index < whole.pieces.size(); ++index) {
+    auto [address, nbytes, location] = whole.pieces[index];
+    const nb::object owner = whole.owners[index];
+    if (address == 0 && nbytes >= row_nbytes) {  // a gap may be as long as any file, and is one in each part
+      for (PySegments& part : parts) part.add_gap(nbytes / row_nbytes * stripe_nbytes);
+      position += nbytes / row_nbytes * row_nbytes;
+      nbytes %= row_nbytes;
+    }
+    while (nbytes > 0) {
+      const uint64_t taken = std::min(nbytes, stripe_nbytes - position % stripe_nbytes);
+      PySegments& part = parts[position / stripe_nbytes % count];
+      if (address == 0) {
+        part.add_gap(taken);
+      } else {
+        part.add({address, taken, location}, owner);
+        address += taken;
+      }
+      position += taken;
+      nbytes -= taken;
+    }
+  }
+  return parts;
 }
 
 // Returns lists side by side: paths, addresses, bytes, offsets, owners, locations; None for the last one where all is
@@ -337,7 +375,13 @@ void bind_collect(nb::module_& module) {
   nb::class_<PySegments>(module, "Segments", nb::type_slots(collected))
       .def_ro("nbytes", &PySegments::nbytes)
       .def("__len__", [](const PySegments& segments) { return segments.pieces.size(); })
-      .def("moved", &any_moved, "storage_type"_a.none(), "ndarray_type"_a.none());
+      .def("moved", &any_moved, "storage_type"_a.none(), "ndarray_type"_a.none())
+      .def_static("of", &of_one, "address"_a, "nbytes"_a, "owner"_a.none(), "location"_a.none())
+      .def("split", &split, "offset"_a, "stripe_nbytes"_a, "count"_a)
+      .def("all_gaps", [](const PySegments& segments) {
+        return std::all_of(segments.pieces.begin(), segments.pieces.end(),
+                           [](const PySegments::Piece& piece) { return piece.address == 0; });
+      });
   module.def("collect_segments", &collect_segments, "arrays"_a, "writable"_a, "tensor_type"_a.none(),
              "strided"_a.none(), "ndarray_type"_a.none(), "check"_a,
              nb::sig("def collect_segments(arrays: collections.abc.Sequence[typing.Any], writable: bool, "

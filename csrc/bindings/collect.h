@@ -24,6 +24,22 @@ struct PySegments {
   std::vector<Piece> pieces;
   nanobind::list owners;  // one for each piece
   uint64_t nbytes = 0;
+
+  void add(const Piece& piece, const nanobind::object& owner) {
+    pieces.push_back(piece);
+    owners.append(owner);
+    nbytes += piece.nbytes;
+  }
+
+  // Neighbours are one.
+  void add_gap(uint64_t gap_nbytes) {
+    if (pieces.empty() || pieces.back().address != 0) {
+      add({0, gap_nbytes, std::nullopt}, nanobind::none());
+    } else {
+      pieces.back().nbytes += gap_nbytes;
+      nbytes += gap_nbytes;
+    }
+  }
 };
 
 void bind_collect(nanobind::module_& module);

@@ -8,6 +8,9 @@
 namespace tensorferry {
 namespace {
 
+// Shorter ones are summed once for each, rather than combined.
+constexpr uint64_t min_combined_nbytes = 4096;
+
 // A CRC-32 as a polynomial of bits: the highest bit of the number is the lowest power of x.
 constexpr uint32_t generator = 0xEDB88320;
 constexpr uint32_t one = 1U << 31;
@@ -45,6 +48,16 @@ uint32_t crc32(uint32_t crc, const void* data, size_t nbytes) {
   static const uint32_t of_nothing = libdeflate_crc32(0, "", 0);
   // It takes a null pointer for a question.
   return nbytes == 0 ? crc ^ of_nothing : libdeflate_crc32(crc, data, nbytes);
+}
+
+void add(RunningCrc32* one, RunningCrc32* other, const void* data, uint64_t nbytes) {
+  const bool shared = one && other && nbytes >= min_combined_nbytes;
+  const uint32_t crc = shared ? crc32(0, data, nbytes) : 0;
+  for (RunningCrc32* sum : {one, other}) {
+    if (!sum) continue;
+    sum->crc = !shared ? crc32(sum->crc, data, nbytes) : sum->nbytes == 0 ? crc : crc32_combine(sum->crc, crc, nbytes);
+    sum->nbytes += nbytes;
+  }
 }
 
 uint32_t crc32_combine(uint32_t crc, uint32_t next_crc, uint64_t next_nbytes) {

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "base/fault.h"
 #include "device/gpu.h"
-#include "file/fault.h"
 
 namespace tensorferry::cufile {
 

@@ -5,8 +5,8 @@
 #include <atomic>
 #include <mutex>
 
+#include "base/after_fork.h"
 #include "device/library.h"
-#include "memory/after_fork.h"
 
 namespace tensorferry::cuda {
 namespace {

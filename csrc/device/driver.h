@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "file/fault.h"
+#include "base/fault.h"
 
 namespace tensorferry::cuda {
 

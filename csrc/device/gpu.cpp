@@ -4,7 +4,7 @@
 
 #include <map>
 
-#include "memory/after_fork.h"
+#include "base/after_fork.h"
 
 namespace tensorferry::cuda {
 namespace {

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/fault.h"
 #include "device/driver.h"
-#include "file/fault.h"
 
 namespace tensorferry::cuda {
 

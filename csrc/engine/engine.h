@@ -19,6 +19,9 @@ namespace tensorferry {
 
 enum class Operation : uint8_t { read, write };
 
+// The longest that the kernel moves in one call, rounded down to a page: see read(2).
+constexpr uint64_t max_call_nbytes = 0x7ffff000;
+
 // What one submission carries. Lives until its completion has been reaped.
 struct Block {
   Operation operation = Operation::read;

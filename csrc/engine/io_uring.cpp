@@ -9,20 +9,18 @@
 #include <liburing.h>
 #include <poll.h>
 #include <string.h>
+#include <sys/utsname.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <optional>
 
+#include "base/event.h"
 #include "engine/engine.h"
-#include "engine/event.h"
 
 namespace tensorferry {
 namespace {
-
-// The longest that the kernel moves in one call, rounded down to a page: see read(2).
-constexpr uint64_t max_call_nbytes = 0x7ffff000;
 
 int read_sysctl(const char* path, int fallback) {
   FILE* file = ::fopen(path, "re");
@@ -33,19 +31,31 @@ int read_sysctl(const char* path, int fallback) {
   return value;
 }
 
+bool kernel_before(int major, int minor) {
+  utsname system;
+  int found_major = 0, found_minor = 0;
+  if (::uname(&system) != 0 || std::sscanf(system.release, "%d.%d", &found_major, &found_minor) != 2) return false;
+  return found_major < major || (found_major == major && found_minor < minor);
+}
+
+constexpr char remedy[] =
+    "remedy: run the container with a profile that allows io_uring_setup, io_uring_enter and io_uring_register, or "
+    "with --security-opt seccomp=unconfined";
+
 std::string refusal(const char* call, int error_number) {
   std::string reason = std::string(call) + ": " + ::strerror(error_number) + "; ";
-  if (error_number == ENOSYS) return reason + "likely cause: a kernel before 5.1 or a sandbox without io_uring";
+  if (error_number == ENOSYS && kernel_before(5, 1)) return reason + "likely cause: a kernel before 5.1";
+  if (error_number == ENOSYS) {
+    return reason + "likely cause: a seccomp profile (Podman's default one hides io_uring so), or a sandbox without " +
+           "io_uring; " + remedy;
+  }
   if (error_number == EPERM || error_number == EACCES) {
     const int disabled = read_sysctl("/proc/sys/kernel/io_uring_disabled", 0);
     if (disabled != 0) {
       return reason + "likely cause: the sysctl kernel.io_uring_disabled is " + std::to_string(disabled) +
              "; remedy: sysctl -w kernel.io_uring_disabled=0";
     }
-    return reason +
-           "likely cause: a seccomp profile (Docker's default one blocks io_uring); remedy: run the container "
-           "with a profile that allows io_uring_setup, io_uring_enter and io_uring_register, or with "
-           "--security-opt seccomp=unconfined";
+    return reason + "likely cause: a seccomp profile (Docker's default one blocks io_uring); " + remedy;
   }
   if (error_number == ENOMEM) return reason + "likely cause: RLIMIT_MEMLOCK; remedy: ulimit -l unlimited";
   if (error_number == EMFILE || error_number == ENFILE)

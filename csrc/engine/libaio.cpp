@@ -13,13 +13,11 @@
 #include <algorithm>
 #include <array>
 
+#include "base/event.h"
 #include "engine/engine.h"
-#include "engine/event.h"
 
 namespace tensorferry {
 namespace {
-
-constexpr uint64_t max_call_nbytes = 0x7ffff000;
 
 // Results of system calls as -errno.
 long kernel_call(long result) { return result < 0 ? -errno : result; }
@@ -29,7 +27,10 @@ std::string refusal(const char* call, long error_number) {
   switch (error_number) {
     case EAGAIN:
       return reason + "likely cause: the limit fs.aio-max-nr is used up; remedy: sysctl -w fs.aio-max-nr=1048576";
-    case ENOSYS: return reason + "likely cause: a kernel or sandbox without Linux AIO";
+    case ENOSYS:
+      return reason +
+             "likely cause: a seccomp profile, or a sandbox without Linux AIO; remedy: allow io_setup, "
+             "io_submit, io_getevents and io_destroy";
     case EPERM:
     case EACCES:
       return reason + "likely cause: a seccomp profile; remedy: allow io_setup, io_submit, io_getevents and io_destroy";

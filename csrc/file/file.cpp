@@ -16,7 +16,7 @@
 #include <set>
 #include <thread>
 
-#include "memory/after_fork.h"
+#include "base/after_fork.h"
 
 namespace tensorferry {
 namespace {
@@ -271,6 +271,7 @@ Result<std::shared_ptr<File>> File::open(const std::string& path, const OpenOpti
       options.create ? open_creating(path.c_str(), flags, 0666, making) : open_retrying(path.c_str(), flags);
   if (descriptor < 0) return Fault{.error_number = errno, .operation = "open", .path = path};
   std::shared_ptr<File> file(new File(path, descriptor, options.read || !options.write, options.write));
+  file->replaced_ = options.replaced;
   auto refused = file->enable_direct(options.direct);
   if (making) making.made(file->identity_);  // the name is there either way
   if (refused) return *refused;
@@ -389,7 +390,7 @@ Result<std::optional<uint64_t>> File::size() const {
   return std::optional<uint64_t>(static_cast<uint64_t>(status.st_size));
 }
 
-std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes) {
+std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool keep_size) {
   if (!regular_ || nbytes == 0) return std::nullopt;
   struct stat status;
   if (::fstat(descriptor_, &status) != 0) return fault("fstat", errno);
@@ -414,7 +415,7 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes) {
     return refused(errno);
   }
   // The blocks are there; if the size cannot be set now, the writes will set it.
-  (void)fallocate_retrying(descriptor(), 0, begin, end - begin);
+  if (!keep_size) (void)fallocate_retrying(descriptor(), 0, begin, end - begin);
   return std::nullopt;
 }
 
@@ -435,6 +436,12 @@ std::optional<Fault> File::truncate(uint64_t size) {
   } while (result != 0 && errno == EINTR);
   if (result != 0) return fault("truncate", errno);
   return std::nullopt;
+}
+
+std::optional<Fault> File::end_at(uint64_t size) {
+  const auto present = this->size();
+  if (!present) return present.fault();
+  return *present == size ? std::nullopt : truncate(size);
 }
 
 std::optional<Fault> File::sync() {

@@ -14,8 +14,8 @@
 #include <string>
 #include <utility>
 
+#include "base/fault.h"
 #include "device/cufile.h"
-#include "file/fault.h"
 
 namespace tensorferry {
 
@@ -33,6 +33,7 @@ struct OpenOptions {
   bool create = false;
   bool exclusive = false;
   bool truncate = false;
+  bool replaced = false;  // by one request: see File::replaced()
   DirectMode direct = DirectMode::automatic;
 };
 
@@ -93,6 +94,9 @@ class File : public std::enable_shared_from_this<File> {
   int descriptor() const { return descriptor_.load(std::memory_order_relaxed); }
   const FileIdentity& identity() const { return identity_; }
 
+  // Whether a request that has written to it ends it behind the last byte written. Only files have such an end.
+  bool replaced() const { return replaced_ && regular_; }
+
   // The descriptor whose I/O goes through the page cache.
   Result<int> buffered_descriptor();
 
@@ -107,9 +111,11 @@ class File : public std::enable_shared_from_this<File> {
   // Reserves blocks for [offset, offset + nbytes) beyond the present end and extends the size to cover it, so
   // that direct writes neither extend the file (ext4 and XFS serialize those) nor find the disk full half-way.
   // File systems without fallocate are left alone. A refusal leaves the size as it was, and never shortens the file.
-  std::optional<Fault> preallocate(uint64_t offset, uint64_t nbytes);
+  // With `keep_size` it is left as it was in any case.
+  std::optional<Fault> preallocate(uint64_t offset, uint64_t nbytes, bool keep_size = false);
 
   std::optional<Fault> truncate(uint64_t size);
+  std::optional<Fault> end_at(uint64_t size);  // the same, without a change where that is its size
   std::optional<Fault> sync();
 
   // Whether a File of this process made the file's name (or may have), and nobody called name_durable() since:
@@ -156,6 +162,7 @@ class File : public std::enable_shared_from_this<File> {
   bool direct_ = false;
   DirectMode mode_ = DirectMode::automatic;
   bool regular_ = true;
+  bool replaced_ = false;
   FileIdentity identity_;
   DirectAlignment alignment_;
   std::atomic<bool> name_durable_{false};

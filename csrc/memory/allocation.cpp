@@ -6,7 +6,7 @@
 #include <map>
 #include <mutex>
 
-#include "memory/after_fork.h"
+#include "base/after_fork.h"
 
 namespace tensorferry {
 namespace {

@@ -8,8 +8,8 @@
 #include <memory>
 #include <optional>
 
+#include "base/fault.h"
 #include "device/gpu.h"
-#include "file/fault.h"
 
 namespace tensorferry {
 

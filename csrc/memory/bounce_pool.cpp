@@ -7,7 +7,7 @@
 #include <mutex>
 #include <utility>
 
-#include "memory/after_fork.h"
+#include "base/after_fork.h"
 
 namespace tensorferry {
 namespace {

@@ -1,7 +1,8 @@
 // CRC-32s of what one transfer moves: of its chunks, each so many bytes of the range but for the last, and of its
 // segments. Taken while the bytes are in the processor's cache, in any order of blocks.
 //
-// Chunks of a read may be compared with what they should be; that is then done before their bytes are given to anybody.
+// Chunks of a read may be compared with what they should be; that is then done before their bytes are given to anybody,
+// or, where they go straight to memory that is nobody's yet, when all of them are there.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +11,21 @@
 #include <optional>
 #include <vector>
 
+#include "checksum/checksum.h"
 #include "transfer/segments.h"
 
 namespace tensorferry {
 
 class Checksums {
  public:
-  // No chunks: chunk_nbytes is 0. `expected` has the CRC of each chunk, or is empty.
-  Checksums(uint64_t chunk_nbytes, bool of_segments, std::vector<uint32_t> expected)
-      : chunk_nbytes_(chunk_nbytes), of_segments_(of_segments), expected_(std::move(expected)) {}
+  // No chunks: chunk_nbytes is 0. `expected` has the CRC of each chunk, or is empty. `straight`: memory may have bytes
+  // before they are compared.
+  Checksums(uint64_t chunk_nbytes, bool of_segments, std::vector<uint32_t> expected, bool straight = false)
+      : chunk_nbytes_(chunk_nbytes), of_segments_(of_segments), straight_(straight), expected_(std::move(expected)) {}
 
   uint64_t chunk_nbytes() const { return chunk_nbytes_; }
   bool verify() const { return !expected_.empty(); }
+  bool verify_first() const { return verify() && !straight_; }
   const std::vector<uint32_t>& expected() const { return expected_; }
   uint64_t chunk_count(uint64_t nbytes) const {
     return chunk_nbytes_ == 0 ? 0 : nbytes / chunk_nbytes_ + (nbytes % chunk_nbytes_ != 0);
@@ -38,18 +42,14 @@ class Checksums {
     // Of a piece of `segment` that ends where it or a chunk does, or anywhere.
     void add(const char* bytes, uint64_t nbytes, size_t segment);
 
-    // The first chunk that is not as expected; what ends within the block has been compared.
-    std::optional<uint64_t> damaged() const { return damaged_; }
-
-    // When all of the block has been added.
-    void keep();
+    // When all of the block has been added. Returns the first chunk that ended with it and is not as expected; then
+    // the block does not count.
+    [[nodiscard]] std::optional<uint64_t> keep();
 
    private:
-    struct Part {
+    struct Part : RunningCrc32 {
       size_t index;
       uint64_t begin;
-      uint64_t nbytes;
-      uint32_t crc;
     };
     friend class Checksums;
 
@@ -58,7 +58,6 @@ class Checksums {
     uint64_t position_;
     std::optional<Part> chunk_, segment_;
     std::vector<Part> chunks_, segments_;
-    std::optional<uint64_t> damaged_;
   };
 
   // Nothing until all blocks have been kept.
@@ -75,7 +74,8 @@ class Checksums {
     std::vector<uint32_t> crcs;
     std::map<size_t, Open> open;  // not yet all of them
 
-    void add(const Block::Part& part, uint64_t nbytes);
+    // Whether that was all of its range.
+    bool add(const Block::Part& part, uint64_t nbytes);
   };
 
   std::optional<std::vector<uint32_t>> complete(const Table& table) {
@@ -90,6 +90,7 @@ class Checksums {
 
   const uint64_t chunk_nbytes_;
   const bool of_segments_;
+  const bool straight_;
   const std::vector<uint32_t> expected_;
   const Segments* of_ = nullptr;
   uint64_t nbytes_ = 0;

@@ -6,9 +6,10 @@
 
 #include <cstdint>
 #include <mutex>
+#include <utility>
 #include <vector>
 
-#include "engine/event.h"
+#include "base/event.h"
 
 namespace tensorferry {
 

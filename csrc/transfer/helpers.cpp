@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "transfer/signals_blocked.h"
+#include "base/signals_blocked.h"
 
 namespace tensorferry {
 

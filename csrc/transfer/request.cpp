@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "memory/after_fork.h"
+#include "base/after_fork.h"
 #include "transfer/scheduler.h"
 #include "transfer/transfer.h"
 
@@ -45,14 +45,14 @@ bool Request::wait_for(std::chrono::milliseconds timeout) {
   return finished_.wait_for(lock, timeout, [&] { return done(); });
 }
 
-void Request::notify(std::shared_ptr<CompletionQueue> queue, uint64_t token) {
+void Request::notify(Listener listener) {
   std::unique_lock lock(mutex_);
   if (!done()) {
-    listeners_.emplace_back(std::move(queue), token);
+    listeners_.push_back(std::move(listener));
     return;
   }
   lock.unlock();
-  queue->push(token);
+  listener();
 }
 
 std::shared_ptr<Scheduler> Request::scheduler() {
@@ -69,10 +69,9 @@ void Request::add(const std::vector<std::shared_ptr<Transfer>>& transfers) {
     Use& use = use_of(transfer->file());
     ++use.open;
     use.begin = std::min(use.begin, transfer->begin());
-    if (options_.truncate) {
-      auto& end = ends_[transfer->identity()];
-      end = std::max(end, transfer->end());
-    }
+    auto& end = ends_[transfer->identity()];  // also where the file is cut by another of its names only
+    end = std::max(end, transfer->end());
+    cuts_any_ = cuts_any_ || cuts(*transfer->file());
     use.nbytes += transfer->nbytes();
     use.index = std::min(use.index, transfer->index);
   }
@@ -88,23 +87,30 @@ Request::Use& Request::use_of(const std::shared_ptr<File>& file) {
   return *use;
 }
 
-void Request::seal(const File& file) {
+std::shared_ptr<OrderedWrite> Request::cut_behind(const File& file, uint64_t end) {
+  return cuts(file) ? std::make_shared<Cut>(shared_from_this(), file, end) : nullptr;
+}
+
+std::shared_ptr<OrderedWrite> Request::next_cut(const File& file) {
+  std::lock_guard lock(mutex_);
+  auto found = uses_.find(&file);
+  if (found == uses_.end() || found->second->sealed || found->second->cut) return nullptr;
+  Use& use = *found->second;
+  use.cut = cut_behind(file, ends_[file.identity()]);
+  if (use.cut) ++use.open;
+  return use.cut;
+}
+
+void Request::seal(const File& file, std::shared_ptr<OrderedWrite> begun) {
   if (!uses_files()) return;
+  const auto cut = begun ? nullptr : next_cut(file);
+  if (cut && WriteOrder::enter({cut}).front()) cut->turn_has_come();
   std::unique_lock lock(mutex_);
   auto found = uses_.find(&file);
-  if (found == uses_.end()) return;
+  if (found == uses_.end() || found->second->sealed) return;
   Use& use = *found->second;
-  if (use.sealed) return;
   use.sealed = true;
-  if (options_.truncate) {
-    use.end = ends_[file.identity()];
-    use.cut = std::make_shared<Cut>(shared_from_this(), file, use.end);
-    ++use.open;
-    lock.unlock();
-    const bool may_begin = WriteOrder::enter(use.cut, true);
-    lock.lock();
-    if (may_begin) --use.open;
-  }
+  if (begun) use.cut = std::move(begun);
   release(file, lock);
 }
 
@@ -161,7 +167,7 @@ void Request::refuse(const std::shared_ptr<File>& file) {
 
 void Request::transfer_ended(const Transfer& transfer, const File* file, File::Lease lease) {
   std::unique_lock lock(mutex_);
-  if (transfer.fault()) faults_.emplace(transfer.index, *transfer.fault());
+  if (transfer.fault()) faults_.merge(transfer.faults());
   bool counts_as_over = true;
   if (uses_files()) {
     auto found = uses_.find(file);
@@ -195,9 +201,10 @@ void Request::transfer_ended(const Transfer& transfer, const File* file, File::L
 Request::Next Request::next() {
   if (!ready_.empty() || directories_are_due()) {
     // Syncs side by side; what takes no time, one after the other.
-    if (by_caller_ || (helped_ && !options_.sync && !options_.truncate)) return Next::nothing;
-    helped_ = true;
-    return Next::help;
+    const bool side_by_side = options_.sync || cuts_any_;
+    if (by_caller_ || (helpers_ > 0 && !side_by_side)) return Next::nothing;
+    ++helpers_;
+    return side_by_side ? Next::help_to_sync : Next::help;
   }
   if (over_ || !is_over()) return Next::nothing;
   over_ = true;
@@ -210,10 +217,9 @@ void Request::leave_to_caller() {
 }
 
 void Request::follow(Next next) {
-  if (next == Next::help) {
-    auto job = [self = shared_from_this()] { self->settle(); };
-    options_.sync || options_.truncate ? scheduler()->help_to_sync(job) : scheduler()->help(job);
-  }
+  const auto settle = [this] { return [self = shared_from_this()] { self->settle(); }; };
+  if (next == Next::help) scheduler()->help(settle());
+  if (next == Next::help_to_sync) scheduler()->help_to_sync(settle());
   if (next == Next::announce) announce();
 }
 
@@ -256,8 +262,7 @@ void Request::settle() {
       break;
     }
   }
-  helped_ = false;
-  by_caller_ = false;
+  if (!std::exchange(by_caller_, false)) --helpers_;
   const Next then = next();
   lock.unlock();
   follow(then);
@@ -266,10 +271,10 @@ void Request::settle() {
 // Returns whether the file's name is still to be made durable, by its directory.
 bool Request::settle(Use& use, bool cut, std::string& directory, std::optional<Fault>& fault) const {
   File& file = *use.file;
-  if (!use.failed && cut && options_.truncate) fault = file.truncate(use.end);
+  if (!use.failed && cut && use.cut) fault = file.end_at(use.cut->begin());
   if (use.cut) WriteOrder::leave(*use.cut);
   if (!use.failed && !fault && options_.sync) fault = file.sync();
-  if (!use.failed && !fault && options_.sync && file.name_made()) {
+  if (!use.failed && !fault && options_.sync && options_.sync_names && file.name_made()) {
     auto found = file.directory();
     if (found) {
       directory = std::move(*found);
@@ -311,7 +316,7 @@ void Request::record(const Use& use, Fault fault) {
 void Request::announce() {
   const auto scheduler = this->scheduler();
   scheduler->request_over(*this);
-  std::vector<std::pair<std::shared_ptr<CompletionQueue>, uint64_t>> listeners;
+  std::vector<Listener> listeners;
   {
     std::lock_guard lock(mutex_);
     done_.store(true, std::memory_order_release);
@@ -319,7 +324,7 @@ void Request::announce() {
     listeners.swap(listeners_);
     finished_.notify_all();
   }
-  for (auto& [queue, token] : listeners) queue->push(token);
+  for (const auto& listener : listeners) listener();
 }
 
 }  // namespace tensorferry

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,9 +22,8 @@
 #include <utility>
 #include <vector>
 
-#include "file/fault.h"
+#include "base/fault.h"
 #include "file/file.h"
-#include "transfer/completion_queue.h"
 #include "transfer/write_order.h"
 
 namespace tensorferry {
@@ -33,8 +33,9 @@ class Transfer;
 
 struct RequestOptions {
   bool write = false;
-  bool truncate = false;     // after success, cut each file behind the last byte written to it
+  bool truncate = false;     // after success, cut each file behind the last byte written; else those replaced() only
   bool sync = false;         // data, sizes and new names durable before the request is done
+  bool sync_names = true;    // else not the names
   bool close_files = false;  // the files were opened for this request
   bool background = false;   // let others go first
 };
@@ -63,17 +64,26 @@ class Request : public std::enable_shared_from_this<Request> {
   const std::map<size_t, Fault>& faults() const { return faults_; }
   const Fault* fault() const { return faults_.empty() ? nullptr : &faults_.begin()->second; }  // the first
 
-  // Queues `token` when done, at once if it is already.
-  void notify(std::shared_ptr<CompletionQueue> queue, uint64_t token);
+  // Calls `listener` when done, at once if it is already. It must not block, nor keep the request.
+  using Listener = std::function<void()>;
+  void notify(Listener listener);
 
   // --- for the scheduler ---
 
   // Before the transfers are handed over.
   void add(const std::vector<std::shared_ptr<Transfer>>& transfers);
 
+  // What cuts a file of which no transfer comes any more, to enter the order of writes right behind them: else a write
+  // that was submitted later could end before it. Null where the file is not cut, or that was asked for before. Once
+  // it may begin, turn_has_come().
+  std::shared_ptr<OrderedWrite> next_cut(const File& file);
+
+  // The same for the only transfer, which ends at `end`, before it was added; seal() is to be told once it has begun.
+  std::shared_ptr<OrderedWrite> cut_behind(const File& file, uint64_t end);
+
   // No transfer of this file comes any more; of no file. A file that was not sealed is given up: it is closed only.
   // Whoever drops a request that was not sealed must cancel and seal it.
-  void seal(const File& file);
+  void seal(const File& file, std::shared_ptr<OrderedWrite> begun = nullptr);
   void seal();
   bool sealed();
 
@@ -107,9 +117,8 @@ class Request : public std::enable_shared_from_this<Request> {
   struct Use {
     std::shared_ptr<File> file;
     File::Lease lease;
-    std::shared_ptr<Cut> cut;
+    std::shared_ptr<OrderedWrite> cut;
     uint64_t begin = UINT64_MAX;
-    uint64_t end = 0;
     uint64_t nbytes = 0;
     uint64_t moved_nbytes = 0;
     size_t index = SIZE_MAX;  // of its first transfer
@@ -119,14 +128,17 @@ class Request : public std::enable_shared_from_this<Request> {
     bool counts_as_one = false;  // of the scheduler's outstanding transfers
   };
 
+  bool cuts(const File& file) const { return options_.truncate || file.replaced(); }
   Use& use_of(const std::shared_ptr<File>& file);
 
   // With mutex_ held: what follows from a change. `follow` is to be called without it.
-  enum class Next { nothing, help, announce };
+  enum class Next { nothing, help, help_to_sync, announce };
   Next next();
   void follow(Next next);
   void release(const File& file, std::unique_lock<std::mutex>& lock);
-  bool is_over() const { return sealed_ && transfers_ == 0 && unsettled_ == 0 && directories_.empty(); }
+  bool is_over() const {
+    return sealed_ && transfers_ == 0 && unsettled_ == 0 && helpers_ == 0 && directories_.empty();
+  }
   bool directories_are_due() const { return sealed_ && transfers_ == 0 && unsettled_ == 0 && !directories_.empty(); }
 
   bool settle(Use& use, bool cut, std::string& directory, std::optional<Fault>& fault) const;
@@ -146,10 +158,11 @@ class Request : public std::enable_shared_from_this<Request> {
   std::shared_ptr<Scheduler> scheduler_;
   bool by_caller_ = false;
   bool sealed_ = false;
-  bool over_ = false;     // nothing is left but to announce it, which somebody does
-  bool helped_ = false;   // a helper has been asked for, and has not ended
-  size_t transfers_ = 0;  // that have not ended
-  size_t unsettled_ = 0;  // files, and while they are being synced directories
+  bool cuts_any_ = false;  // of its files
+  bool over_ = false;      // nothing is left but to announce it, which somebody does
+  size_t helpers_ = 0;     // that are to be asked for, or have been, and have not ended: they use the scheduler
+  size_t transfers_ = 0;   // that have not ended
+  size_t unsettled_ = 0;   // files, and while they are being synced directories
   std::unordered_map<const File*, std::unique_ptr<Use>> uses_;
   std::deque<std::unique_ptr<Use>> ready_;
   // By identity, since one file may go by several names: where it is to be cut; of which not all was written.
@@ -158,7 +171,7 @@ class Request : public std::enable_shared_from_this<Request> {
   // Where the request made names, each with the files in it, the first of which is kept open until they are durable.
   std::map<std::string, std::vector<std::unique_ptr<Use>>> directories_;
   std::map<size_t, Fault> faults_;
-  std::vector<std::pair<std::shared_ptr<CompletionQueue>, uint64_t>> listeners_;
+  std::vector<Listener> listeners_;
 };
 
 }  // namespace tensorferry

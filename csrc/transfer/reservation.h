@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "file/fault.h"
+#include "base/fault.h"
 #include "file/file.h"
 
 namespace tensorferry {

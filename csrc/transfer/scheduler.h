@@ -95,8 +95,13 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // To be called, with success, before transfers of GPU memory are handed over.
   std::optional<Fault> prepare_for_gpus();
 
-  // Hands over transfers of a request, which have been admitted.
-  void submit(const std::shared_ptr<Request>& request, const std::vector<std::shared_ptr<Transfer>>& transfers);
+  // Once prepared for GPUs.
+  cuda::Watcher& watcher() { return *watcher_; }
+
+  // Hands over transfers of a request, which have been admitted. Of the files in `last` no others will come: they are
+  // sealed.
+  void submit(const std::shared_ptr<Request>& request, const std::vector<std::shared_ptr<Transfer>>& transfers,
+              const std::vector<std::shared_ptr<File>>& last = {});
 
   // For blocking calls: does a small transfer here and now, without another thread, and returns whether it did. If
   // not, submit it; then share() works on it beside the workers where that helps. If so, the request is sealed, and
@@ -128,7 +133,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // For what may block. Syncs, which may take long and all at once, have threads of their own.
   void help(Helpers::Job job) { helpers_.post(std::move(job)); }
   void help_to_sync(Helpers::Job job) { sync_helpers_.post(std::move(job)); }
-  // For what takes a processor's time: false where nobody is free to do it.
+  // For what takes a processor's time; copying: false where nobody is free to do it.
+  void help_to_touch(Helpers::Job job) { touch_helpers_.post(std::move(job)); }
   bool help_to_copy(Helpers::Job job) { return copy_helpers_.offer(std::move(job)); }
 
   // For requests: one of their transfers is over; something else is outstanding, until transfer_over() as well; all of
@@ -158,9 +164,14 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   Step run_now(WorkBlock& block, Step step);
   void run_to_end(WorkBlock& block, Step step);
   bool may_line_up(const std::shared_ptr<Transfer>& transfer);
+  std::vector<bool> enter_order(Request& request, const std::vector<std::shared_ptr<Transfer>>& transfers,
+                                const std::vector<std::shared_ptr<File>>& last);
   void line_up(const std::shared_ptr<Transfer>& transfer);
-  void wake_hungry(bool all);  // with mutex_ held
+  void wake_hungry(bool all);    // with mutex_ held
+  void drive(WorkBlock& block);  // from its beginning to its end, on this thread
   void end(const std::shared_ptr<Transfer>& transfer);
+  void move_singly(Transfer& joined);  // blocks
+  void leave(const std::shared_ptr<Transfer>& transfer);
 
   const SchedulerOptions options_;
   const char* engine_name_ = "";
@@ -184,6 +195,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   Helpers helpers_;
   Helpers sync_helpers_;
   Helpers copy_helpers_;
+  Helpers touch_helpers_;
 };
 
 }  // namespace tensorferry

@@ -60,6 +60,7 @@ struct Statistics {
   std::atomic<uint64_t> direct_nbytes{0};
   std::atomic<uint64_t> bounced_nbytes{0};
   std::atomic<uint64_t> buffered_nbytes{0};
+  std::atomic<uint64_t> touched_nbytes{0};  // of memory that had no pages before
   std::atomic<uint64_t> gpu_nbytes{0};      // to or from memory of GPUs
   std::atomic<uint64_t> gds_nbytes{0};      // of these, by cuFile
   std::atomic<uint64_t> resumed_blocks{0};  // continued after a short read or write

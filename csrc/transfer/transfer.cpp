@@ -6,6 +6,7 @@
 #include <cstring>
 #include <thread>
 
+#include "memory/first_touch.h"
 #include "transfer/scheduler.h"
 
 namespace tensorferry {
@@ -24,8 +25,8 @@ constexpr uint64_t staged_blocks = 16;
 // What a checksum is taken of in one go, whatever block size was chosen: a worker may be doing it.
 constexpr uint64_t max_summed_block_nbytes = uint64_t{4} << 20;
 
-// Copied at a time where a checksum follows.
-constexpr uint64_t copied_nbytes = uint64_t{128} << 10;
+// Shorter pieces are touched as they are written to: another thread would cost more.
+constexpr uint64_t min_touched_nbytes = uint64_t{256} << 10;
 
 // What cuFile asks of offsets and lengths, where the drive asks for less.
 constexpr uint32_t cufile_alignment = 4096;
@@ -102,7 +103,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     own.checksums->begin(own.memory);
     input.all_wanted = true;
     input.block_nbytes = std::min(input.block_nbytes, max_summed_block_nbytes);
-    if (own.checksums->verify()) {
+    if (own.checksums->verify_first()) {
       input.verified_nbytes = own.checksums->chunk_nbytes();
       input.bounce_nbytes = std::max(input.bounce_nbytes, input.verified_nbytes + 2 * input.offset_alignment);
     }
@@ -187,15 +188,37 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
 // The stations of a block: what is written is gathered first, what has been read is given out last.
 Step Transfer::advance(WorkBlock& block, Statistics& statistics) {
   constexpr Step writing[] = {Step::copy_gpu, Step::copy, Step::move, Step::done};
-  constexpr Step reading[] = {Step::move, Step::copy, Step::copy_gpu, Step::done};
+  constexpr Step reading[] = {Step::touch, Step::move, Step::copy, Step::copy_gpu, Step::done};
   while (true) {
     const Step step = (spec_.write ? writing : reading)[block.station];
     if (step == Step::copy_gpu && has_gpu_piece(block)) return step;  // as often as there are GPUs
     ++block.station;
     if (step == Step::copy_gpu || (step == Step::copy && !block.bounce && !spec_.checksums)) continue;
+    if (step == Step::touch && !is_to_be_touched(block)) continue;
     if (step == Step::done) complete(block, statistics);
     return step;
   }
+}
+
+// What the page cache holds is copied at once: that touches as well.
+bool Transfer::is_to_be_touched(const WorkBlock& block) const {
+  if (block.resident) return false;
+  bool found = false;
+  spec_.memory.each(block.planned.begin, block.planned.nbytes, [&](const Segments::Piece& piece) {
+    found =
+        found || (piece.in_host() && piece.nbytes >= min_touched_nbytes && is_untouched(piece.memory, piece.nbytes));
+  });
+  return found;
+}
+
+Step Transfer::touch(WorkBlock& block, Statistics& statistics) {
+  if (request_->canceled()) return fail(block, ECANCELED, false);
+  spec_.memory.each(block.planned.begin, block.planned.nbytes, [&](const Segments::Piece& piece) {
+    if (!piece.in_host() || piece.nbytes < min_touched_nbytes) return;
+    tensorferry::touch(piece.memory, piece.nbytes);
+    statistics.touched_nbytes.fetch_add(piece.nbytes, std::memory_order_relaxed);
+  });
+  return advance(block, statistics);
 }
 
 // Looks for the next GPU of which the block has memory.
@@ -270,8 +293,8 @@ Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
     std::optional<Checksums::Block> sums;
     if (spec_.checksums) sums.emplace(*spec_.checksums, planned.begin);
     spec_.memory.each(planned.begin, planned.nbytes, [&](const Segments::Piece& piece) {
-      for (uint64_t done = 0; done < piece.nbytes; done += copied_nbytes) {
-        const uint64_t nbytes = std::min(piece.nbytes - done, copied_nbytes);
+      for (uint64_t done = 0; done < piece.nbytes; done += cached_step_nbytes) {
+        const uint64_t nbytes = std::min(piece.nbytes - done, cached_step_nbytes);
         char* place = buffer ? buffer + (piece.begin + done - planned.begin) : piece.memory + done;
         if (buffer && piece.in_host()) {
           spec_.write ? std::memcpy(place, piece.memory + done, nbytes)
@@ -280,15 +303,14 @@ Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
         if (sums) sums->add(place, nbytes, piece.segment);
       }
     });
-    if (sums) sums->keep();
+    if (sums) (void)sums->keep();  // nothing is expected of a write
     return advance(block, statistics);
   }
   Checksums::Block sums(*spec_.checksums, planned.begin);
   spec_.memory.each(planned.begin, planned.nbytes, [&](const Segments::Piece& piece) {
     sums.add(buffer ? buffer + (piece.begin - planned.begin) : piece.memory, piece.nbytes, piece.segment);
   });
-  if (auto chunk = sums.damaged()) return fail_damaged(*chunk);
-  sums.keep();
+  if (auto chunk = sums.keep()) return fail_damaged(*chunk);
   if (buffer) scatter(block, planned.nbytes);
   return advance(block, statistics);
 }
@@ -359,6 +381,17 @@ void Transfer::finish() {
                  .offset = spec_.offset + cursor_});
   }
   if (fault_) fault_->transferred = moved_nbytes();
+}
+
+void Transfer::ended_singly(std::map<size_t, Fault> faults, uint64_t moved_nbytes) {
+  faults_of_items_ = std::move(faults);
+  moved_nbytes_.store(moved_nbytes, std::memory_order_relaxed);
+  fault_ = faults_of_items_.empty() ? std::nullopt : std::optional(faults_of_items_.begin()->second);
+}
+
+std::map<size_t, Fault> Transfer::faults() const {
+  if (joined()) return faults_of_items_;
+  return fault_ ? std::map<size_t, Fault>{{index, *fault_}} : std::map<size_t, Fault>();
 }
 
 void Transfer::record(Fault fault) {

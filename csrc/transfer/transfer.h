@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,13 +37,18 @@ struct TransferSpec {
   bool use_cufile = false;
   std::shared_ptr<Checksums> checksums = nullptr;  // if any are wanted; of this transfer alone
   File::Lease lease = {};                          // on the file; without one it is taken
+  // Where several items of a call are joined: the position of each segment's item, and gap_position of a gap.
+  std::vector<size_t> positions = {};
 };
+
+constexpr size_t gap_position = SIZE_MAX;
 
 class Transfer;
 
 // What is to be done with a block next.
 enum class Step : uint8_t {
   wait_for_memory,  // it is to be prepared again when bounce memory came free
+  touch,            // touch(): memory that has no pages yet
   copy,             // copy(): between its buffer and host memory
   copy_gpu,         // start_copy() and copied(), or copy_now(): the same with memory of a GPU
   move,             // an engine, or execute_now(), then settle()
@@ -103,6 +109,9 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   // A pause, or opening a descriptor.
   Step get_over(WorkBlock& block);
 
+  // May take as long as zeroing a block's memory takes, and on some virtual machines ten times as long.
+  Step touch(WorkBlock& block, Statistics& statistics);
+
   // May take as long as copying a megabyte takes.
   Step copy(WorkBlock& block, Statistics& statistics);
 
@@ -123,6 +132,15 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
   const std::optional<Fault>& fault() const { return fault_; }
 
+  // Of joined items none is to fail for another: once it has ended with a fault, each is moved by a transfer of its
+  // own, and what became of these takes the place of what became of all.
+  bool joined() const { return !spec_.positions.empty(); }
+  const TransferSpec& spec() const { return spec_; }
+  void ended_singly(std::map<size_t, Fault> faults, uint64_t moved_nbytes);
+
+  // By position in the call.
+  std::map<size_t, Fault> faults() const;
+
   // Once ended: lets go of the file; the lease on it is for who has something left to do with it.
   File::Lease release_file() {
     spec_.file.reset();
@@ -138,6 +156,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   bool stopped() const { return stopped_.load(std::memory_order_relaxed) || request_->canceled(); }
   Step advance(WorkBlock& block, Statistics& statistics);
   bool has_gpu_piece(WorkBlock& block) const;
+  bool is_to_be_touched(const WorkBlock& block) const;
   Step fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint = "");
   Step fail_damaged(uint64_t chunk);
   void record(Fault fault);
@@ -165,6 +184,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   std::atomic<bool> stopped_{false};
   std::mutex mutex_;  // guards fault_ while blocks are out
   std::optional<Fault> fault_;
+  std::map<size_t, Fault> faults_of_items_;
 };
 
 }  // namespace tensorferry

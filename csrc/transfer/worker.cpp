@@ -100,6 +100,7 @@ bool Worker::fill() {
 
 void Worker::go_on(WorkBlock& block, Step step) {
   switch (step) {
+    case Step::touch: return touch(block);
     case Step::copy: return copy(block);
     case Step::copy_gpu: return copy_gpu(block);
     case Step::move: return move(block);
@@ -126,6 +127,13 @@ void Worker::move(WorkBlock& block) {
   if (!block.direct_descriptor && engine_->blocks_on_buffered()) return hand_to_helper(block);
   moving_nbytes_ += block.planned.io_nbytes;
   engine_->add(block);
+}
+
+// By another thread, so that the queue stays full. What is in flight bounds how far ahead that goes.
+void Worker::touch(WorkBlock& block) {
+  scheduler_.help_to_touch([this, &block, scheduler = scheduler_.shared_from_this()] {
+    come_back(block, block.transfer->touch(block, scheduler->statistics()));
+  });
 }
 
 // Copied here as long as the drive has enough to do meanwhile: waking another thread costs as much as copying some tens

@@ -29,6 +29,7 @@ class Worker final : public BounceWaiter {
   bool fill();
   void go_on(WorkBlock& block, Step step);
   void move(WorkBlock& block);
+  void touch(WorkBlock& block);
   void copy(WorkBlock& block);
   void copy_gpu(WorkBlock& block);
   void hand_to_helper(WorkBlock& block);

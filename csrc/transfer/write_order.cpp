@@ -5,14 +5,14 @@
 #include <mutex>
 #include <vector>
 
-#include "memory/after_fork.h"
+#include "base/after_fork.h"
 
 namespace tensorferry {
 namespace {
 
 // The writes of one file: those under way, which do not overlap, and those behind them in order. Only the first in
 // line is looked at; overlapping writes are too rare for more.
-struct Line {
+struct FileLine {
   std::map<uint64_t, uint64_t> under_way;  // begin -> end
   std::deque<std::shared_ptr<OrderedWrite>> waiting;
 
@@ -21,11 +21,13 @@ struct Line {
     if (after != under_way.end() && after->first < write.end()) return false;
     return after == under_way.begin() || std::prev(after)->second <= write.begin();
   }
+
+  bool may_begin(const OrderedWrite& write) const { return waiting.empty() && is_free(write); }
 };
 
 struct Lines {
   std::mutex mutex;
-  std::map<FileIdentity, Line> by_file;
+  std::map<FileIdentity, FileLine> by_file;
 };
 
 Lines& lines() {
@@ -37,17 +39,35 @@ bool is_empty(const OrderedWrite& write) { return write.begin() == write.end(); 
 
 }  // namespace
 
-bool WriteOrder::enter(const std::shared_ptr<OrderedWrite>& write, bool may_wait) {
-  if (is_empty(*write)) return true;
+std::vector<bool> WriteOrder::enter(const Writes& writes) {
+  std::vector<bool> may_begin(writes.size(), true);
   Lines& all = lines();
   std::lock_guard lock(all.mutex);
-  Line& line = all.by_file[write->identity()];
-  if (line.waiting.empty() && line.is_free(*write)) {
-    line.under_way.emplace(write->begin(), write->end());
-    return true;
+  for (size_t index = 0; index < writes.size(); ++index) {
+    const OrderedWrite& write = *writes[index];
+    if (is_empty(write)) continue;
+    FileLine& line = all.by_file[write.identity()];
+    may_begin[index] = line.may_begin(write);
+    if (may_begin[index]) {
+      line.under_way.emplace(write.begin(), write.end());
+    } else {
+      line.waiting.push_back(writes[index]);
+    }
   }
-  if (may_wait) line.waiting.push_back(write);
-  return false;
+  return may_begin;
+}
+
+bool WriteOrder::try_to_enter(const Writes& writes) {
+  Lines& all = lines();
+  std::lock_guard lock(all.mutex);
+  const auto line = all.by_file.find(writes.front()->identity());
+  for (const auto& write : writes) {
+    if (line != all.by_file.end() && !is_empty(*write) && !line->second.may_begin(*write)) return false;
+  }
+  for (const auto& write : writes) {
+    if (!is_empty(*write)) all.by_file[write->identity()].under_way.emplace(write->begin(), write->end());
+  }
+  return true;
 }
 
 void WriteOrder::leave(const OrderedWrite& write) {
@@ -57,7 +77,7 @@ void WriteOrder::leave(const OrderedWrite& write) {
     Lines& all = lines();
     std::lock_guard lock(all.mutex);
     auto found = all.by_file.find(write.identity());
-    Line& line = found->second;
+    FileLine& line = found->second;
     line.under_way.erase(write.begin());
     while (!line.waiting.empty() && line.is_free(*line.waiting.front())) {
       line.under_way.emplace(line.waiting.front()->begin(), line.waiting.front()->end());

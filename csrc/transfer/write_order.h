@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "file/file.h"
 
@@ -24,7 +25,7 @@ class OrderedWrite {
   uint64_t begin() const { return begin_; }
   uint64_t end() const { return end_; }
 
-  // Called once if enter() said that it had to wait, by the thread that ended the one before.
+  // Called once if enter() said that it has to wait, by the thread that ended the one before.
   virtual void turn_has_come() = 0;
 
  protected:
@@ -38,8 +39,14 @@ class OrderedWrite {
 
 class WriteOrder {
  public:
-  // Whether it may begin now. If not, and it may wait, turn_has_come() will be called when it may.
-  static bool enter(const std::shared_ptr<OrderedWrite>& write, bool may_wait);
+  using Writes = std::vector<std::shared_ptr<OrderedWrite>>;
+
+  // In this order, with nobody in between. Whether each may begin now: for the others turn_has_come() will be called
+  // when they may.
+  static std::vector<bool> enter(const Writes& writes);
+
+  // All of them, or none; they are of one file, and do not overlap.
+  static bool try_to_enter(const Writes& writes);
 
   // For each that has begun, when it has ended.
   static void leave(const OrderedWrite& write);

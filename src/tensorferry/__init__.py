@@ -4,9 +4,11 @@
 >>> tensorferry.write(path, tensor)  # doctest: +SKIP
 >>> tensorferry.read(path, tensor)   # doctest: +SKIP
 
-See ``help()`` of each name below, and the user guide in ``docs/``.
+``help()`` of each name below says more, as does the user guide; ``tensorferry.checkpoint``, ``safetensors``, ``store``,
+``offload`` and ``deepspeed`` are imported by themselves.
 """
 
+from tensorferry.calls import open, read, read_many, write, write_many
 from tensorferry.checksums import Checksums
 from tensorferry.errors import (
     ChecksumError,
@@ -14,14 +16,16 @@ from tensorferry.errors import (
     ShortReadError,
     StorageError,
 )
-from tensorferry.files import File, open, read, read_many, write, write_many
+from tensorferry.files import File
 from tensorferry.futures import Future
 from tensorferry.gds import gds_handle
 from tensorferry.handles import aio_handle
 from tensorferry.memory import bounce_pool_nbytes, empty, set_bounce_pool_nbytes
 from tensorferry.runtime import engines
+from tensorferry.streams import Stream
+from tensorferry.striped import StripedFile
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ChecksumError",
@@ -31,6 +35,8 @@ __all__ = [
     "Future",
     "ShortReadError",
     "StorageError",
+    "Stream",
+    "StripedFile",
     "aio_handle",
     "bounce_pool_nbytes",
     "empty",
@@ -43,3 +49,12 @@ __all__ = [
     "write",
     "write_many",
 ]
+
+# Other modules of the package are its own affair.
+_PRODUCTS = ["checkpoint", "deepspeed", "offload", "safetensors", "store"]
+
+
+def __dir__() -> list[str]:
+    return sorted(
+        [*__all__, *_PRODUCTS, "__doc__", "__file__", "__name__", "__path__", "__version__"]
+    )

@@ -8,11 +8,36 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Set
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tensorferry import _core
 from tensorferry.errors import EngineUnavailableError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class SupportsDLPack(Protocol):
+    """An array of any library that offers DLPack."""
+
+    def __dlpack__(self) -> Any:
+        """Return a capsule."""
+
+    def __dlpack_device__(self) -> Any:
+        """Return the kind of device, and its number."""
+
+
+class SupportsCudaArray(Protocol):
+    """An array in GPU memory that offers Numba's interface."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        """Return address, shape, type and stream."""
+
+
+# For type checkers: whatever memory_of() takes. A str is a sequence of none of these.
+Array: TypeAlias = "Buffer | SupportsDLPack | SupportsCudaArray"
 
 # DLPack device types whose memory the CPU can address: kDLCPU, kDLCUDAHost, kDLROCMHost (dlpack.h).
 _HOST_DEVICES = (1, 3, 11)
@@ -109,28 +134,35 @@ def memory_or_segments(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
         try:
             return array, memory_of(array, writable=writable)
         except TypeError:
-            if not _is_several(array):
+            if not is_several(array):
                 raise
         array = list(array)
+    segments = collect_segments(array, writable=writable)
+    return array, (segments, segments.nbytes, None, None)
+
+
+def collect_segments(arrays: Sequence[Any], *, writable: bool) -> _core.Segments:
+    """Return the memory of several arrays, as :func:`memory_or_segments` does."""
 
     def check(index: int, one: Any) -> Memory:
         if writable and isinstance(one, int) and not isinstance(one, bool):
             raise ValueError(f"array[{index}]: {one} bytes cannot be passed over")
         return memory_of(one, writable=writable, name=f"array[{index}]")
 
+    return _core.collect_segments(arrays, writable, *plain_types(), check)
+
+
+def plain_types() -> tuple[Any, Any, Any]:
+    """Return what the core knows plain arrays by (None where absent): tensors, their plain layout, ndarrays."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    segments = _core.collect_segments(
-        array,
-        writable,
+    return (
         getattr(torch, "Tensor", None),
         getattr(torch, "strided", None),
         getattr(numpy, "ndarray", None),
-        check,
     )
-    return array, (segments, segments.nbytes, None, None)
 
 
-def _is_several(array: Any) -> bool:
+def is_several(array: Any) -> bool:
     """Return whether this is an iterable of arrays, rather than an array that cannot be used as it is."""
     if not isinstance(array, Iterable) or isinstance(array, (str, Mapping, Set)):
         return False

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-import os
-import threading
 from typing import TYPE_CHECKING
 
 from tensorferry import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 # Smaller chunks cost more than they tell; larger ones do not fit the bounce pool.
 MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES = 4096, 4 << 20
@@ -32,6 +30,10 @@ class Checksums:
     expected : iterable of int, optional
         What the chunks' should be: for a read. No byte of a chunk that differs reaches an array, and
         :class:`ChecksumError` says which bytes of the file it has.
+    straight : bool
+        Compare the expected ones with what has reached the arrays, rather than before it does: for arrays that nobody
+        else looks at before the read has succeeded. No copy is made where memory and range are aligned. After a
+        :class:`ChecksumError` the arrays have the damaged bytes.
 
     Raises
     ------
@@ -52,6 +54,7 @@ class Checksums:
         *,
         segments: bool = False,
         expected: Iterable[int] | None = None,
+        straight: bool = False,
     ) -> None:
         if chunk_nbytes is not None:
             chunk_nbytes = operator.index(chunk_nbytes)
@@ -63,13 +66,18 @@ class Checksums:
             raise ValueError("chunk_nbytes, segments: neither asks for a checksum")
         elif expected is not None:
             raise ValueError("expected: chunks are compared, and there is no chunk_nbytes")
+        if straight and expected is None:
+            raise ValueError("straight: nothing is compared, since there is no expected=")
         self._chunk_nbytes = chunk_nbytes
         self._expected = None if expected is None else [operator.index(one) for one in expected]
         for index, one in enumerate(self._expected or ()):
             if not 0 <= one < 1 << 32:
                 raise ValueError(f"expected[{index}]: {one} is no 32-bit number")
-        self._core = _core.Checksums(chunk_nbytes or 0, bool(segments), self._expected or [])
-        self._used = False
+        self._of_segments = bool(segments)
+        self._core: _core.Checksums | _core.Stream = _core.Checksums(
+            chunk_nbytes or 0, self._of_segments, self._expected or [], bool(straight)
+        )
+        self._unused = [self._core]  # taken by the transfer that uses it, at one stroke
 
     @property
     def chunks(self) -> list[int]:
@@ -92,15 +100,29 @@ class Checksums:
                     f"checksums: {nbytes} bytes have {count} chunks of {self._chunk_nbytes}, and "
                     f"{len(self._expected)} are expected"
                 )
-        with _using:
-            if self._used:
-                raise ValueError("checksums: these are another transfer's")
-            self._used = True
+        return self._take()
+
+    def _give_back(self, core: _core.Checksums) -> None:
+        """Be no transfer's: that which was to have them has not begun."""
+        self._unused.append(core)
+
+    def _of_stream(self, make: Callable[[int, bool], _core.Stream]) -> _core.Stream:
+        """Return a stream, made with the size of chunks and whether segments count, that these are of from now on."""
+        if self._expected is not None:
+            raise ValueError("checksums: expected ones are for reading")
+        unused = self._take()
+        try:
+            self._core = make(self._chunk_nbytes or 0, self._of_segments)
+        except BaseException:
+            self._give_back(unused)
+            raise
         return self._core
 
-    def _give_back(self) -> None:
-        """Be no transfer's: that which was to have them has not begun."""
-        self._used = False
+    def _take(self) -> _core.Checksums:
+        try:
+            return self._unused.pop()
+        except IndexError:
+            raise ValueError("checksums: these are another transfer's") from None
 
 
 def _complete(sums: list[int] | None) -> list[int]:
@@ -109,14 +131,3 @@ def _complete(sums: list[int] | None) -> list[int]:
             "these checksums are not complete: no transfer that has them has succeeded"
         )
     return sums
-
-
-_using = threading.Lock()
-
-
-def _forget_after_fork() -> None:
-    global _using
-    _using = threading.Lock()  # a thread of the parent may have held it
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import warnings
 import weakref
 from errno import ECANCELED
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from tensorferry import _core
+from tensorferry.warned import line_of_caller, warn
 
 if TYPE_CHECKING:
     import asyncio
@@ -31,6 +31,25 @@ else:
     from typing import TypeVar
 
     _T_co = TypeVar("_T_co", covariant=True)
+
+
+class Request(Protocol):
+    """What a future is of: one of the core's requests, or several looked at as one."""
+
+    def done(self) -> bool:
+        """Return whether it has ended."""
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait, and return whether it has ended."""
+
+    def cancel(self) -> None:
+        """End it before its time."""
+
+    def exception(self) -> StorageError | None:
+        """Return what went wrong; valid once done."""
+
+    def notify(self, queue: _core.CompletionQueue, token: int) -> None:
+        """Have a queue told when the request, or one more of several, is done."""
 
 
 class Future(Generic[_T_co]):
@@ -50,6 +69,7 @@ class Future(Generic[_T_co]):
         "_about",
         "_array",
         "_asked",
+        "_begun_at",
         "_cancelling",
         "_check",
         "_exception",
@@ -58,12 +78,13 @@ class Future(Generic[_T_co]):
         "_request",
         "_settled",
     )
-    _request: _core.Request
+    _request: Request
 
     def __init__(self, array: _T_co, keep: object) -> None:
         self._array = array
         self._keep = keep
         self._about: tuple[str, str, int, int] | None = None  # verb, path, offset, bytes
+        self._begun_at = line_of_caller()
         self._asked = False
         self._cancelling = False
         self._settled = False
@@ -72,7 +93,7 @@ class Future(Generic[_T_co]):
         self._generation = _core.fork_generation()
 
     def _start(
-        self, request: _core.Request, check: Callable[[], StorageError | None] | None = None
+        self, request: Request, check: Callable[[], StorageError | None] | None = None
     ) -> None:
         """Be the future of a request; what ended well is asked of ``check`` too, when its end is first seen."""
         self._check = check
@@ -194,7 +215,8 @@ class Future(Generic[_T_co]):
             _call(callback, self)
             return
         self._check_process()
-        _callback_thread().add(self._request, lambda: _call(callback, self))
+        # Called again by that thread: of several requests it is told of each.
+        _callback_thread().add(self._request, lambda: self.add_done_callback(callback))
 
     # What asyncio asks of an awaitable, and of a coroutine that a task may run. There is no state here but the
     # transfer's: so any number of tasks may be at it.
@@ -239,6 +261,11 @@ class Future(Generic[_T_co]):
         _listener_of(loop).add(self._request, waiter)
         return waiter
 
+    async def _ended(self) -> None:
+        """Wait for the end, whatever it is, and leave the transfer alone if that is cancelled."""
+        while not self.done():
+            await self._waiter()
+
     def _awaited(self) -> _T_co:
         """Return or raise, as asyncio does, how it ended."""
         if not self.cancelled():
@@ -279,8 +306,7 @@ class Future(Generic[_T_co]):
         # Not _check: the array has been the caller's again for who knows how long.
         exception = self._exception or request.exception()
         if exception is not None and not self._was_cancelled(exception):
-            message = f"nobody asked for this transfer's outcome: {exception}"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warn(f"nobody asked for this transfer's outcome: {exception}", self._begun_at)
 
     def _check_process(self) -> None:
         if self._generation != _core.fork_generation():
@@ -316,7 +342,7 @@ class _LoopListener:
         self._last = 0
         loop.add_reader(self._queue.fileno(), self._deliver)
 
-    def add(self, request: _core.Request, waiter: asyncio.Future[None]) -> None:
+    def add(self, request: Request, waiter: asyncio.Future[None]) -> None:
         self._last += 1
         self._waiters[self._last] = waiter
         request.notify(self._queue, self._last)
@@ -353,12 +379,16 @@ class _CallbackThread:
         self._thread = threading.Thread(target=self._run, name="tensorferry-callbacks", daemon=True)
         self._thread.start()
 
-    def add(self, request: _core.Request, callback: Callable[[], None]) -> None:
+    def add(self, request: Request, callback: Callable[[], None]) -> None:
         with self._lock:
             self._last += 1
             token = self._last
             self._callbacks[token] = callback
-        request.notify(self._queue, token)
+        try:
+            request.notify(self._queue, token)
+        except BaseException:  # Ctrl-C: nobody is to wait for ever, with an array in hand
+            self._callbacks.pop(token, None)
+            raise
 
     def stop(self) -> None:
         self._stopping = True
@@ -370,7 +400,9 @@ class _CallbackThread:
             tokens = self._queue.take()
             for token in tokens:
                 with self._lock:
-                    callback = self._callbacks.pop(token)
+                    callback = self._callbacks.pop(token, None)
+                if callback is None:
+                    continue
                 try:
                     callback()
                 except (
@@ -415,3 +447,46 @@ def _forget_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parent)
+
+
+class Pending:
+    """A file's futures, known weakly: the core keeps those on their way, and nobody need keep the others' arrays."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # what a future lets go of may begin a transfer
+        self._futures: list[weakref.ref[Future[Any]]] = []
+        self._look_at = 256
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def add(self, future: Future[Any]) -> None:
+        """Know one more."""
+        with self._lock:
+            # Those that are done need no waiting for; looking every so often keeps the list short.
+            if len(self._futures) >= self._look_at:
+                # What begins meanwhile, on this thread, only joins the list.
+                self._look_at = sys.maxsize
+                self._futures = [
+                    each
+                    for each in self._futures
+                    if (known := each()) is not None and not known.done()
+                ]
+                self._look_at = 2 * len(self._futures) + 256
+            self._futures.append(weakref.ref(future))
+
+    def living(self) -> list[Future[Any]]:
+        """Return those that somebody still has, or that are on their way."""
+        with self._lock:
+            return [future for each in self._futures if (future := each()) is not None]
+
+    def take(self) -> list[weakref.ref[Future[Any]]]:
+        """Return all of them, and forget them."""
+        with self._lock:
+            taken, self._futures = self._futures, []
+        return taken
+
+    def put_back(self, futures: list[weakref.ref[Future[Any]]]) -> None:
+        """Know again what was taken."""
+        with self._lock:
+            self._futures[:0] = futures

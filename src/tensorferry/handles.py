@@ -7,7 +7,6 @@ import errno
 import os
 import sys
 import threading
-import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
@@ -25,6 +24,7 @@ from tensorferry.runtime import (
     make_scheduler,
 )
 from tensorferry.transfers import Path, checked_offset, start, transfer
+from tensorferry.warned import warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from tensorferry.futures import Future
-    from tensorferry.tuning.settings import Settings
+    from tensorferry.settings import Settings
 
 # Slices of a buffer that begin at multiples of this need no copy on any drive.
 _ALIGNMENT = 4096
@@ -41,7 +41,7 @@ _ALIGNMENT = 4096
 # What a validation compares at once.
 _CHUNK_NBYTES = 8 << 20
 
-_MAX_PARALLELISM = 256
+MAX_PARALLELISM = 256
 
 
 class _Default(int):
@@ -165,7 +165,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             single_submit=bool(single_submit),
             overlap_events=bool(overlap_events),
             intra_op_parallelism=positive(
-                intra_op_parallelism, "intra_op_parallelism", _MAX_PARALLELISM
+                intra_op_parallelism, "intra_op_parallelism", MAX_PARALLELISM
             ),
         )
         self._lock, self._closing = threading.Lock(), threading.RLock()
@@ -449,7 +449,8 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         -------
         dict
             ``engine``; ``requests`` and ``failed_requests``; ``read_nbytes`` and ``written_nbytes``;
-            ``direct_nbytes``, ``bounced_nbytes`` and ``buffered_nbytes``, which tell how they went; ``gpu_nbytes``,
+            ``direct_nbytes``, ``bounced_nbytes`` and ``buffered_nbytes``, which tell how they went;
+            ``touched_nbytes``, read into memory that had no pages before; ``gpu_nbytes``,
             those from and to GPU memory, and of them ``gds_nbytes``, by GPUDirect Storage;
             ``engine_blocks`` and ``inline_blocks``; ``resumed_blocks`` after short reads and writes and
             ``retried_blocks`` after EINTR and EAGAIN; ``block_latency_microseconds`` with p50, p90, p99 and p99.9.
@@ -485,14 +486,27 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
                 # Not to be waited for: close_scheduler() has, and gave up.
                 failure = operation.failure() if operation.future.done() else "it has not ended"
                 if failure is not None:
-                    warnings.warn(
+                    warn(
                         f"a handle was closed before wait() could report {operation}: {failure}",
-                        RuntimeWarning,
-                        stacklevel=3,
+                        operation.future._begun_at,
                     )
 
     def _let_go(self) -> None:
         """Drop what belongs to the handle beside its scheduler, when no transfer is on its way any more."""
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_scheduler"):
+            return f"<tensorferry.{type(self).__name__}: never made>"
+        given = ", ".join(f"{name}={value!r}" for name, value in self._given._asdict().items())
+        try:
+            self._scheduler.check_usable()
+        except ValueError:
+            state = "closed"
+        except RuntimeError:
+            state = "of the parent process"
+        else:
+            state = f"{self._scheduler.engine}, {len(self._pending)} to be waited for"
+        return f"<tensorferry.{type(self).__name__}({given}): {state}>"
 
     def __enter__(self) -> Self:
         self._scheduler.check_usable()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes.util
+import contextlib
 import os
+import re
 import site
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -27,16 +29,34 @@ def cufile_folders() -> list[str]:
     return list(dict.fromkeys(os.fspath(found) for found in folders if found.is_dir()))
 
 
-def cufile_refusal() -> str | None:
-    """Return why cuFile cannot be there; None where a library of its name is found.
+def cufile_libraries() -> list[str]:
+    """Return the paths of the cuFile libraries that are there, in the order in which the core tries them.
 
     Nothing is loaded: that would initialise CUDA, and cuFile writes a log into the current folder.
     """
     chosen = os.environ.get("TENSORFERRY_LIBCUFILE")
     if chosen:
-        return None if Path(chosen).exists() else f"TENSORFERRY_LIBCUFILE={chosen!r} does not exist"
-    if any(Path(folder, CUFILE).exists() for folder in cufile_folders()):
+        return [chosen] if Path(chosen).exists() else []
+    folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    found = [Path(folder, CUFILE) for folder in folders]
+    found += map(Path, re.findall(rf"{re.escape(CUFILE)} .* => (\S+)", _linker_cache()))
+    found += [Path(folder, CUFILE) for folder in cufile_folders()]
+    return list(dict.fromkeys(os.fspath(path) for path in found if path.exists()))
+
+
+def cufile_refusal() -> str | None:
+    """Return why cuFile cannot be there; None where a library of its name is found."""
+    if cufile_libraries():
         return None
-    if ctypes.util.find_library("cufile") is not None:
-        return None
+    if chosen := os.environ.get("TENSORFERRY_LIBCUFILE"):
+        return f"TENSORFERRY_LIBCUFILE={chosen!r} does not exist"
     return f"{CUFILE} is not found (remedy: pip install nvidia-cufile)"
+
+
+def _linker_cache() -> str:
+    for command in ("ldconfig", "/sbin/ldconfig"):  # an ordinary user's PATH may lack /sbin
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run(
+                [command, "-p"], capture_output=True, text=True, errors="replace", timeout=5
+            ).stdout
+    return ""

@@ -6,20 +6,34 @@ import math
 import operator
 import os
 import sys
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from tensorferry import _core, arrays
 from tensorferry.arrays import memory_of
+from tensorferry.warned import warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy
+    import torch
+    from numpy.typing import NDArray
+
+    _Scalar = TypeVar("_Scalar", bound=numpy.generic)
 
 _MAX_ADDRESS = (1 << 64) - 1
 
 _warned = False
 
 
+@overload
+def empty(shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor: ...
+@overload
+def empty(
+    shape: int | Sequence[int], dtype: numpy.dtype[_Scalar] | type[_Scalar]
+) -> NDArray[_Scalar]: ...
+@overload
+def empty(shape: int | Sequence[int], dtype: str | type[Any]) -> NDArray[Any]: ...
 def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
     """Return an array in memory that needs no copy on its way to or from a file.
 
@@ -46,22 +60,37 @@ def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
     ------
     ValueError
         A length is negative.
+    TypeError
+        A length is no integer, or the dtype is none.
+    ModuleNotFoundError
+        The library that the dtype is of is not installed.
     MemoryError
         The system has no such memory.
     """
-    lengths = (shape,) if isinstance(shape, int) else tuple(int(length) for length in shape)
-    if any(length < 0 for length in lengths):
-        raise ValueError(f"shape: {shape!r} has a negative length")
+    lengths = _lengths(shape)
     if dtype is None:
-        import torch
-
+        try:
+            import torch
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                "dtype: none is given, which asks for torch's default one, and torch is not installed; give NumPy's, "
+                'as in empty(10, "float32")',
+                name="torch",
+            ) from None
         dtype = torch.get_default_dtype()
     torch_module = sys.modules.get("torch")
     if torch_module is not None and isinstance(dtype, torch_module.dtype):
         return locked_tensor(math.prod(lengths), dtype)[0].view(lengths)
-    import numpy
-
-    element = numpy.dtype(dtype)
+    try:
+        import numpy
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"dtype: {dtype!r} is NumPy's, and NumPy is not installed", name="numpy"
+        ) from None
+    try:
+        element = numpy.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype: {dtype!r} is neither torch's nor NumPy's: {error}") from None
     if element.hasobject:
         raise ValueError(f"dtype: {element} holds Python objects")
     count = math.prod(lengths)
@@ -69,6 +98,20 @@ def empty(shape: int | Sequence[int], dtype: Any = None) -> Any:
         return numpy.empty(lengths, element)
     memory, _ = locked_memory(count * element.itemsize)
     return numpy.frombuffer(memory, numpy.uint8).view(element).reshape(lengths)
+
+
+def _lengths(shape: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        lengths = (
+            (operator.index(shape),)
+            if hasattr(shape, "__index__")
+            else tuple(map(operator.index, shape))
+        )
+    except TypeError:
+        raise TypeError(f"shape: {shape!r} is neither an integer nor several") from None
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"shape: {shape!r} has a negative length")
+    return lengths
 
 
 def locked_tensor(count: int, dtype: Any) -> tuple[Any, bool]:
@@ -93,6 +136,13 @@ def elements_like(num_elem: int, example: Any) -> tuple[int, Any]:
         raise TypeError(f"num_elem: {num_elem!r} is no integer")
     if num_elem < 0:
         raise ValueError(f"num_elem: {num_elem} is negative")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(example, torch.dtype):
+        raise TypeError(
+            f"example_tensor: {example} is a dtype; give a tensor of it, such as torch.empty(0, dtype={example})"
+        )
+    if torch is None or not isinstance(example, torch.Tensor):
+        raise TypeError(f"example_tensor: {type(example).__name__} is no torch tensor")
     return num_elem, example.dtype
 
 
@@ -158,11 +208,9 @@ def locked_memory(nbytes: int) -> tuple[Any, bool]:
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        warnings.warn(
+        warn(
             f"cannot lock {nbytes} bytes of memory: RLIMIT_MEMLOCK is {limit} bytes; carrying on with unlocked "
-            "memory (remedy: ulimit -l unlimited)",
-            RuntimeWarning,
-            stacklevel=4,
+            "memory (remedy: ulimit -l unlimited)"
         )
     return memory, locked
 

@@ -13,14 +13,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorferry import profiles as store
 from tensorferry.errors import EngineUnavailableError
-from tensorferry.runtime import scheduler_with
-from tensorferry.tuning import profiles as store
+from tensorferry.stats import summed_stats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tensorferry import _core
-    from tensorferry.tuning.profiles import Profile
-    from tensorferry.tuning.settings import Settings
+    from tensorferry.profiles import Profile
+    from tensorferry.settings import Settings
+
+    MakeScheduler = Callable[[Settings], _core.Scheduler]
 
 # Schedulers own threads and rings: beyond so many different settings, and devices, the plain one serves.
 _MAX_SCHEDULERS = 8
@@ -29,10 +33,12 @@ _MAX_DEVICES = 256
 _WAIT_SLICE_SECONDS = 0.1
 
 
-def with_profiles(plain: _core.Scheduler, path: str) -> _core.Scheduler | ProfiledScheduler:
-    """Return a scheduler that uses the profiles of a file; `plain` itself where there are none."""
+def with_profiles(
+    plain: _core.Scheduler, path: str, make: MakeScheduler
+) -> _core.Scheduler | ProfiledScheduler:
+    """Return a scheduler that uses the profiles of a file, each by one that `make` gives; without any, `plain`."""
     profiles = store.load(Path(path))
-    return ProfiledScheduler(plain, profiles) if profiles else plain
+    return ProfiledScheduler(plain, profiles, make) if profiles else plain
 
 
 class ProfiledScheduler:
@@ -41,8 +47,11 @@ class ProfiledScheduler:
     File systems with equal settings share a scheduler. All of them are made, used and closed as one.
     """
 
-    def __init__(self, plain: _core.Scheduler, profiles: list[Profile]) -> None:
+    def __init__(
+        self, plain: _core.Scheduler, profiles: list[Profile], make: MakeScheduler
+    ) -> None:
         self.plain = plain
+        self._make = make
         self._profiles = profiles
         self._by_device: dict[int, _core.Scheduler] = {}
         self._by_settings: dict[Settings, _core.Scheduler] = {}
@@ -74,11 +83,11 @@ class ProfiledScheduler:
         with self._lock:
             if self._closed or len(self._by_device) >= _MAX_DEVICES:
                 return self.plain
-            try:
-                file_system = store.file_system_of(Path(file.path))
-            except (OSError, ValueError):  # no name any more, or a mount out of sight
-                return self.plain
-            profile = store.profile_of(file_system, self._profiles)
+            profile = None
+            # Its mount may be out of sight, and stays so.
+            with contextlib.suppress(OSError, ValueError):
+                file_system = store.file_system_of_open(file.descriptor)
+                profile = store.profile_of(file_system, self._profiles)
             scheduler = self.plain if profile is None else self._scheduler_with(profile)
             self._by_device[file.device] = scheduler
             return scheduler
@@ -87,9 +96,13 @@ class ProfiledScheduler:
         settings = profile.settings
         scheduler = self._by_settings.get(settings)
         if scheduler is None:
-            scheduler = _make(settings) if len(self._by_settings) < _MAX_SCHEDULERS else None
-            if scheduler is None:
+            if len(self._by_settings) >= _MAX_SCHEDULERS:
                 return self.plain
+            try:
+                scheduler = self._make(settings)
+            except EngineUnavailableError:
+                # What was tuned outside a container may not be had inside.
+                scheduler = self._make(dataclasses.replace(settings, engine=None))
             # Replaced as a whole: other threads may be going through them.
             self._by_settings = {**self._by_settings, settings: scheduler}
         self._in_use = {
@@ -144,21 +157,9 @@ class ProfiledScheduler:
         return self.plain.refusals
 
     def stats(self) -> dict[str, Any]:
-        """Return the sums of all counters. Percentiles are the highest of any: histograms cannot be added here."""
+        """Return the sums of all counters, and the profiles in use."""
         every = [scheduler.stats() for scheduler in self._all()]
-        latencies = [counted["block_latency_microseconds"] for counted in every]
-        return {
-            "engine": self.engine,
-            **{
-                name: sum(counted[name] for counted in every)
-                for name, value in every[0].items()
-                if isinstance(value, int)
-            },
-            "block_latency_microseconds": {
-                name: max(latency[name] for latency in latencies) for name in latencies[0]
-            },
-            "profiles": self.in_use(),
-        }
+        return {**summed_stats(every), "engine": self.engine, "profiles": self.in_use()}
 
     def close(self, patience_seconds: float, interruptible: bool = False) -> bool:
         """Finish what is outstanding and end all workers; return whether the kernel finished all."""
@@ -169,11 +170,3 @@ class ProfiledScheduler:
 
     def _all(self) -> list[_core.Scheduler]:
         return [self.plain, *self._by_settings.values()]
-
-
-def _make(settings: Settings) -> _core.Scheduler | None:
-    for engine in dict.fromkeys((settings.engine, None)):
-        # What was tuned outside a container may not be had inside.
-        with contextlib.suppress(EngineUnavailableError):
-            return scheduler_with(dataclasses.replace(settings, engine=engine))
-    return None

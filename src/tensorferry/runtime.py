@@ -6,19 +6,19 @@ import atexit
 import os
 import resource
 import threading
-import warnings
 import weakref
 from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from tensorferry import _core, futures
 from tensorferry.errors import StorageError
+from tensorferry.warned import warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tensorferry.profiled import ProfiledScheduler
-    from tensorferry.tuning.settings import Settings
+    from tensorferry.settings import Settings
 
 # Settings given: a scheduler. None given: it may be several that look like one.
 AnyScheduler: TypeAlias = "_core.Scheduler | ProfiledScheduler"
@@ -103,7 +103,7 @@ def automatic_scheduler() -> AnyScheduler:
         return scheduler
     from tensorferry.profiled import with_profiles
 
-    return with_profiles(scheduler, path)
+    return with_profiles(scheduler, path, scheduler_with)
 
 
 def profiles_path() -> str | None:
@@ -142,7 +142,7 @@ def with_descriptors(scheduler: AnyScheduler, action: Callable[[], _Result]) -> 
     Half of the process's descriptors are left to others as long as waiting helps.
     """
     # The limit is looked up each time: a process may change it, and that costs less than opening a file.
-    while _core.open_descriptors() > 64 and _core.open_descriptors() > _descriptor_limit():
+    while _core.open_descriptors() > 64 and _core.open_descriptors() > descriptor_limit():
         if scheduler.outstanding() == 0 or not scheduler.wait_for_progress(60.0):
             break
     while True:
@@ -157,7 +157,8 @@ def with_descriptors(scheduler: AnyScheduler, action: Callable[[], _Result]) -> 
             scheduler.wait_for_progress(60.0)
 
 
-def _descriptor_limit() -> int:
+def descriptor_limit() -> int:
+    """Return how many descriptors of this process are ours: half of what it may have."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
@@ -176,11 +177,9 @@ def close_scheduler(
 
 def warn_of_left_behind(what: str) -> None:
     """Warn of I/O that closing gave up on. Its memory is kept for ever."""
-    warnings.warn(
+    warn(
         f"tensorferry: {what} made no progress for {CLOSE_PATIENCE_SECONDS:g} seconds and was left behind; "
-        "data may be missing",
-        RuntimeWarning,
-        stacklevel=3,
+        "data may be missing"
     )
 
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
-import sys
 from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from tensorferry import _core
-from tensorferry.arrays import AnyMemory, Location, first_moved, memory_of, moved
+from tensorferry.arrays import (
+    AnyMemory,
+    Location,
+    first_moved,
+    memory_of,
+    moved,
+    plain_types,
+)
 from tensorferry.errors import StorageError, first_of, memory_moved
 from tensorferry.futures import Future
 from tensorferry.runtime import AnyScheduler, scheduler_of, with_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from tensorferry.checksums import Checksums
+    from tensorferry.futures import Request
 
 _Array = TypeVar("_Array")
 
@@ -25,7 +34,7 @@ Path: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 Direct: TypeAlias = "bool | Literal['auto']"
 
 # Offsets are signed 64-bit numbers in the kernel.
-_MAX_FILE_NBYTES = (1 << 63) - 1
+MAX_FILE_NBYTES = (1 << 63) - 1
 
 
 def direct_mode(direct: Direct) -> str:
@@ -70,17 +79,22 @@ def checked_offset(offset: int, nbytes: int, name: str = "offset") -> int:
     offset = offset.__index__()
     if offset < 0:
         raise ValueError(f"{name}: {offset} is negative")
-    if offset + nbytes > _MAX_FILE_NBYTES:
+    if offset + nbytes > MAX_FILE_NBYTES:
         raise ValueError(f"{name}: {offset} + {nbytes} bytes is beyond what a file can hold")
     return offset
 
 
-def open_for_transfer(path: Path | int, write: bool, direct: str, name: str = "path") -> _core.File:
-    """Open a path (created if missing, for writing) or reopen the file of a descriptor, which stays the caller's."""
+def open_for_transfer(
+    path: Path | int, write: bool, direct: str, name: str = "path", *, replaced: bool = False
+) -> _core.File:
+    """Open a path (created if missing, for writing) or reopen the file of a descriptor, which stays the caller's.
+
+    ``replaced`` says that what one request writes to a path is all that the file is to hold.
+    """
     if isinstance(path, int):
         return _core.file_from_descriptor(checked_descriptor(path, name), write, direct)
     text = checked_path(path, name)
-    return _core.open_file(text, not write, write, write, False, False, direct)
+    return _core.open_file(text, not write, write, write, False, False, direct, replaced)
 
 
 def transfer(
@@ -92,6 +106,7 @@ def transfer(
     write: bool,
     direct: str = "auto",
     truncate: bool = False,
+    replaced: bool = False,
     sync: bool = False,
     background: bool = False,
     checksums: Checksums | None = None,
@@ -99,12 +114,12 @@ def transfer(
 ) -> None:
     """Move one array, or several that follow each other, and return when it is done.
 
+    ``truncate`` cuts the file behind what was written; ``replaced`` does where it is a file, and no device.
+
     If the caller is interrupted, blocks not yet begun are cancelled; the array stays referenced until those that
     have begun are done.
     """
-    given, nbytes, _, location = memory
-    address, segments = (given, None) if isinstance(given, int) else (0, given)
-    sums = None if checksums is None else checksums._use(nbytes, write=write)
+    address, nbytes, location, segments, sums = _prepared(memory, checksums, write)
     how = write, truncate, sync
 
     def run(file: _core.File, opened: bool) -> _core.Request | None:
@@ -120,14 +135,15 @@ def transfer(
             scheduler.check_usable()
             path = target
             request = with_descriptors(
-                scheduler, lambda: run(open_for_transfer(path, write, direct, name), True)
+                scheduler,
+                lambda: run(open_for_transfer(path, write, direct, name, replaced=replaced), True),
             )
     except BaseException:
-        if checksums is not None:
-            checksums._give_back()
+        if checksums is not None and sums is not None:
+            checksums._give_back(sums)
         raise
     if request is not None:
-        _finish(request)
+        finish(request)
     if failure := _failure_of_memory(memory, target, offset):
         raise failure
 
@@ -147,10 +163,8 @@ def start(
     name: str = "path",
 ) -> Future[_Array]:
     """Begin to move one array, or several that follow each other."""
-    given, nbytes, _, location = memory
-    address, segments = (given, None) if isinstance(given, int) else (0, given)
     scheduler.check_usable()
-    sums = None if checksums is None else checksums._use(nbytes, write=write)
+    address, nbytes, location, segments, sums = _prepared(memory, checksums, write)
     future = Future(array, memory)
     locations = None if location is None else [location]
 
@@ -174,11 +188,22 @@ def start(
     try:
         request = with_descriptors(scheduler, submit)
     except BaseException:
-        if checksums is not None:
-            checksums._give_back()
+        if checksums is not None and sums is not None:
+            checksums._give_back(sums)
         raise
     future._start(request, lambda: _failure_of_memory(memory, target, offset))
     return future
+
+
+def _prepared(
+    memory: AnyMemory, checksums: Checksums | None, write: bool
+) -> tuple[int, int, Location | None, _core.Segments | None, _core.Checksums | None]:
+    """Return what the core is told of one transfer: address, bytes, location, segments, checksums."""
+    given, nbytes, _, location = memory
+    sums = None if checksums is None else checksums._use(nbytes, write=write)
+    if isinstance(given, int):
+        return given, nbytes, location, None, sums
+    return 0, nbytes, None, given, sums
 
 
 def _failure_of_memory(
@@ -196,7 +221,8 @@ def _text_of(target: Path | int | _core.File) -> str:
     return f"/proc/self/fd/{target}" if isinstance(target, int) else os.fsdecode(target)
 
 
-def _finish(request: _core.Request) -> None:
+def finish(request: Request) -> None:
+    """Wait until a request is done, and raise what went wrong; if interrupted, cancel it."""
     if not request.done():
         try:
             request.wait(None)
@@ -210,18 +236,19 @@ def _finish(request: _core.Request) -> None:
 
 def transfer_many(
     scheduler: AnyScheduler,
-    items: Sequence[tuple[Any, ...]],
+    items: Iterable[tuple[Any, ...]],
     *,
     write: bool,
     direct: str,
-    truncate: bool = False,
+    truncate: bool | None = False,
     sync: bool = False,
     background: bool = False,
 ) -> None:
     """Move many arrays with all of them outstanding at once, and return when all are done.
 
-    Everything is checked before the first byte moves.
+    Everything is checked before the first byte moves. ``truncate`` as for :func:`tensorferry.write_many`.
     """
+    items = checked_items(items)
 
     def check(index: int, item: Any) -> tuple[Path, int, int, int, object, Location | None]:
         name = f"items[{index}]"
@@ -234,23 +261,14 @@ def transfer_many(
         return item[0], address, nbytes, offset, owner, location
 
     # Where an item is plainly usable, the core sees it; the rule is `check`.
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    batch = _Batch(
-        *_core.collect(
-            items,
-            not write,
-            getattr(torch, "Tensor", None),
-            getattr(torch, "strided", None),
-            getattr(numpy, "ndarray", None),
-            check,
-        )
-    )
+    batch = _Batch(*_core.collect(items, not write, *plain_types(), check))
     for at, path in enumerate(batch.paths):
         if isinstance(path, int):
             checked_descriptor(path, f"items[{at}]")
         elif type(path) is not str or not path.isascii() or "\0" in path:
             batch.paths[at] = checked_path(path, f"items[{at}]")
-    call = _Call(scheduler, batch, write, direct, truncate, sync, background)
+    replaced = _replaced(batch.paths, items) if truncate is None else frozenset()
+    call = _Call(scheduler, batch, write, direct, bool(truncate), replaced, sync, background)
     failures = call.run()
     if failures:
         raise first_of([failure for _, failure in failures], "of this call")
@@ -258,6 +276,49 @@ def transfer_many(
     if index is not None:
         path = _text_of(batch.paths[index])
         raise memory_moved(path, batch.offsets[index], batch.nbytes[index])
+
+
+def checked_items(items: Iterable[Any]) -> Sequence[Any]:
+    """Return the items of one call; what can be gone through only once is gone through."""
+    if isinstance(items, (list, tuple)):
+        return items
+    if not hasattr(items, "__iter__"):
+        raise TypeError(
+            f"items: {type(items).__name__} is no iterable of (path, array) or (path, array, offset)"
+        )
+    return list(items)
+
+
+def _replaced(paths: Sequence[Path], items: Sequence[tuple[Any, ...]]) -> AbstractSet[Path]:
+    """Return the paths that come without an offset: what the call writes to them is all that they are to hold."""
+    whole = [index for index, item in enumerate(items) if len(item) == 2]
+    if len(whole) < 2:  # then no file can come twice
+        return {paths[index] for index in whole}
+    files: dict[object, int] = {}
+    directories: dict[str, str] = {}
+    for index in whole:
+        first = files.setdefault(_file_of(paths[index], directories), index)
+        if first != index:
+            raise ValueError(
+                f"items[{index}]: {_text_of(paths[index])!r} is written as a whole by items[{first}] already; "
+                "pieces of one file have offsets"
+            )
+    return {paths[index] for index in whole}
+
+
+def _file_of(path: Path, directories: dict[str, str]) -> object:
+    """Return what is the same for all names of a file, also of one that is not there yet."""
+    try:
+        status = os.stat(path)  # noqa: PTH116
+    except OSError:
+        text = os.fsdecode(path)
+        if os.path.islink(text):  # noqa: PTH114
+            return os.path.realpath(text)
+        directory, name = os.path.split(text)
+        if directory not in directories:
+            directories[directory] = os.path.realpath(directory)
+        return f"{directories[directory]}/{name}"
+    return status.st_dev, status.st_ino
 
 
 class _Batch(NamedTuple):
@@ -306,16 +367,19 @@ class _Call:
         write: bool,
         direct: str,
         truncate: bool,
+        replaced: AbstractSet[Path],
         sync: bool,
         background: bool,
     ) -> None:
         self._scheduler = scheduler
         self._write = write
+        self._truncate = truncate
+        self._replaced = replaced
         self._direct = direct
         self._how = write, truncate, sync, True, background
-        # What is written to one file follows each other, so that it is opened, cut and synced once.
-        self._order = _by_path(batch.paths) if write and len(batch.paths) > _CHUNK else None
-        self._batch = batch if self._order is None else batch.ordered(self._order)
+        # What is of one file follows each other, so that it is opened, cut and synced once, and neighbours are joined.
+        self._order = _order_of(batch, write)
+        self._batch = batch if isinstance(self._order, range) else batch.ordered(self._order)
         self._requests: dict[_core.Scheduler, _core.Request] = {}
         # What was refused before it could be submitted, by position.
         self._refused: dict[int, StorageError] = {}
@@ -326,8 +390,11 @@ class _Call:
         """Move everything; return what failed, with its position, in order."""
         requests = self._requests
         try:
-            for begin in range(0, len(self._batch.paths), _CHUNK):
-                self._submit(begin, min(begin + _CHUNK, len(self._batch.paths)))
+            begin = 0
+            while begin < len(self._batch.paths):
+                end = self._end_of_chunk(begin)
+                self._submit(begin, end)
+                begin = end
             for request in requests.values():
                 request.seal()
             for request in requests.values():
@@ -345,8 +412,17 @@ class _Call:
         failures = dict(self._refused)
         for request in requests.values():
             failures.update(request.failures())
-        order = self._order or range(len(self._batch.paths))
+        order = self._order
         return sorted(((order[at], why) for at, why in failures.items()), key=lambda one: one[0])
+
+    def _end_of_chunk(self, begin: int) -> int:
+        paths = self._batch.paths
+        end = min(begin + _CHUNK, len(paths))
+        # What is cut gets into line with all that is written to it, or another one's write would come in between.
+        if self._truncate or paths[end - 1] in self._replaced:
+            while end < len(paths) and paths[end] == paths[end - 1]:
+                end += 1
+        return end
 
     def _submit(self, begin: int, end: int) -> None:
         """Submit some of the items, or halves of them where descriptors are short."""
@@ -382,7 +458,8 @@ class _Call:
             opened[path] = file
         # Of a file with items on both sides of the end all space is reserved at once.
         continued = self._continued(end)
-        if continued is not None and (self._begun is None or self._begun[0] != continued):
+        begins = continued is not None and (self._begun is None or self._begun[0] != continued)
+        if continued is not None and begins and self._write:
             opened[continued] = self._reserved(continued, opened[continued], begin)
         positions, files = [], []
         for at in range(begin, end):
@@ -421,16 +498,18 @@ class _Call:
         if self._begun is not None and self._begun[0] == path:
             return self._begun[1]
         try:
-            return open_for_transfer(path, self._write, self._direct)
+            return open_for_transfer(
+                path, self._write, self._direct, replaced=path in self._replaced
+            )
         except StorageError as error:
             if error.errno in _DESCRIPTOR_ERRORS:
                 raise
             return error.with_traceback(None)
 
     def _continued(self, end: int) -> Path | None:
-        """Return the path with items on both sides of a position, if what is submitted is in order of paths."""
+        """Return the path with items on both sides of a position."""
         paths = self._batch.paths
-        if self._order is None or end >= len(paths) or paths[end] != paths[end - 1]:
+        if end >= len(paths) or paths[end] != paths[end - 1]:
             return None
         return paths[end]
 
@@ -449,12 +528,34 @@ class _Call:
         return file
 
 
-def _by_path(paths: list[Path]) -> list[int] | None:
-    """Return an order in which items of one file follow each other as they did; None where that is no matter."""
-    if len(set(paths)) == len(paths):
-        return None
-    real = {path: path if isinstance(path, int) else os.path.realpath(path) for path in paths}
+def _order_of(batch: _Batch, write: bool) -> Sequence[int]:
+    """Return an order of items in which those of one file follow each other, by offset.
+
+    Where what is written overlaps they stay in their order.
+    """
+    count = len(batch.paths)
+    known = set(batch.paths)
+    if len(known) == count:
+        return range(count)
+    if len(known) == 1:
+        return _by_offset(range(count), batch, write)
+    # Writes by two names of one file may overlap.
+    real: dict[Any, Any] = {path: path for path in known}
+    if write:
+        real.update((path, os.path.realpath(path)) for path in known if not isinstance(path, int))
     positions: dict[Any, list[int]] = {}
-    for index, path in enumerate(paths):
+    for index, path in enumerate(batch.paths):
         positions.setdefault(real[path], []).append(index)
-    return [at for of_path in positions.values() for at in of_path]
+    return [at for of_path in positions.values() for at in _by_offset(of_path, batch, write)]
+
+
+def _by_offset(positions: Sequence[int], batch: _Batch, write: bool) -> Sequence[int]:
+    offsets, nbytes = batch.offsets, batch.nbytes
+    if all(offsets[one] <= offsets[other] for one, other in itertools.pairwise(positions)):
+        return positions
+    found = sorted(positions, key=offsets.__getitem__)
+    if write and any(
+        offsets[one] + nbytes[one] > offsets[other] for one, other in itertools.pairwise(found)
+    ):
+        return positions
+    return found

@@ -18,8 +18,9 @@ import torch
 from torch.distributed._shard.sharded_tensor import metadata as old_metadata
 from torch.distributed.checkpoint import filesystem, metadata
 
-from tensorferry.checkpoint import metadata as our_metadata
-from tensorferry.checkpoint import pickles, plain_objects
+from tensorferry.checkpoint.storage import metadata as our_metadata
+from tensorferry.checkpoint.storage import plain_objects
+from tensorferry.checkpoint.zipformat import pickles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -29,7 +29,7 @@ _context.set_forkserver_preload(
         "pytest",
         "torch.distributed.checkpoint",
         "torch.distributed.tensor",
-        "tensorferry.checkpoint.writer",
+        "tensorferry.checkpoint.storage.writer",
     ]
 )
 

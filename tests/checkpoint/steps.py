@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
-from tensorferry.checkpoint import commit
+from tensorferry.checkpoint.storage import commit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 # What a save calls to change something, or to make a change durable.
 CALLS: list[tuple[Any, str]] = [
     (tensorferry.File, "__init__"),
-    (tensorferry.File, "preallocate"),
-    (tensorferry.File, "write_from"),
-    (tensorferry.File, "truncate"),
-    (tensorferry.File, "sync"),
+    (tensorferry.File, "stream"),
     (tensorferry.File, "close"),
+    (tensorferry.Stream, "append"),
+    (tensorferry.Stream, "append_made"),
+    (tensorferry.Stream, "begin_to_finish"),
+    (tensorferry.Stream, "wait"),
     (commit, "sync_directory"),
     (commit, "_write_all"),
     (os, "fsync"),

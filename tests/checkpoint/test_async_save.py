@@ -167,6 +167,5 @@ def test_a_process_saves_what_was_staged_here(directory: pathlib.Path, stager: s
         imports=["torch.distributed.checkpoint"],
         path=directory / "checkpoint",
         stager=stager,
-        timeout_s=120,
     )
     assert_same(load(directory / "checkpoint", mixed_state(2)), mixed_state(2))

@@ -8,7 +8,7 @@ import io
 import os
 import pickle
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from tensorferry.checkpoint import Stager
 from tests.checkpoint.ranks import call_on_ranks
 from tests.checkpoint.states import assert_same, bits_of, mixed_state
+
+if TYPE_CHECKING:
+    import pathlib
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
 
@@ -198,10 +201,11 @@ def test_a_stager_travels_without_its_memory() -> None:
     assert bool((pickle.loads(data).stage(staged)["a"] == 1).all())
 
 
-def test_shared_memory_that_is_too_small_is_reported() -> None:
+def test_shared_memory_that_is_too_small_is_reported(tmp_path: pathlib.Path) -> None:
     status = os.statvfs("/dev/shm")
-    free_nbytes = status.f_bavail * status.f_frsize
-    untouched = torch.empty(free_nbytes + 1, dtype=torch.uint8)  # takes no memory
+    # Of all of it and more, as others may free what they have there; a file with nothing in it takes no memory.
+    nbytes = status.f_blocks * status.f_frsize + 1
+    untouched = torch.from_file(str(tmp_path / "empty"), True, nbytes, dtype=torch.uint8)
     with pytest.raises(MemoryError, match="shm-size"):
         Stager(shared=True).stage({"a": untouched})
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import io
+import tempfile
 import zipfile
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorferry.checkpoint.archive import (
+import tensorferry
+from tensorferry.checkpoint.zipformat.archive import (
     MAX_OVERHEAD_NBYTES,
     Archive,
     archive_of,
-    plain_memory,
+    plain_bytes,
     tensor_archive,
 )
+from tensorferry.new_file import NewFile
+
+if TYPE_CHECKING:
+    from tensorferry.streams import Field
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.serialization, "skip_data"), reason="this torch always writes by itself"
@@ -48,8 +54,9 @@ def dense_tensors(draw: st.DrawFn) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @given(dense_tensors())
 def test_dense_tensors_are_saved_byte_for_byte(tensor: torch.Tensor) -> None:
-    memory = plain_memory(tensor)
-    assert memory is not None
+    content = plain_bytes(tensor)
+    assert content is not None
+    assert content.numpy().tobytes() == stored_bytes(tensor)
     archive = tensor_archive(tensor.dtype, tensor.size(), tensor.stride())
     assert assembled(archive, [stored_bytes(tensor)]) == saved(tensor)
     assert archive.nbytes - tensor.nbytes <= MAX_OVERHEAD_NBYTES
@@ -84,8 +91,8 @@ def test_payloads_beyond_four_gigabytes_have_their_wider_fields() -> None:
     sink = HeadAndTail()
     torch.save(huge, sink)  # type: ignore[arg-type]
     archive = tensor_archive(huge.dtype, huge.size(), huge.stride())
-    assert archive.piece(0, []) == sink.head
-    assert archive.piece(1, [sink.crc]) == sink.tail
+    assert archive.pieces[0] == sink.head
+    assert filled(archive.pieces[1], archive.fields(1, [0]), [sink.crc]) == sink.tail
 
 
 def test_archives_are_whole_for_other_readers() -> None:
@@ -144,15 +151,47 @@ def test_checksums_are_written_even_where_torch_is_told_to_leave_them_out() -> N
     ],
 )
 def test_what_is_no_plain_dense_tensor_is_left_to_torch(tensor: torch.Tensor) -> None:
-    assert plain_memory(tensor) is None
+    assert plain_bytes(tensor) is None
 
 
 def assembled(archive: Archive, payloads: list[bytes]) -> bytes:
+    """Return what a stream makes of them, which is what is written without one as well."""
     crcs = [zlib.crc32(payload) for payload in payloads]
-    parts = [archive.piece(0, crcs)]
-    for k, payload in enumerate(payloads):
-        parts += [payload, archive.piece(k + 1, crcs)]
-    return b"".join(parts)
+    by_hand = archive.pieces[0]
+    numbers: list[int] = []
+    with tempfile.NamedTemporaryFile() as file:
+        sums = tensorferry.Checksums(segments=True)
+        new = NewFile(tensorferry.open(file.name, "r+"), checksums=sums)
+        new.write_bytes(archive.pieces[0])
+        for k, payload in enumerate(payloads):
+            numbers.append(new.segment_count)
+            new.write(payload)
+            new.write_bytes(archive.pieces[k + 1], archive.fields(k + 1, numbers))
+            by_hand += payload + filled(
+                archive.pieces[k + 1], archive.fields(k + 1, range(k + 1)), crcs
+            )
+        new.finish(sync=False)
+        written = file.read()
+    assert written == by_hand
+    return written
+
+
+def filled(data: bytes, fields: list[Field], crcs: list[int]) -> bytes:
+    """Put fields into bytes, as a stream does whose segments have these CRC-32s."""
+    made = bytearray(data)
+    for field in fields:
+        if field.kind == "torch_id":
+            seed = 0
+            for given in field.crcs:
+                crc = crcs[~given] if given < 0 else given
+                seed ^= crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)
+                seed %= 1 << 64
+            made[field.position : field.position + 20] = b"%020d" % seed
+        else:
+            own = made[field.begin : field.begin + field.nbytes]
+            crc = crcs[field.segment] if field.kind == "segment" else zlib.crc32(own)
+            made[field.position : field.position + 4] = crc.to_bytes(4, "little")
+    return bytes(made)
 
 
 def saved(obj: Any) -> bytes:

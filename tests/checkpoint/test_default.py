@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter
-from tensorferry.checkpoint.default import install, installed, uninstall
+from tensorferry.checkpoint.storage.default import install, installed, uninstall
 from tests.support import child
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ def test_asynchronous_saves_that_name_only_a_folder_are_staged_and_written_by_ou
         "tests.checkpoint.programs:save_in_a_process_by_default",
         imports=["torch.distributed.checkpoint"],
         path=directory,
-        timeout_s=200,
     )
     for name in ("thread", "again", "process"):
         assert is_ours(directory / name), name

@@ -10,6 +10,7 @@ import torch
 
 from tests.support import warm
 from tests.support.child import ROOT
+from tests.support.data import SEED
 
 if TYPE_CHECKING:
     import pathlib
@@ -33,4 +34,18 @@ def test_training_killed_in_a_save_goes_on_with_one_rank_and_with_three(
     assert "The losses are the same, bit for bit." in done.stdout
     # What the killed save had begun was there, beside the checkpoint before.
     assert done.stdout.count(".distcp") > 2
+    assert list(directory.iterdir()) == []
+
+
+def test_training_killed_at_random_moments_ends_the_same(directory: pathlib.Path) -> None:
+    program = ROOT / "examples" / "checkpoint" / "killed_at_random.py"
+    done = subprocess.run(
+        [warm.python(), program, f"--directory={directory}", "--kills=3", f"--seed={SEED}"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All is the same, bit for bit." in done.stdout
+    assert "killed 3 times of 3; checkpoints: [100, 200, 300, 390, 395, 400]" in done.stdout
     assert list(directory.iterdir()) == []

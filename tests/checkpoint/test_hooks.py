@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, commit, verify
+from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, verify
+from tensorferry.checkpoint.storage import commit
 from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import assert_same, digests, load, metadata_of, save
 

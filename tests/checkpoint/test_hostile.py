@@ -34,14 +34,14 @@ from torch.distributed.checkpoint.metadata import (
 from tensorferry.checkpoint import (
     CheckpointError,
     FileSystemReader,
-    blobs,
-    listing,
     load,
-    plain_objects,
     verify,
 )
-from tensorferry.checkpoint.metadata import parse_metadata, trailer_of
-from tensorferry.checkpoint.pickles import MalformedError, RefusedError
+from tensorferry.checkpoint.storage import plain_objects
+from tensorferry.checkpoint.storage.metadata import parse_metadata, trailer_of
+from tensorferry.checkpoint.tools import listing
+from tensorferry.checkpoint.zipformat import blobs, zips
+from tensorferry.checkpoint.zipformat.pickles import MalformedError, RefusedError
 from tests.checkpoint.canary import nothing_happens
 from tests.checkpoint.test_metadata import ATTACKS, TARGET, Calling, some_metadata
 from tests.support.data import SEED
@@ -559,7 +559,7 @@ def test_mutated_files_do_nothing(tmp_path: pathlib.Path) -> None:
 
 def blobs_pickle(blob: bytes) -> bytes:
     """The pickle in a blob of torch.save's."""
-    places = blobs.layout(lambda begin, end: blob[begin:end], len(blob))
+    places = zips.layout(lambda begin, end: blob[begin:end], len(blob))
     (place,) = (each for each in places if each.name.endswith("/data.pkl"))
     return blob[place.begin : place.begin + place.nbytes]
 
@@ -569,8 +569,8 @@ def blobs_pickle(blob: bytes) -> bytes:
     [("deque", b"h\0)Ra"), ("defaultdict", b"K\0h\0)Rs"), ("OrderedDict", b"K\0h\0)Rs")],
 )
 def test_containers_within_containers_do_not_end_the_process(name: str, code: bytes) -> None:
-    """Python frees deques and defaultdicts by recursion: a million of them, one in the other, overflowed the stack."""
-    count = 1_000_000
+    """Python frees deques and defaultdicts by recursion: 200,000 of them, one in the other, overflow the stack."""
+    count = 300_000
     pickled = b"\x80\2" + name_of("collections", name) + b"q\0)R"
     pickled += code[:-1] * count + code[-1:] * count + b"."
     with pytest.raises(MalformedError):
@@ -593,6 +593,14 @@ def test_a_number_does_not_take_memory() -> None:
     ):
         with pytest.raises((MalformedError, RefusedError)):
             plain_objects.harmless(plain_objects._archive(b"\x80\2" + code + b"."))
+
+
+def test_a_storage_whose_name_has_no_end_is_refused() -> None:
+    code = name_of("torch._utils", "_rebuild_tensor_v2") + b"((" + text("storage")
+    code += name_of("torch", "FloatStorage") + b"N" + b"q\1h\1\x86" * 100 + text("cpu")
+    code += b"K\1tQK\0K\1\x85K\1\x85\x89}tR"
+    blob = plain_objects._archive(b"\x80\2" + code + b".")
+    assert blobs.parse(blob, blob, len(blob)) is None
 
 
 def test_comparing_keys_does_not_take_for_ever() -> None:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tensorferry.checkpoint.checksums import crc32
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.metadata import (
+from tensorferry.checkpoint.storage.metadata import (
     chunk_of,
     data_file,
     file_checksums,

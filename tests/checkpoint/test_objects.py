@@ -22,6 +22,7 @@ import tensorferry
 from tensorferry.checkpoint import CheckpointError, load, save
 from tests.checkpoint.states import assert_same, flipped, mixed_state
 from tests.support import mounts
+from tests.support.effort import examples
 from tests.support.faultfs import Fault, FaultFS
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def test_load_returns_what_was_saved(directory: pathlib.Path, name: str, how: st
     assert torch_bytes(ours) == torch_bytes(theirs)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     st.lists(
         st.tuples(
@@ -267,7 +268,7 @@ def test_missing_file_is_reported_as_such(directory: pathlib.Path) -> None:
         load(directory / "nothing.pt")
 
 
-BITS_APART = int(os.environ.get("TENSORFERRY_TEST_BITS_APART", "13"))
+BITS_APART = int(os.environ.get("TENSORFERRY_TEST_BITS_APART", "31"))
 
 
 def test_any_flipped_bit_is_found_or_harmless(

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorferry.checkpoint.ranges import (
+from tensorferry.checkpoint.zipformat.ranges import (
     contiguous_run,
     is_inside,
     memory_order,
+    rows,
     slabs,
     strides_of,
 )
@@ -131,3 +132,38 @@ def test_memory_order_of_what_does_not_fill_one_range_is_none(sizes: Any, stride
 )
 def test_is_inside(offsets: Any, lengths: Any, inside: bool) -> None:
     assert is_inside((2, 3), offsets, lengths) == inside
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (4,), (2, 3), (3, 1, 2), (2, 2, 3), (1, 2, 1, 2)])
+@pytest.mark.parametrize("kind", ["contiguous", "wider", "reversed", "strided"])
+def test_rows_of_every_slice_of_small_tensors(sizes: Any, kind: str) -> None:
+    """Rows bring every element to its place, and are as long as can be."""
+    stored = torch.arange(torch.Size(sizes).numel())
+    for offsets, lengths in slices_of(sizes):
+        target = torch.full([*lengths, 2], -1)[..., 0]
+        if kind == "contiguous":
+            target = torch.full(lengths, -1)
+        elif kind == "wider" and lengths:
+            target = torch.full([*lengths[:-1], lengths[-1] + 1], -1)[..., :-1]
+        elif kind == "reversed":
+            target = torch.full(lengths[::-1], -1).permute([*range(len(lengths))][::-1])
+        found = rows(sizes, offsets, lengths, target.stride())
+        if target.numel() == 0:
+            assert found is None
+            continue
+        assert found is not None
+        for index in itertools.product(*map(range, lengths[: found.dims])):
+            row = target[index]
+            assert row.is_contiguous()
+            assert row.numel() == found.length
+            row.view(-1).copy_(stored[found.place(index) :][: found.length])
+        assert torch.equal(target, wanted(sizes, offsets, lengths))
+        if kind == "contiguous" and contiguous_run(sizes, offsets, lengths) is not None:
+            assert found.dims == 0
+
+
+def test_elements_that_share_memory_have_no_rows() -> None:
+    assert rows((4, 3), (0, 0), (4, 3), (0, 1)) is None
+    assert rows((4, 3), (0, 0), (4, 3), (2, 1)) is None
+    assert rows((4, 3), (0, 0), (4, 3), (3, 1)) == (0, 12, 0, ())
+    assert rows((4, 3), (0, 0), (1, 3), (0, 1)) == (0, 3, 0, ())

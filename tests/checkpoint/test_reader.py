@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 import tensorferry
 from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
-from tensorferry.checkpoint import reader as reader_module
+from tensorferry.checkpoint.storage import delivery, reading
+from tensorferry.checkpoint.storage import reader as reader_module
 from tests.checkpoint.states import (
     LAYOUTS,
     assert_same,
@@ -34,6 +35,7 @@ from tests.checkpoint.states import (
 )
 from tests.support import child
 from tests.support.data import SEED
+from tests.support.effort import examples
 from tests.support.faultfs import Fault
 from tests.support.leaks import nothing_leaks
 
@@ -214,12 +216,28 @@ def slices(draw: st.DrawFn) -> tuple[str, Any, Any, str]:
     return name, tuple(offsets), tuple(lengths), draw(st.sampled_from(DESTINATIONS))
 
 
+@pytest.fixture(params=[False, True], ids=["usual sizes", "small sizes"])
+def small_sizes(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small sizes rows go straight to their places, and tensors lie in several runs and slabs."""
+    if request.param:
+        monkeypatch.setattr(reading, "RUN_NBYTES", 1 << 18)
+        monkeypatch.setattr(reading, "_AHEAD_NBYTES", 1 << 20)
+        monkeypatch.setattr(reading, "_MAX_TRANSFERS", 3)
+        monkeypatch.setattr(delivery, "_MIN_ROW_NBYTES", 512)
+        monkeypatch.setattr(delivery, "_SLAB_NBYTES", 10_000)
+
+
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(wanted=st.lists(slices(), min_size=1, max_size=6), verify=st.sampled_from(LEVELS))
 def test_any_slices_come_to_any_destinations(
-    stored: pathlib.Path, wanted: list[tuple[str, Any, Any, str]], verify: str
+    stored: pathlib.Path,
+    small_sizes: None,
+    wanted: list[tuple[str, Any, Any, str]],
+    verify: str,
 ) -> None:
     targets = [destination(kind, n, STORED[name].dtype) for name, _, n, kind in wanted]
     plan = [(name, o, n, t) for (name, o, n, _), t in zip(wanted, targets, strict=True)]
@@ -603,7 +621,8 @@ def peak_of_load(path: str, mebibytes: int, other_dtype: bool, columns: bool) ->
     from tensorferry.tuning.stopwatch import Stopwatch
 
     count = mebibytes // 64
-    state = {str(k): torch.randn(2048, 8192) for k in range(count)}
+    first = torch.randn(2048, 8192)
+    state = {str(k): first + k for k in range(count)}
     dcp.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
     dtype = torch.float64 if other_dtype else torch.float32
     width = 4096 if columns else 8192
@@ -628,7 +647,7 @@ def test_load_takes_little_memory(
         "tests.checkpoint.test_reader:peak_of_load",
         imports=["torch.distributed.checkpoint"],
         path=directory / "checkpoint",
-        mebibytes=320,
+        mebibytes=192,
         other_dtype=other_dtype,
         columns=columns,
     )

@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tensorferry.checkpoint import FileSystemWriter, commit, savers
+from tensorferry.checkpoint import FileSystemWriter
 from tensorferry.checkpoint import load as load_object
 from tensorferry.checkpoint import save as save_object
-from tensorferry.checkpoint.savers import LOCK_NAME, Saver
+from tensorferry.checkpoint.storage import commit, savers
+from tensorferry.checkpoint.storage.savers import LOCK_NAME, Saver
 from tests.checkpoint import ranks
 from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import load, metadata_of, save
@@ -403,7 +404,7 @@ def test_a_save_that_alone_cannot_lock_does_not_go_on(
 
     checkpoint = directory / "checkpoint"
     save(state_of(1), checkpoint)
-    monkeypatch.setattr(savers, "_open", refuse)
+    monkeypatch.setattr(savers, "open_lock_file", refuse)
     with pytest.raises(dcp.api.CheckpointException, match="Permission denied"):
         save(state_of(2), checkpoint)
     assert step_in(checkpoint) == 1

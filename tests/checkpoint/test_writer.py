@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from tensorferry.checkpoint import FileSystemWriter, archive, commit
+from tensorferry.checkpoint import FileSystemWriter
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
+from tensorferry.checkpoint.storage import commit
+from tensorferry.checkpoint.zipformat import archive
 from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import (
     LAYOUTS,
@@ -29,6 +32,8 @@ from tests.support import child
 
 if TYPE_CHECKING:
     import pathlib
+
+    from tensorferry.checkpoint.progress import Progress
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
@@ -262,3 +267,34 @@ def test_state_made_on_demand_is_never_in_memory_as_a_whole(directory: pathlib.P
         count=16,
     )
     assert ended.result <= 96 << 20  # of 256 MiB
+
+
+def test_a_save_tells_how_far_it_has_come(directory: pathlib.Path) -> None:
+    told: list[Progress] = []
+    state = {"a": torch.ones(1000), "b": torch.ones(3, 5), "c": "text"}
+    writer = FileSystemWriter(directory / "c", single_file_per_rank=False, progress=told.append)
+    assert writer.last_save is None
+    dcp.save(state, storage_writer=writer)
+    last = told[-1]
+    assert (last.files, last.total_files) == (3, 3)
+    assert last.nbytes == last.total_nbytes >= 4000 + 60
+    assert writer.last_save is not None
+    assert writer.last_save.nbytes == last.nbytes
+    assert writer.last_save.gb_per_second > 0
+
+
+def test_what_the_listener_raises_ends_the_save(directory: pathlib.Path) -> None:
+    def fail(progress: Progress) -> None:
+        raise ZeroDivisionError
+
+    state = {"a": torch.ones(1000)}
+    dcp.save(state, storage_writer=FileSystemWriter(directory / "c"))
+    before = sorted(path.name for path in (directory / "c").iterdir())
+    with pytest.raises(CheckpointException):
+        dcp.save(state, storage_writer=FileSystemWriter(directory / "c", progress=fail))
+    assert sorted(path.name for path in (directory / "c").iterdir()) == before
+
+
+def test_a_listener_that_cannot_be_called_is_refused(directory: pathlib.Path) -> None:
+    with pytest.raises(TypeError, match="progress"):
+        FileSystemWriter(directory / "c", progress=5)  # type: ignore[arg-type]

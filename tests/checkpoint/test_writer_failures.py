@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from tensorferry.checkpoint import CheckpointError, FileSystemWriter
 from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import LAYOUTS, assert_same, load, mixed_state, save
 from tests.support import child, mounts
+from tests.support.leaks import count_descriptors
 
 if TYPE_CHECKING:
     import pathlib
@@ -110,3 +112,14 @@ def test_directory_that_cannot_be_written_is_reported(directory: pathlib.Path) -
     assert isinstance(failure, OSError)
     assert failure.errno == errno.ENOTDIR
     assert str(failure.filename).startswith(str(directory / "file"))
+
+
+def test_a_file_for_each_item_needs_few_descriptors(directory: pathlib.Path) -> None:
+    state = {str(k): torch.full((1 << 12,), k) for k in range(200)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count_descriptors() + 64, hard))
+    try:
+        save(state, directory / "checkpoint", single_file_per_rank=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert_same(load(directory / "checkpoint", state), state)

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 import tensorferry
+from tests.support import warm
 
+if TYPE_CHECKING:
+    import pathlib
+
+numpy = pytest.importorskip("numpy")
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-COMMANDS = ("report", "bench", "tune")
+COMMANDS = ("report", "bench", "tune", "ls", "verify", "convert")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tensorferry", *arguments],
+        [warm.python(), "-m", "tensorferry", *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=60,
-        env=os.environ | {"COLUMNS": "120"},
+        env=os.environ | {"COLUMNS": "120"} | environment,
     )
 
 
@@ -54,7 +62,134 @@ def test_what_it_does_not_know_is_a_bad_argument(arguments: tuple[str, ...]) -> 
     done = run(*arguments)
     assert done.returncode == 2
     assert arguments[-1] in done.stderr
+    assert done.stdout == ""
+
+
+PROBLEMS = {
+    "an unknown command": ("fly",),
+    "an unknown option": ("ls", "--wings"),
+    "a missing argument": ("verify",),
+    "a path that is not there": ("report", "/nonexistent"),
+    "a checkpoint that is not there": ("ls", "/nonexistent"),
+    "no checkpoint": ("verify", "README.md"),
+    "nothing to convert": ("convert", "/nonexistent", "x"),
+    "a size that is none": ("bench", ".", "--io-size=many"),
+    "two numbers that are none": ("bench", ".", "--loops=many", "--queue-depth=0"),
+    "no folder to tune for": ("tune",),
+    "a prediction of nothing": ("bench", "--offload=7B"),
+}
+
+
+@pytest.mark.parametrize("arguments", PROBLEMS.values(), ids=PROBLEMS)
+def test_all_problems_are_told_in_one_style(arguments: tuple[str, ...]) -> None:
+    """A line for each, that begins with the command's name; no box, no count, no traceback."""
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    command = "tensorferry" if arguments[0] == "fly" else f"tensorferry {arguments[0]}"
+    lines = done.stderr.splitlines()
+    assert len(lines) == (2 if "--queue-depth=0" in arguments else 1)
+    assert all(re.match(f"{command}: \\S", line) for line in lines), lines
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_the_terminal_and_wraps_only_there(command: str, width: int) -> None:
+    done = run(*[command][: bool(command)], "--help", COLUMNS=str(width))
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= min(width, 100)
+    assert not any(line.endswith("...") or "…" in line for line in lines[1:]), "nothing is cut off"
+    # A paragraph's lines are full: what begins the next one would not have fitted.
+    first = next(n for n, line in enumerate(lines) if line.startswith("  "))
+    for line, after in itertools.pairwise(lines[first : lines.index("", first)]):
+        assert len(line) + 1 + len(after.split()[0]) > min(width, 100) - 2
+
+
+@pytest.mark.parametrize("arguments", [("ls", "."), ("ls", "--help"), ("--version",)])
+def test_output_that_cannot_be_written_is_told(
+    arguments: tuple[str, ...], tmp_path: pathlib.Path
+) -> None:
+    pytest.importorskip("torch")
+    from tensorferry.safetensors.numpy import save_file
+
+    save_file({"x": numpy.zeros(3)}, tmp_path / "x.safetensors")
+    command = [warm.python(), "-m", "tensorferry", *arguments]
+    command = [str(tmp_path) if each == "." else each for each in command]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.endswith(": its output cannot be written: No space left on device\n")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [("ls", "."), ("--version",), ("fly",)])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_command_whose_streams_are_closed_ends_as_any_other(
+    arguments: tuple[str, ...], closed: str, tmp_path: pathlib.Path
+) -> None:
+    from tensorferry.safetensors.numpy import save_file
+
+    save_file({"x": numpy.zeros(3)}, tmp_path / "x.safetensors")
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "tensorferry"]
+    done = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
     assert "Traceback" not in done.stderr
+    assert done.returncode == (2 if arguments == ("fly",) else 0), done.stderr
+
+
+def test_who_has_seen_enough_of_its_output_ends_it_quietly() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [warm.python(), "-m", "tensorferry", "bench", "--help"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_numbers_of_things_are_words_that_fit() -> None:
+    from tensorferry.cli.consoles import counted
+
+    assert [counted(number, "problem") for number in (0, 1, 2)] == [
+        "0 problems",
+        "1 problem",
+        "2 problems",
+    ]
+    assert [counted(number, "entry", "entries") for number in (1, 2)] == ["1 entry", "2 entries"]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_looking_at_checkpoints_imports_nothing_that_measures(command: str) -> None:
+    program = f"""
+import sys
+from tensorferry.cli.app import run
+try:
+    run([{command!r}, "--help"])
+except SystemExit:
+    pass
+heavy = ("torch", "numpy", "multiprocessing", "tensorferry.tuning", "rich.progress", "asyncio")
+print([name for name in sys.modules if name.startswith(heavy)], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr == "[]\n"
+
+
+def test_a_signal_that_was_ignored_from_the_start_stays_ignored() -> None:
+    """As under nohup, where a terminal that goes must not end the command."""
+    program = """
+import os, signal
+from tensorferry.cli.leaving import leaving_well
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with leaving_well("this"):
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("goes on")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
 
 
 def test_options_may_be_written_with_underscores() -> None:
@@ -66,10 +201,20 @@ def test_options_may_be_written_with_underscores() -> None:
     assert (underscores.returncode, underscores.stderr) == (hyphens.returncode, hyphens.stderr)
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_its_libraries_it_says_what_to_install(missing: str) -> None:
+@pytest.mark.parametrize(
+    ("missing", "arguments", "package"),
+    [
+        ("typer", [], "'tensorferry[cli]'"),
+        ("rich", [], "'tensorferry[cli]'"),
+        ("torch", ["convert", "x", "y"], "torch"),
+    ],
+)
+def test_without_its_libraries_it_says_what_to_install(
+    missing: str, arguments: list[str], package: str
+) -> None:
     program = f"""
 import sys
+sys.argv[1:] = {arguments!r}
 from tensorferry.cli import main
 
 class NotInstalled:
@@ -83,7 +228,7 @@ main()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
     assert f"needs {missing}" in done.stderr
-    assert "pip install 'tensorferry[cli]'" in done.stderr
+    assert f"pip install {package}\n" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import mounts
+from tests.support import mounts, warm
 
-DS_IO = [sys.executable, "-m", "tensorferry.cli.ds_io"]
 SIZE = 2 << 20
 
 # As a DeepSpeed sweep composes them.
@@ -20,7 +19,7 @@ COMMAND_LINES = [
     "--folder {0} --io_size 2M",
     "--read --engine aio_handle --loops 1 --io_size 2M --folder_to_device_mapping {0}:0 {1}:1 "
     "--block_size 1M --queue_depth 32 --sequential_requests --single_submit --io_parallel 2",
-    "--folder {0} --io_size 2M --engine aio_basic --validate --multi_process 2",
+    "--folder {0} --io_size 2M --engine files --validate --multi_process 2",
     "--folder {0} --io_size 2M --different_file_each_iteration --warmup_loops 0 --loops 2",
     "--folder {0} --io_size 2M --use_accelerator_pin_memory --include_warmup_time --fast_io_size 1M",
     "--folder {0} --io_size 2M --slow_bounce_buffer",
@@ -29,7 +28,10 @@ COMMAND_LINES = [
 
 def run(command_line: str, *folders: Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [*DS_IO, *command_line.format(*folders).split()], capture_output=True, text=True, timeout=60
+        [warm.python(), "-m", "tensorferry.cli.ds_io", *command_line.format(*folders).split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == expect, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -53,12 +55,11 @@ def test_command_lines_of_ds_io_run(command_line: str, directory: Path) -> None:
     assert re.search(rf"^E2E {operation} Latency = \d+\.\d+(e-\d+)? sec$", output, re.MULTILINE)
 
 
-@pytest.mark.parametrize("engine", ["torch_io", "torch_fastio"])
-def test_saving_with_torch_is_measured(engine: str, directory: Path) -> None:
+def test_saving_with_torch_is_measured(directory: Path) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     for extra in ("", "--torch_legacy_save"):
-        output = run(f"--folder {{0}} --io_size 2M --engine {engine} {extra}", directory).stdout
+        output = run(f"--folder {{0}} --io_size 2M --engine torch_io {extra}", directory).stdout
         assert speed(output, "E2E Write Speed") > 0
 
 
@@ -98,8 +99,16 @@ def test_a_run_that_fails_leaves_only_what_was_there(tmp_path: Path) -> None:
 def test_all_problems_are_listed_and_the_exit_code_is_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORFERRY_LIBCUFILE", "/nonexistent/libcufile.so.0")
     done = run("--folder /nonexistent --io_size x --use_gds --queue_depth none", expect=2)
-    assert "5 problems" in done.stderr
+    problems = done.stderr.splitlines()
+    assert len(problems) == 5
+    assert all(line.startswith("tensorferry-ds-io: ") for line in problems)
     assert done.stdout == ""
+
+
+def test_what_it_does_not_know_is_told_in_the_same_style() -> None:
+    for arguments in ("--io_size 1M --folder {0} --wings", "--folder {0}"):
+        (line,) = run(arguments, Path(), expect=2).stderr.splitlines()
+        assert line.startswith("tensorferry-ds-io: ")
 
 
 def test_it_needs_neither_typer_nor_rich(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -10,13 +11,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tensorferry.settings import Settings
 from tensorferry.tuning import gpus
-from tests.support import mounts
+from tests.support import mounts, warm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +32,13 @@ SMALL = {
     "queue_depth": [4],
     "io_parallel": [1, 2],
 }
+BAD_DEFAULT = """
+from tensorferry.cli import main
+from tensorferry.settings import Settings
+from tensorferry.tuning import tune
+tune.default_settings = lambda: Settings(16 << 10, 1, False, True, 1, "threads")
+main()
+"""
 
 
 class Place:
@@ -44,19 +52,25 @@ class Place:
         self.sweep.write_text(json.dumps(SMALL))
         self.environment = os.environ | {
             "TENSORFERRY_PROFILES": str(self.store),
-            "XDG_STATE_HOME": str(home / "state"),
             "COLUMNS": "120",
         }
 
     def run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        return self._run([sys.executable, "-m", "tensorferry", "tune", *map(str, arguments)])
+        return self._run([warm.python(), "-m", "tensorferry", "tune", *arguments])
 
     def run_small(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         return self.run(self.folder, "--io-size", "16M", "--sweep-config", self.sweep, *arguments)
 
+    def run_against_a_bad_default(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        """Run a small sweep where the default settings are so bad that any other is surely better."""
+        sizes = ("--io-size", "16M", "--sweep-config", self.sweep)
+        return self._run(
+            [warm.python(), "-c", BAD_DEFAULT, "tune", self.folder, *sizes, *arguments]
+        )
+
     def run_theirs(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         module = "tensorferry.cli.ds_nvme_tune"
-        return self._run([sys.executable, "-m", module, *map(str, arguments)])
+        return self._run([warm.python(), "-m", module, *arguments])
 
     def start_long(self) -> subprocess.Popen[str]:
         arguments = ["tune", str(self.folder), "--io-size", "64M", "--full"]
@@ -69,9 +83,9 @@ class Place:
             text=True,
         )
 
-    def _run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+    def _run(self, command: list[object]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command,
+            [*map(str, command)],
             env=self.environment,
             cwd=ROOT,
             capture_output=True,
@@ -86,12 +100,15 @@ def place(directory: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> 
     assert list(directory.iterdir()) == [], "left files behind"
 
 
-def test_tune_prints_what_to_use_and_stores_it(place: Place) -> None:
-    done = place.run_small()
+def test_tune_prints_what_to_use_and_stores_what_is_proven(place: Place) -> None:
+    done = place.run_against_a_bad_default()
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout  # no control codes on a pipe
+    assert re.match(r"about \d+ s\n", done.stdout)
+    assert re.search(r"final \(\d+ %, \d+ s left\)", done.stdout)
     assert "Best: threads" in done.stdout
     assert re.search(r"write \d+\.\d+ GB/s \(.* % sure\)", done.stdout)
+    assert re.search(r"It is \d+\.\d+ times as fast .*, 99.* % sure, \d+ times each", done.stdout)
     assert "threads, read, GB/s" in done.stdout
     section = re.search(r"\{\n.*?\n\}", done.stdout, re.DOTALL)
     assert section is not None
@@ -106,12 +123,27 @@ def test_tune_prints_what_to_use_and_stores_it(place: Place) -> None:
     assert aio["single_submit"] is False
     (profile,) = json.loads(place.store.read_text())["profiles"]
     assert profile["settings"] == aio | {"engine": "threads"}
-    assert not list((place.home / "state" / "tensorferry").iterdir())
+
+
+def test_tune_says_that_nothing_is_proven(place: Place) -> None:
+    defaults = {"io_engine": ["threads"], "block_size": ["4K"], "queue_depth": [1]}
+    place.sweep.write_text(json.dumps(defaults))
+    done = place.run_small()
+    assert done.returncode == 0, done.stderr
+    assert "These are the default settings: nothing else is proven to be 2 % faster" in done.stdout
+    assert not place.store.exists()
+
+
+def test_quick_tries_few_settings(place: Place) -> None:
+    done = place.run(place.folder, "--quick", "--io-size", "32M", "--no-save")
+    assert done.returncode == 0, done.stderr
+    assert "Best: " in done.stdout
+    assert re.search(r"\b\d+ settings", done.stdout) is None  # not more than finalists
 
 
 def test_what_was_found_is_shown_and_forgotten(place: Place) -> None:
     assert "no settings are stored" in place.run("--show").stdout
-    place.run_small()
+    place.run_against_a_bad_default()
     for arguments in (["--show"], ["--show", place.folder]):
         shown = place.run(*arguments).stdout
         assert "threads" in shown
@@ -122,24 +154,22 @@ def test_what_was_found_is_shown_and_forgotten(place: Place) -> None:
 
 
 def test_tune_stores_nothing_where_it_must_not(place: Place) -> None:
-    done = place.run_small("--no-save", "--no-write")
+    done = place.run_against_a_bad_default("--no-save", "--no-write")
     assert done.returncode == 0, done.stderr
     assert not place.store.exists()
     place.environment["TENSORFERRY_PROFILES"] = "0"
-    assert "TENSORFERRY_PROFILES=0" in place.run_small().stdout
+    assert "TENSORFERRY_PROFILES=0" in place.run_against_a_bad_default().stdout
     assert place.run("--show").returncode == 1
 
 
-def test_result_log_and_heat_map_are_kept_where_asked(place: Place) -> None:
+def test_all_measurements_are_printed_and_the_heat_map_is_drawn_where_asked(place: Place) -> None:
     pytest.importorskip("matplotlib")
-    result, log, plot = (place.home / name for name in ("out.json", "log.jsonl", "map.png"))
-    done = place.run_small("--json", result, "--log", log, "--plot", plot, "--no_save", "--full")
+    plot = place.home / "map.png"
+    done = place.run_small("--json", "--plot", plot, "--no_save", "--full")
     assert done.returncode == 0, done.stderr
-    content = json.loads(result.read_text())
-    assert content["settings"]["engine"] == "threads"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert lines[0]["tensorferry_tune"] == 1
-    assert sum("measured" in line for line in lines) == 2 * len(content["turns"])
+    content = json.loads(done.stdout)
+    assert content["settings"]["block_size"] > 0
+    assert len(content["turns"]) >= 3 * 4
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -163,7 +193,7 @@ def test_a_terminal_gets_a_live_table(place: Place) -> None:
                 break
     os.close(ours)
     assert process.returncode == 0, output
-    assert b"measurements" in output
+    assert b" left: final" in output
     assert b"Best: " in output
 
 
@@ -174,12 +204,13 @@ def test_a_terminal_gets_a_live_table(place: Place) -> None:
         (["/nonexistent"], ["/nonexistent: no such folder"]),
         (["/dev/null", "--io-size", "1Q"], ["/dev/null: no folder", "--io-size: '1Q'"]),
         (
-            ["/", "--io-size", "1M", "--no-read", "--no-write", "--json", "/nonexistent/x"],
-            ["--io-size: 1M is less", "--no-read, --no-write", "--json: /nonexistent"],
+            ["/", "--io-size", "1M", "--no-read", "--no-write", "--plot", "/nonexistent/x.png"],
+            ["--io-size: 1M is less", "--no-read, --no-write", "--plot: /nonexistent"],
         ),
         (["/", "--sweep-config", "/nonexistent"], ["--sweep-config: /nonexistent: No such file"]),
         (["/", "--plot", "map.bmp"], ["--plot: map.bmp ends"]),
         (["--show", "--forget"], ["--show, --forget"]),
+        (["/", "--full", "--quick"], ["--full, --quick: choose one"]),
         (["--forget", "/nonexistent"], ["/nonexistent: no such folder"]),
     ],
 )
@@ -219,43 +250,88 @@ def test_a_folder_that_nobody_may_write_to_is_one_clear_line(place: Place) -> No
     assert_failed(place.run("/sys"), "/sys: Permission denied", "a folder that you may write to")
 
 
-def test_a_result_that_cannot_be_stored_is_printed_all_the_same(place: Place) -> None:
+def test_a_result_that_could_not_be_stored_is_known_before_the_run(place: Place) -> None:
     place.environment["TENSORFERRY_PROFILES"] = str(place.sweep / "below")
     done = place.run_small()
-    assert_failed(done, "not stored", str(place.sweep))
-    assert "Best: threads" in done.stdout
+    assert_failed(done, f"{place.sweep}/below: ", "--no-save")
+    assert done.stdout == ""
+    assert place.run_small("--no-save").returncode == 0
 
 
-def test_a_state_folder_that_cannot_be_written_is_done_without(place: Place) -> None:
-    place.environment["XDG_STATE_HOME"] = str(place.sweep / "below")
-    done = place.run_small()
-    assert done.returncode == 0, done.stderr
-    assert "Best: threads" in done.stdout
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130)])
-def test_an_interrupted_tune_leaves_nothing_but_its_log_and_goes_on(
-    place: Place, number: signal.Signals, code: int
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_tune_leaves_nothing(place: Place, number: signal.Signals) -> None:
     with place.start_long() as process:
         assert process.stdout is not None
+        assert "about " in process.stdout.readline()
         assert "full sweep" in process.stdout.readline()
-        log_folder = place.home / "state" / "tensorferry"
-        deadline = time.monotonic() + 60
-        while sum(path.stat().st_size for path in log_folder.glob("*")) < 5000:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
+    assert process.returncode == 130
     (line,) = errors.strip().splitlines()
-    assert "goes on where it ended" in line
-    (log,) = log_folder.iterdir()
-    assert str(log) in line
+    assert "interrupted" in line
     assert not place.store.exists()
 
 
+def test_names_are_shown_as_they_are_and_move_no_cursor(place: Place) -> None:
+    """Where rich would take [/x] for the end of a style, and a terminal [31m for red."""
+    home = place.home / "[/x][red]"
+    home.mkdir(parents=True)
+    place.store = home / "pro\x1b[31mfiles.json"
+    place.environment["TENSORFERRY_PROFILES"] = str(place.store)
+    shown = f"{home}/pro\\x1b[31mfiles.json"
+    for option in ("--show", "--forget"):
+        done = place.run(option)
+        assert (done.returncode, done.stdout) == (0, f"no settings are stored in {shown}\n")
+    names = {"type": "tmpfs", "uuid": None, "fsid": None, "source": "x", "mount_point": "/[/y]\x1b"}
+    settings = dataclasses.asdict(Settings(engine="threads"))
+    rates = {"write": {"median": 10**400}, "read": {"median": 10**9}}
+    entry = {"file_system": names, "settings": settings, "found": {"rates": rates, "when": "[/z]"}}
+    place.store.write_text(json.dumps({"version": 1, "profiles": [entry]}))
+    done = place.run("--show")
+    assert done.returncode == 0, done.stderr
+    assert "/[/y]\\x1b (tmpfs)" in done.stdout
+    assert "[/z]" in done.stdout
+    assert "1.00" in done.stdout
+    assert done.stdout.endswith(f"in {shown}\n")
+    done = place.run("--forget")
+    assert (done.returncode, done.stdout) == (0, "forgotten: /[/y]\\x1b\n")
+
+
+def test_warnings_and_places_are_shown_as_they_are(
+    place: Place, tmpfs_directory: pathlib.Path
+) -> None:
+    folder = tmpfs_directory / "[/x]\x1b"
+    folder.mkdir(parents=True)
+    done = place.run(folder, "--io-size", "16M", "--sweep-config", place.sweep)
+    assert done.returncode == 0, done.stderr
+    assert f"Note: {tmpfs_directory}/[/x]\\x1b is in memory" in done.stdout
+    sizes = ("--io_size", "16M", "--sweep_config", place.sweep)
+    done = place.run_theirs("--nvme_dir", folder, *sizes, "--log_dir", place.home)
+    assert done.returncode == 0, done.stderr
+    assert "Running DeepNVMe" in done.stdout
+
+
+def test_links_that_lead_in_a_circle_are_one_clear_line(place: Place) -> None:
+    circle = place.home / "circle"
+    circle.symlink_to(circle)
+    for done in (place.run(circle), place.run_theirs("--nvme_dir", circle)):
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert f"{circle}: no such folder" in done.stderr
+    place.environment["TENSORFERRY_PROFILES"] = str(circle)
+    assert_failed(place.run_small(), f"{circle}: ")
+    assert_failed(place.run("--forget"), f"{circle}: ")
+
+
 # ds_nvme_tune
+
+
+def test_a_log_that_cannot_be_written_costs_no_result(place: Place) -> None:
+    (place.home / "tune.json").mkdir()
+    sweep = ("--sweep_config", place.sweep, "--io_size", "16M")
+    done = place.run_theirs("--nvme_dir", place.folder, "--log_dir", place.home, *sweep)
+    assert_failed(done, f"--log_dir: {place.home}/tune.json: Is a directory")
+    assert '"aio": {' in done.stdout
 
 
 def test_command_lines_of_ds_nvme_tune_work_unchanged(place: Place) -> None:
@@ -278,10 +354,12 @@ def test_command_lines_of_ds_nvme_tune_work_unchanged(place: Place) -> None:
     best, _, section = done.stdout.partition("Best performance (GB/sec): ")[2].partition("\n")
     assert re.fullmatch(r"read = +\d+\.\d\d, write = +\d+\.\d\d", best)
     aio = json.loads(section)["aio"]
-    assert aio["block_size"] in (1 << 20,)
+    assert aio["block_size"] == 1 << 20
     assert aio["single_submit"] is False
-    assert (logs / "tune.jsonl").exists()
-    assert json.loads(place.store.read_text())["profiles"]
+    content = json.loads((logs / "tune.json").read_text())
+    told = [float(rate) for rate in re.findall(r"\d+\.\d\d", best)]
+    found = [content["rates"][name]["median"] / (1 << 30) for name in ("read", "write")]
+    assert told == pytest.approx(found, abs=0.006)  # DeepSpeed's GB are 2^30 bytes
 
 
 def test_options_of_ds_nvme_tune_that_cannot_be_are_refused_with_the_reason(place: Place) -> None:
@@ -301,9 +379,12 @@ def test_options_of_ds_nvme_tune_that_cannot_be_are_refused_with_the_reason(plac
 def test_gpus_are_refused_with_the_reason_where_there_is_none(option: str, place: Place) -> None:
     if gpus.why_no_gpu() is None:
         pytest.skip("there is a GPU")
-    for done in (place.run_small(option), place.run_theirs("--nvme_dir", place.folder, option)):
+    for name, done in (
+        ("tensorferry tune", place.run_small(option)),
+        ("tensorferry-ds-nvme-tune", place.run_theirs("--nvme_dir", place.folder, option)),
+    ):
         assert done.returncode == 2
-        assert done.stderr == f"Error: {option}: {gpus.why_no_gpu()}\n"
+        assert done.stderr == f"{name}: {option}: {gpus.why_no_gpu()}\n"
 
 
 @pytest.mark.gpu

@@ -45,14 +45,14 @@ class GpuMemory {
   uint64_t address_;
 };
 
-struct Piece {
+struct GpuPiece {
   const GpuMemory& memory;
   size_t begin;
   size_t nbytes;
 };
 
 // A transfer of GPU memory, ordered after the device's legacy stream.
-Result<std::shared_ptr<Request>> try_start(Scheduler& scheduler, std::shared_ptr<File> file, const Piece& piece,
+Result<std::shared_ptr<Request>> try_start(Scheduler& scheduler, std::shared_ptr<File> file, const GpuPiece& piece,
                                            uint64_t offset, bool write, bool blocking = false) {
   auto gate = cuda::Gate::after(piece.memory.device(), nullptr);
   if (!gate) return gate.fault();
@@ -70,8 +70,8 @@ Result<std::shared_ptr<Request>> try_start(Scheduler& scheduler, std::shared_ptr
   return request;
 }
 
-std::shared_ptr<Request> started(Scheduler& scheduler, std::shared_ptr<File> file, const Piece& piece, uint64_t offset,
-                                 bool write, bool blocking = false) {
+std::shared_ptr<Request> started(Scheduler& scheduler, std::shared_ptr<File> file, const GpuPiece& piece,
+                                 uint64_t offset, bool write, bool blocking = false) {
   auto request = try_start(scheduler, std::move(file), piece, offset, write, blocking);
   REQUIRE(request);
   return *request;

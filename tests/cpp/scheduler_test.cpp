@@ -1,10 +1,12 @@
 // Files, engines and the scheduler together, on real files: sizes, parallelism, faults, cancellation, close.
 #include "transfer/scheduler.h"
+#include "transfer/completion_queue.h"
 
 #include <doctest/doctest.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -233,6 +235,78 @@ TEST_CASE("a cancelled request ends, and its queue goes on") {
   }
 }
 
+// Ordinary pages that nobody has touched.
+struct FreshMemory {
+  explicit FreshMemory(size_t size) : nbytes(size) {
+    void* mapped = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    REQUIRE(mapped != MAP_FAILED);
+    (void)::madvise(mapped, nbytes, MADV_NOHUGEPAGE);
+    data = static_cast<char*>(mapped);
+  }
+  ~FreshMemory() { ::munmap(data, nbytes); }
+  FreshMemory(const FreshMemory&) = delete;
+  FreshMemory& operator=(const FreshMemory&) = delete;
+
+  size_t nbytes;
+  char* data;
+};
+
+TEST_CASE("memory without pages gets them before its block is an engine's, once, and by other threads than workers") {
+  TemporaryDirectory directory;
+  constexpr size_t block_nbytes = 512 << 10;
+  for (const auto& engine : engines) {
+    auto scheduler = make(engine, 1, 4, block_nbytes);
+    if (!scheduler) continue;
+    auto source = pattern(16 * block_nbytes, 5);
+    const std::string path = directory.file(engine);
+    auto written =
+        start(*scheduler, {open_file(path, true, DirectMode::never), {source.data(), source.size()}, 0, true});
+    REQUIRE(written->wait_for(milliseconds(60'000)));
+    CHECK(scheduler->statistics().touched_nbytes == 0);
+    uint64_t touched = 0;
+    for (size_t ragged : {size_t{0}, size_t{1}}) {  // straight into memory, and through buffers
+      FreshMemory memory(source.size() + 4096);
+      for (bool again : {false, true}) {
+        Segments segments(memory.data + ragged, source.size());
+        auto read = start(*scheduler, {open_file(path, false, DirectMode::never), std::move(segments), 0});
+        REQUIRE(read->wait_for(milliseconds(60'000)));
+        CHECK_FALSE(read->fault());
+        CHECK(std::memcmp(source.data(), memory.data + ragged, source.size()) == 0);
+        if (!again) touched += source.size();
+        // Where blocks do not begin with pages, two share one.
+        CHECK(scheduler->statistics().touched_nbytes == touched);
+      }
+    }
+    CHECK(scheduler->close(milliseconds(10'000)));
+  }
+}
+
+TEST_CASE("a read that is cancelled while its memory gets pages ends, and small pieces are left alone") {
+  TemporaryDirectory directory;
+  auto scheduler = make("", 1, 8, 1 << 20);
+  REQUIRE(scheduler);
+  auto source = pattern(64 << 20, 6);
+  const std::string path = directory.file("file");
+  auto written = start(*scheduler, {open_file(path, true), {source.data(), source.size()}, 0, true});
+  REQUIRE(written->wait_for(milliseconds(60'000)));
+  {
+    FreshMemory memory(source.size());
+    auto read = start(*scheduler, {open_file(path, false), {memory.data, memory.nbytes}, 0});
+    read->cancel();
+    REQUIRE(read->wait_for(milliseconds(60'000)));
+    if (read->fault()) CHECK(read->fault()->error_number == ECANCELED);
+  }
+  const uint64_t before = scheduler->statistics().touched_nbytes;
+  FreshMemory memory(1 << 20);
+  Segments pieces;
+  for (size_t at = 0; at < memory.nbytes; at += 64 << 10) pieces.add(memory.data + at, 64 << 10);
+  auto read = start(*scheduler, {open_file(path, false), std::move(pieces), 0});
+  REQUIRE(read->wait_for(milliseconds(60'000)));
+  CHECK(std::memcmp(source.data(), memory.data, memory.nbytes) == 0);
+  CHECK(scheduler->statistics().touched_nbytes == before);
+  CHECK(scheduler->close(milliseconds(10'000)));
+}
+
 TEST_CASE("who submits more than may be outstanding waits") {
   auto scheduler = make("threads");
   const milliseconds at_once(0);
@@ -253,7 +327,7 @@ TEST_CASE("closing finishes what is outstanding") {
     const std::string path = directory.file(engine);
     auto queue = std::make_shared<CompletionQueue>();
     auto request = start(*scheduler, {open_file(path, true), {source.data(), source.size()}, 5, true});
-    request->notify(queue, 42);
+    request->notify([queue] { queue->push(42); });
     CHECK(scheduler->close(milliseconds(10'000)));
     CHECK(scheduler->admit(1, milliseconds(0)) == Scheduler::Admission::closed);
     CHECK(request->done());

@@ -3,8 +3,10 @@
 
 #include <doctest/doctest.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <random>
@@ -50,8 +52,13 @@ inline std::shared_ptr<Scheduler> make(const std::string& engine, uint32_t worke
 }
 
 inline std::shared_ptr<File> open_file(const std::string& path, bool write, DirectMode direct = DirectMode::automatic) {
-  auto file = File::open(
-      path, {.read = !write, .write = write, .create = write, .exclusive = false, .truncate = false, .direct = direct});
+  auto file = File::open(path, {.read = !write,
+                                .write = write,
+                                .create = write,
+                                .exclusive = false,
+                                .truncate = false,
+                                .replaced = false,
+                                .direct = direct});
   REQUIRE(file);
   return *file;
 }
@@ -66,8 +73,7 @@ inline void hand_over(Scheduler& scheduler, const std::shared_ptr<Request>& requ
                       const std::shared_ptr<Transfer>& transfer, bool blocking = false) {
   if (blocking && scheduler.try_inline(transfer)) return request->settle();
   const auto file = transfer->file();
-  scheduler.submit(request, {transfer});
-  request->seal(*file);
+  scheduler.submit(request, {transfer}, {file});
   request->seal();
 }
 
@@ -81,10 +87,14 @@ inline std::shared_ptr<Request> start(Scheduler& scheduler, TransferSpec spec, b
   return request;
 }
 
+// Random bytes, eight at a time: each access is work for the sanitizers.
 inline std::vector<char> pattern(size_t nbytes, unsigned seed) {
   std::vector<char> bytes(nbytes);
-  std::minstd_rand random(seed);
-  for (auto& byte : bytes) byte = static_cast<char>(random());
+  std::mt19937_64 random(seed);
+  for (size_t begin = 0; begin < nbytes; begin += sizeof(uint64_t)) {
+    const uint64_t word = random();
+    memcpy(bytes.data() + begin, &word, std::min(sizeof word, nbytes - begin));
+  }
   return bytes;
 }
 

@@ -3,18 +3,12 @@
 #include <thread>
 
 #include "checksum/checksum.h"
+#include "memory/allocation.h"
 #include "scheduling.h"
 #include "transfer/checksums.h"
 
 namespace tensorferry {
 namespace {
-
-std::vector<char> random_bytes(size_t nbytes, uint32_t seed) {
-  std::mt19937 random(seed);
-  std::vector<char> bytes(nbytes);
-  for (auto& byte : bytes) byte = static_cast<char>(random());
-  return bytes;
-}
 
 // Segments of the bytes, which lie in memory in the order in which they follow each other in the file but apart.
 struct Scattered {
@@ -71,7 +65,7 @@ TEST_CASE("segments are gathered and scattered, and their checksums are right") 
           auto scheduler = make(engine, workers, 8, 1 << 20, workers - 1);
           if (!scheduler) continue;
           const std::string path = directory.file(std::to_string(++seed));
-          const auto bytes = random_bytes(3'000'001, seed);
+          const auto bytes = pattern(3'000'001, seed);
           const uint64_t chunk_nbytes = seed % 2 ? 65'536 : 30'001;
           auto source = scatter(bytes, seed);
           TransferSpec writing{open_file(path, true, direct), source.segments(), offset, true};
@@ -87,11 +81,11 @@ TEST_CASE("segments are gathered and scattered, and their checksums are right") 
             CHECK((*sums->of_segments())[index] == crc32(0, source.parts[index].data(), source.parts[index].size()));
           }
 
-          for (bool verify : {false, true}) {
+          for (const auto& [verify, straight] : {std::pair(false, false), {true, false}, {true, true}}) {
             auto target = scatter(std::vector<char>(bytes.size()), seed + 1000);
             TransferSpec reading{open_file(path, false, direct), target.segments(), offset};
-            reading.checksums =
-                std::make_shared<Checksums>(chunk_nbytes, true, verify ? *sums->of_chunks() : std::vector<uint32_t>());
+            reading.checksums = std::make_shared<Checksums>(
+                chunk_nbytes, true, verify ? *sums->of_chunks() : std::vector<uint32_t>(), straight);
             const auto found = reading.checksums;
             auto read = start(*scheduler, std::move(reading));
             REQUIRE(read->wait_for(milliseconds(60'000)));
@@ -106,7 +100,7 @@ TEST_CASE("segments are gathered and scattered, and their checksums are right") 
 TEST_CASE("nothing of a damaged chunk is given to anybody") {
   TemporaryDirectory directory;
   constexpr uint64_t chunk_nbytes = 8192;
-  const auto bytes = random_bytes(100'000, 1);
+  const auto bytes = pattern(100'000, 1);
   for (const char* engine : {"io_uring", "libaio", "threads"})
     for (auto direct : {DirectMode::automatic, DirectMode::never}) {
       auto scheduler = make(engine);
@@ -129,9 +123,47 @@ TEST_CASE("nothing of a damaged chunk is given to anybody") {
     }
 }
 
+TEST_CASE("what may go straight to memory does, and is compared there, also chunks that lie in several blocks") {
+  TemporaryDirectory directory;
+  constexpr size_t nbytes = 2 << 20;
+  const auto bytes = pattern(nbytes, 8);
+  const auto memory = Allocation::create(nbytes, Locking::none);
+  REQUIRE(memory);
+  for (const char* engine : {"io_uring", "libaio", "threads"})
+    for (uint64_t chunk_nbytes : {uint64_t{30'001}, uint64_t{64} << 10, uint64_t{1} << 20, uint64_t{4} << 20})
+      for (bool damage : {false, true}) {
+        auto scheduler = make(engine, 2);
+        if (!scheduler) continue;
+        const std::string path = directory.file(engine);
+        auto stored = bytes;
+        if (damage) stored[1'100'000] ^= 4;
+        auto written = start(*scheduler, {open_file(path, true), {stored.data(), nbytes}, 0, true});
+        REQUIRE(written->wait_for(milliseconds(60'000)));
+        const auto file = open_file(path, false);
+        TransferSpec reading{file, {memory->data(), nbytes}, 0};
+        reading.checksums = std::make_shared<Checksums>(chunk_nbytes, false, chunk_crcs(bytes, chunk_nbytes), true);
+        const auto sums = reading.checksums;
+        const uint64_t before = scheduler->statistics().bounced_nbytes;
+        auto read = start(*scheduler, std::move(reading));
+        REQUIRE(read->wait_for(milliseconds(60'000)));
+        CHECK(scheduler->statistics().bounced_nbytes == before);
+        if (damage) {
+          REQUIRE(read->fault());
+          const uint64_t chunk = 1'100'000 / chunk_nbytes;
+          CHECK(read->fault()->offset == chunk * chunk_nbytes);
+          CHECK(read->fault()->damaged_nbytes == std::min(chunk_nbytes, nbytes - chunk * chunk_nbytes));
+          CHECK_FALSE(sums->of_chunks());
+        } else {
+          REQUIRE_FALSE(read->fault());
+          CHECK(sums->of_chunks() == chunk_crcs(bytes, chunk_nbytes));
+        }
+        if (!damage) CHECK(std::equal(bytes.begin(), bytes.end(), memory->data()));
+      }
+}
+
 TEST_CASE("gaps are passed over, whether they are read or not") {
   TemporaryDirectory directory;
-  const auto bytes = random_bytes(2'100'000, 2);
+  const auto bytes = pattern(2'100'000, 2);
   for (const char* engine : {"io_uring", "libaio", "threads"}) {
     auto scheduler = make(engine);
     if (!scheduler) continue;
@@ -159,8 +191,45 @@ TEST_CASE("gaps are passed over, whether they are read or not") {
   }
 }
 
+TEST_CASE("joined items fail each for itself") {
+  TemporaryDirectory directory;
+  auto bytes = pattern(100'000, 12);
+  for (const char* engine : {"io_uring", "libaio", "threads"})
+    for (bool cancel : {false, true}) {
+      auto scheduler = make(engine);
+      if (!scheduler) continue;
+      const std::string path = directory.file(engine);
+      auto written = start(*scheduler, {open_file(path, true), {bytes.data(), bytes.size()}, 0, true});
+      REQUIRE(written->wait_for(milliseconds(60'000)));
+      std::vector<char> first(5000), last(6000);
+      TransferSpec reading{open_file(path, false), {}, 10};
+      reading.memory.add(first.data(), first.size());
+      reading.memory.add_gap(70);
+      reading.memory.add(last.data(), last.size());
+      reading.positions = {8, gap_position, 3};
+      auto request = new_request(*scheduler);
+      auto transfer = Transfer::create(std::move(reading), request, 3, 64 << 10);
+      REQUIRE(transfer);
+      if (cancel) request->cancel();
+      hand_over(*scheduler, request, *transfer);
+      REQUIRE(request->wait_for(milliseconds(60'000)));
+      const auto& faults = request->faults();
+      if (!cancel) {
+        CHECK(faults.empty());
+        CHECK(std::equal(first.begin(), first.end(), bytes.begin() + 10));
+        CHECK(std::equal(last.begin(), last.end(), bytes.begin() + 5080));
+        continue;
+      }
+      REQUIRE(faults.size() == 2);
+      CHECK(faults.at(8).offset == 10);
+      CHECK(faults.at(8).expected == 5000);
+      CHECK(faults.at(3).offset == 5080);
+      CHECK(faults.at(3).error_number == ECANCELED);
+    }
+}
+
 TEST_CASE("parts of chunks and segments come in any order") {
-  const auto bytes = random_bytes(50'000, 3);
+  const auto bytes = pattern(50'000, 3);
   auto source = scatter(bytes, 4);
   const Segments segments = source.segments();
   Checksums sums(7'000, true, {});
@@ -176,7 +245,7 @@ TEST_CASE("parts of chunks and segments come in any order") {
     Checksums::Block block(sums, begin);
     segments.each(begin, nbytes,
                   [&](const Segments::Piece& piece) { block.add(piece.memory, piece.nbytes, piece.segment); });
-    block.keep();
+    CHECK_FALSE(block.keep());
   }
   CHECK(sums.of_chunks() == chunk_crcs(bytes, 7'000));
   for (size_t index = 0; index < source.parts.size(); ++index) {

@@ -34,8 +34,8 @@ TEST_CASE("of two writes of a file the second begins at once just where they do 
           INFO(begin, "-", end, " ", later_begin, "-", later_end);
           const auto first = std::make_shared<Named>('a', turns, file, begin, end);
           const auto second = std::make_shared<Named>('b', turns, file, later_begin, later_end);
-          REQUIRE(WriteOrder::enter(first, false));
-          const bool begun = WriteOrder::enter(second, false);
+          REQUIRE(WriteOrder::try_to_enter({first}));
+          const bool begun = WriteOrder::try_to_enter({second});
           CHECK(begun == (later_end <= begin || end <= later_begin));
           WriteOrder::leave(*first);
           if (begun) WriteOrder::leave(*second);
@@ -50,18 +50,34 @@ TEST_CASE("writes that wait go on in their order, as soon as what is before them
   };
   const auto a = write('a', 0, 10), b = write('b', 10, 20), c = write('c', 5, 15), d = write('d', 0, 3);
   const auto elsewhere = write('e', 0, 20, other_file);
-  CHECK(WriteOrder::enter(a, true));
-  CHECK(WriteOrder::enter(b, true));
-  CHECK_FALSE(WriteOrder::enter(c, true));
-  CHECK_FALSE(WriteOrder::enter(d, true));
-  CHECK(WriteOrder::enter(elsewhere, true));
+  CHECK(WriteOrder::enter({a, b, c, d, elsewhere}) == std::vector{true, true, false, false, true});
   WriteOrder::leave(*a);
   CHECK(turns.empty());  // c still has b before it, and d stands behind c
   WriteOrder::leave(*b);
   CHECK(turns == "cd");
   for (const auto& ended : {c, d, elsewhere}) WriteOrder::leave(*ended);
-  CHECK(WriteOrder::enter(a, false));
+  CHECK(WriteOrder::try_to_enter({a}));
   WriteOrder::leave(*a);
+}
+
+TEST_CASE("a write and what cuts its file behind it begin together or not at all") {
+  std::string turns;
+  const auto write = std::make_shared<Named>('w', turns, file, 0, 10);
+  const auto cut = std::make_shared<Named>('c', turns, file, 10, UINT64_MAX);
+  const auto nothing = std::make_shared<Named>('n', turns, file, 0, 0);
+  const auto beyond = std::make_shared<Named>('b', turns, file, 50, 60);
+  REQUIRE(WriteOrder::try_to_enter({nothing, beyond}));
+  CHECK_FALSE(WriteOrder::try_to_enter({write, cut}));
+  REQUIRE(WriteOrder::enter({write}).front());  // nothing of it was left in the order
+  CHECK_FALSE(WriteOrder::enter({cut}).front());
+  WriteOrder::leave(*beyond);
+  CHECK(turns == "c");
+  const auto later = std::make_shared<Named>('l', turns, file, 20, 30);
+  CHECK_FALSE(WriteOrder::enter({later}).front());
+  WriteOrder::leave(*write);
+  WriteOrder::leave(*cut);
+  CHECK(turns == "cl");
+  WriteOrder::leave(*later);
 }
 
 }  // namespace tensorferry

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.deepspeed.programs import NAMES
 from tests.support import standin, warm
-from tests.support.child import call
+from tests.support.warm import call
 
 if TYPE_CHECKING:
     import pathlib
@@ -101,7 +101,7 @@ def test_without_deepspeed_install_names_the_remedy() -> None:
 
 def test_install_returns_where_the_variable_is_set(version: Environment) -> None:
     environment = version | {"TENSORFERRY_DEEPSPEED": "1"}
-    found = call(f"{PROGRAMS}:installed_twice_at_once", environment=environment, timeout_s=60)
+    found = call(f"{PROGRAMS}:installed_twice_at_once", environment=environment)
     assert found.result == [True, True, False]
 
 
@@ -111,7 +111,7 @@ def test_install_in_threads_beside_an_import_of_deepspeed_returns(
 ) -> None:
     environment = newest | {"TENSORFERRY_DEEPSPEED": variable}
     program = f"{PROGRAMS}:installed_in_threads"
-    found = call(program, environment=environment, timeout_s=60, threads=3).result
+    found = call(program, environment=environment, threads=3).result
     assert found == [True, True, True, True, False]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.support import warm
-from tests.support.child import call
+from tests.support.warm import call
 
 if TYPE_CHECKING:
     import pathlib
@@ -38,7 +38,7 @@ def python(
 def test_without_the_variable_interpreters_start_as_ever(newest: Environment) -> None:
     for value in ("0", ""):
         started = python("-c", STARTED, environment={"TENSORFERRY_DEEPSPEED": value}, fresh=True)
-        assert "_tensorferry_deepspeed" not in started.stdout
+        assert "_tensorferry_startup" not in started.stdout
         assert started.stderr == ""
 
 
@@ -46,7 +46,7 @@ def test_the_variable_imports_nothing_of_tensorferry_before_deepspeed_is(
     newest: Environment,
 ) -> None:
     started = python("-c", STARTED, environment={"TENSORFERRY_DEEPSPEED": "1"}, fresh=True)
-    assert "'_tensorferry_deepspeed'" in started.stdout
+    assert "'_tensorferry_startup'" in started.stdout
     assert "'tensorferry'" not in started.stdout
     assert started.stderr == ""
 

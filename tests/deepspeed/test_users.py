@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.deepspeed.conftest import LOCK_NOTHING, can_forbid_locking
-from tests.support.child import call
+from tests.support import child
+from tests.support.warm import call
 
 if TYPE_CHECKING:
     import pathlib
@@ -52,7 +53,7 @@ def test_swap_buffers_go_out_and_come_back(served: Environment, directory: pathl
 def test_swap_buffers_work_where_no_memory_can_be_locked(
     served: Environment, directory: pathlib.Path
 ) -> None:
-    ended = call(
+    ended = child.call(
         f"{PROGRAMS}:swap_buffers", prefix=LOCK_NOTHING, environment=served, directory=directory
     )
     assert ended.result == {"found": [True, True], "grads": [True, True], "pinned": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import pathlib
@@ -32,20 +31,12 @@ def prepare(items: list[pytest.Item], folder: pathlib.Path) -> None:
             items.remove(item)
 
 
-@functools.cache
-def _settle_garbage() -> None:
-    """Leave what is there by now out of collections: with torch and pytest they take 0.1 seconds each."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture
 def gpu() -> Iterator[gpus.Gpu]:
     """The GPUs to test with; see tests/support/gpus.py."""
     chosen = gpus.chosen()
     if isinstance(chosen, str):
         pytest.skip(chosen)
-    _settle_garbage()
     yield chosen
     gc.collect()
     for device in range(chosen.count):

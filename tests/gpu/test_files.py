@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 import tensorferry
 from tests.gpu.arrays import Amid
+from tests.support.data import crcs
+from tests.support.effort import examples
 from tests.support.expect import assert_equal, contents
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ block_sizes = st.sampled_from([4096, BLOCK, 1 << 20])
 queue_depths = st.sampled_from([1, 2, 32])
 directs = st.sampled_from(["auto", True, False])
 in_turn = settings(
-    max_examples=30,
+    max_examples=examples(30),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -119,6 +121,26 @@ def test_any_part_of_a_file_is_read_wherever_its_bytes_are(
     assert_equal(path.read_bytes(), data)
 
 
+def test_a_file_over_several_paths_takes_gpu_memory_and_host_memory_mixed(
+    gpu: Gpu, engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    data = random_bytes(40 * BLOCK + 5).tobytes()
+    cuts = [0, 7 * BLOCK + 1, 9 * BLOCK, 30 * BLOCK + 77, len(data)]
+    parts = [data[begin:end] for begin, end in itertools.pairwise(cuts)]
+    paths = [directory / f"part{index}" for index in range(3)]
+    with tensorferry.open(paths, "w+", stripe_nbytes=BLOCK, engine=engine) as file:
+        sources = [Amid(gpu, part, 4) if at % 2 else part for at, part in enumerate(parts)]
+        file.write([one.array if isinstance(one, Amid) else one for one in sources], 3)
+        found = bytearray(len(data))
+        file.read(found, 3)
+        assert_equal(found, data)
+        targets = [Amid(gpu, len(parts[0]), 1), len(parts[1]), Amid(gpu, len(parts[2]), 512)]
+        wanted = [one.array if isinstance(one, Amid) else one for one in targets]
+        file.read_into(wanted, 3).result()
+    assert_equal(targets[0].contents(), parts[0])
+    assert_equal(targets[2].contents(), parts[2])
+
+
 def drop_from_page_cache(path: pathlib.Path, cached: str) -> None:
     """Leave only a part of a file, or nothing, in the page cache."""
     if cached == "everything":
@@ -189,11 +211,13 @@ def test_truncating_and_syncing_writes(
     path.write_bytes(b"x" * 3_000_000)
     data = random_bytes(2_000_003)
     array = gpu.array(data)
-    tensorferry.write(path, array, sync=True)
+    tensorferry.write(path, array, 0, sync=True)
     assert path.stat().st_size == 3_000_000
     tensorferry.write(path, array, 50, truncate=True, sync=True)
     assert path.stat().st_size == 50 + data.size
     assert_equal(contents(path)[50:], data)
+    tensorferry.write(path, array, sync=True)
+    assert_equal(contents(path), data)
 
 
 def test_memory_file_systems_work(
@@ -326,7 +350,7 @@ def test_segments_of_host_and_gpu_memory_are_one_transfer(
         for nbytes, place, where in pieces
     ]
     data = b"".join(parts)
-    chunks = [zlib.crc32(data[at : at + 5000]) for at in range(0, len(data), 5000)]
+    chunks = crcs(data, 5000)
     sums = tensorferry.Checksums(5000, segments=True) if checked else None
     check = tensorferry.Checksums(5000, expected=chunks) if checked else None
     with tensorferry.open(path, "w+", engine=engine, block_size=block_size, direct=direct) as file:
@@ -348,7 +372,7 @@ def test_nothing_of_a_damaged_chunk_reaches_a_gpu(
     gpu: Gpu, engine: str, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
     data = random_bytes(300_000)
-    expected = [zlib.crc32(data[at : at + BLOCK]) for at in range(0, data.size, BLOCK)]
+    expected = crcs(data.tobytes(), BLOCK)
     data[2 * BLOCK + 1] ^= 1
     data.tofile(directory / "file")
     target = gpu.array(data.size)

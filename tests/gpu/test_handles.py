@@ -76,6 +76,7 @@ def test_every_call_moves_the_bytes(
         assert_equal(found.contents(), data)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("options", [{"block_size": 4096}, {"queue_depth": 1}, {"num_threads": 4}])
 @pytest.mark.parametrize("nbytes", [4097, 1 << 20, 20_000_003])
 def test_settings_of_every_kind(

@@ -187,6 +187,7 @@ def test_leaving_the_interpreter_with_reads_pending_is_safe(
     child.call(program, engine=engine, directory=directory, count=20, nbytes=5_000_003)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("method", "nbytes"),
     [

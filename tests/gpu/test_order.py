@@ -60,6 +60,7 @@ READS: dict[str, Any] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("write", "nbytes"), [*product(WRITES, [SMALL, SOME]), ("async_pwrite", MANY)]
 )
@@ -103,6 +104,7 @@ def test_a_write_has_the_last_of_many_values(
             assert (contents(directory / "file") == value).all()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("read", "nbytes"), [*product(READS, [SMALL, SOME]), ("async_pread", MANY)]
 )
@@ -130,6 +132,7 @@ def test_a_read_comes_after_kernels_that_still_use_the_array(
     assert_equal(gpu.bytes_of(array), data)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("read", "nbytes"), [*product(READS, [SMALL, SOME]), ("async_pread", MANY)]
 )

@@ -114,7 +114,7 @@ def test_wheel_waits_for_deepspeed_where_the_variable_asks_and_nowhere_else(
     installed: Path, tmp_path: Path
 ) -> None:
     program = "import sys; print([m for m in sys.modules if 'tensorferry' in m])"
-    for variable, modules in (("", "[]"), ("0", "[]"), ("1", "['_tensorferry_deepspeed']")):
+    for variable, modules in (("", "[]"), ("0", "[]"), ("1", "['_tensorferry_startup']")):
         environment = bare_environment(installed) | {"TENSORFERRY_DEEPSPEED": variable}
         done = run(installed / "bin/python", "-c", program, env=environment, cwd=tmp_path)
         assert done.stdout.strip() == modules
@@ -140,10 +140,48 @@ def test_wheel_holds_types_and_license_and_bundles_no_library(wheel: Path) -> No
     names = [line.split()[0] for line in listing.stdout.splitlines()[1:]]
     assert "tensorferry/py.typed" in names
     assert "tensorferry/_core.pyi" in names
-    for license_file in ("LICENSE", "third_party/libdeflate/COPYING"):
+    # Of all that the core is linked with.
+    parts = ["libdeflate/COPYING", "liburing/LICENSE", "nanobind/LICENSE", "robin_map/LICENSE"]
+    for license_file in ("LICENSE", *(f"third_party/{part}" for part in parts)):
         assert any(name.endswith(f"/licenses/{license_file}") for name in names)
     assert not [name for name in names if ".libs/" in name]
     assert "manylinux" in wheel.name or "musllinux" in wheel.name
+
+
+def test_wheel_says_what_it_is(installed: Path) -> None:
+    program = """
+import importlib.metadata, tensorferry
+said = importlib.metadata.metadata("tensorferry")
+assert said["Version"] == tensorferry.__version__
+print(said["License-Expression"])
+print(*said.get_all("Project-URL"), sep="\\n")
+print(said.get_payload())
+"""
+    done = run(installed / "bin/python", "-c", program)
+    assert done.returncode == 0, done.stdout
+    license_, *rest = done.stdout.splitlines()
+    assert license_ == "Apache-2.0 AND MIT AND BSD-3-Clause"
+    for name in ("Homepage", "Documentation", "Changelog", "Issues"):
+        assert any(line.startswith(f"{name}, https://") for line in rest)
+    links = re.findall(r"\]\(([^)]+)\)", done.stdout)
+    assert links
+    assert [
+        link for link in links if not link.startswith("https://")
+    ] == []  # nothing beside it on PyPI
+
+
+def test_the_core_does_not_know_where_it_was_built(installed: Path) -> None:
+    (core,) = installed.glob("lib/python*/site-packages/tensorferry/_core*.so")
+    assert os.fsencode(ROOT) not in core.read_bytes()
+
+
+def test_the_tests_of_the_sources_pass_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+    done = run(
+        *(installed / "bin/python", ROOT / "tests/packaging/test_installed.py"),
+        env=bare_environment(installed),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_source_build_without_liburing_names_the_package_to_install(tmp_path: Path) -> None:
@@ -162,16 +200,25 @@ def test_source_build_without_liburing_names_the_package_to_install(tmp_path: Pa
     assert not list(tmp_path.glob("*.whl"))
 
 
-def test_sdist_holds_what_a_build_needs_and_no_more(tmp_path: Path) -> None:
+def test_sdist_holds_what_a_build_needs_and_no_more_and_is_the_same_each_time(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("build.util")
-    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path]
-    done = run(*command, ROOT)
-    assert done.returncode == 0, done.stdout
-    (sdist,) = tmp_path.glob("*.tar.gz")
+    made = []
+    for name in ("first", "second"):
+        command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir"]
+        done = run(
+            *command, tmp_path / name, ROOT, env=os.environ | {"SOURCE_DATE_EPOCH": "1700000000"}
+        )
+        assert done.returncode == 0, done.stdout
+        made += (tmp_path / name).glob("*.tar.gz")
+    sdist, again = made
+    assert sdist.read_bytes() == again.read_bytes()
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/**/*.h"), *ROOT.glob("src/**/*.py")]
     sources += [path for path in ROOT.glob("third_party/**/*") if path.is_file()]
     assert {str(path.relative_to(ROOT)) for path in sources} <= names
     assert {"CMakeLists.txt", "pyproject.toml", "LICENSE", "cmake/FindLiburing.cmake"} <= names
-    assert not {name for name in names if name.startswith(("tests/", "build/", ".venv/"))}
+    tests = "tests/packaging/test_installed.py"
+    assert [name for name in names if name.startswith(("tests/", "build/", ".venv/"))] == [tests]

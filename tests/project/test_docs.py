@@ -6,19 +6,28 @@ right but for CUDA.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import pathlib
 import re
 import subprocess
+import sys
 
 import pytest
+from tools import throughput_picture
 
+import tensorferry
 from tensorferry.tuning import gpus
 from tests.support import warm
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+# README.md is shown where there is nothing beside it: on PyPI.
+REPOSITORY = re.compile(
+    r"https://(?:github\.com/tensorferry/tensorferry/blob|raw\.githubusercontent\.com/tensorferry/tensorferry)"
+    r"(?:/refs/heads)?/main/"
+)
 MORE_PAGES = [
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
@@ -91,6 +100,8 @@ def run_example(code: str, directory: pathlib.Path) -> None:
 @pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES])
 def test_links_within_the_project_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
+    for target in REPOSITORY.split(text)[1:]:
+        assert (ROOT / re.split(r"[)#\s]", target)[0]).exists(), target
     for target, part in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
         found = (ROOT / page).parent / target if target else ROOT / page
         assert found.exists(), target
@@ -102,3 +113,49 @@ def anchors(text: str) -> set[str]:
     """Return the names that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_readme_and_the_index_lead_to_every_page() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    assert all(
+        page in (ROOT / "README.md").read_text() for page in ("docs/index.md", "docs/api.md")
+    )
+    for page in PAGES[1:]:
+        name = page.removeprefix("docs/")
+        assert name == "index.md" or f"]({name})" in index, page
+
+
+def test_the_site_is_built_and_no_link_is_broken(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        tmp_path,
+    ]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    page = (tmp_path / "reference/tensorferry.html").read_text()
+    for name in tensorferry.__all__:
+        assert f'id="tensorferry.{name}"' in page, name
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "safetensors", "store", "offload"])
+def test_the_reference_has_a_place_for_every_public_name(name: str) -> None:
+    pytest.importorskip("torch")
+    page = (ROOT / f"docs/reference/{name}.md").read_text()
+    module = importlib.import_module(f"tensorferry.{name}")
+    named = set(re.findall(rf"^::: tensorferry\.{name}\.(\w+)$", page, re.MULTILINE))
+    assert named == set(module.__all__)
+
+
+def test_the_picture_shows_the_figures_of_the_table() -> None:
+    page = (ROOT / "docs/measured.md").read_text()
+    measured = throughput_picture.rows(page)
+    assert [row.ours for row in measured] == [False, False, False, True, True]
+    assert throughput_picture.PICTURE.read_text() == throughput_picture.picture(measured)

@@ -56,3 +56,18 @@ def test_interrupted_demo_removes_its_files(tmp_path: Path, number: signal.Signa
         demo.wait()
     assert demo.returncode == 130, output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cache_is_larger_than_its_memory_and_leaves_nothing(tmp_path: Path) -> None:
+    cache = DEMO.with_name("store") / "cache.py"
+    arguments = ["--tensors=60", "--nbytes=100000", "--memory-nbytes=1000000", "--requests=30"]
+    done = subprocess.run(
+        [sys.executable, cache, f"--directory={tmp_path}", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 MB of tensors, 1 MB of memory" in done.stdout
+    assert "MB read" in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -26,7 +26,8 @@ SUITES = [
     "tests/project/test_package.py",
     "tests/transfers/test_lifetimes.py",
     "tests/checkpoint/test_reader.py",
-    "tests/checkpoint/test_stream.py",
+    "tests/transfers/test_new_file.py",
+    "tests/transfers/test_streams.py",
     "tests/checkpoint/test_writer.py",
     "tests/checkpoint/test_writer_failures.py",
 ]

@@ -20,7 +20,8 @@ TIMEOUT_S = 500
 @pytest.mark.minutes
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_the_suite_passes(engine: str, tmp_path: pathlib.Path) -> None:
-    chosen = [] if engine == ENGINES[0] else ["-m", "engine"]  # the others once
+    first = engine == ENGINES[0]
+    chosen = [] if first else ["-m", "engine"]  # the others once
     # Torch must not meet a real driver in a process whose core has met another.
     environment = standin.environment() | {"TENSORFERRY_ENGINE": engine, "CUDA_VISIBLE_DEVICES": ""}
     suites.assert_passes(
@@ -28,4 +29,5 @@ def test_the_suite_passes(engine: str, tmp_path: pathlib.Path) -> None:
         tmp_path,
         timeout_s=TIMEOUT_S,
         environment=environment,
+        share=1 if first else 0.25,
     )

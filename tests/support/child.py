@@ -44,7 +44,7 @@ def call(
     function: str,
     /,
     *,
-    timeout_s: float = 60,
+    timeout_s: float = 200,
     prefix: Sequence[str] = (),
     imports: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
@@ -55,18 +55,27 @@ def call(
     `prefix` is a command that executes another command; `imports` are modules that it has imported beforehand. Paths
     are passed as strings.
     """
-    plain = {k: str(v) if isinstance(v, os.PathLike) else v for k, v in arguments.items()}
+    plain = as_json(arguments)
     variables = os.environ | dict(environment or {})
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as answer:
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as result:
         server = _Server.idle([*prefix], [*IMPORTS, *imports], variables, output)
         message = json.dumps([function, plain, variables])
-        returncode = server.call(message, [output.fileno(), answer.fileno()], timeout_s)
-        for file in (output, answer):
+        returncode = server.call(message, [output.fileno(), result.fileno()], timeout_s)
+        for file in (output, result):
             file.seek(0)
         said = output.read()
         assert returncode is not None, f"{function} did not end in {timeout_s} s:\n{said}"
-        assert returncode == 0, f"{function} exited with {returncode}:\n{said}"
-        result = answer.read()
+        return ended(function, returncode, said, result.read())
+
+
+def as_json(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with paths as strings."""
+    return {k: str(v) if isinstance(v, os.PathLike) else v for k, v in arguments.items()}
+
+
+def ended(function: str, returncode: int, said: str, result: str) -> Ended:
+    """Return how it ended; fail unless it exited with 0 and gave a result."""
+    assert returncode == 0, f"{function} exited with {returncode}:\n{said}"
     assert result, f"{function} gave no result:\n{said}"
     return Ended(json.loads(result), returncode, said)
 
@@ -158,13 +167,18 @@ def serve(descriptor: str, *imports: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # nobody waited so long
             requests.send(str(status).encode())
     requests.close()
-    output, answer = descriptors
+    output, descriptor = descriptors
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
+    answer(function, arguments, descriptor)
+
+
+def answer(function: str, arguments: dict[str, Any], descriptor: int) -> None:
+    """Call `module:function`, and write what it returns to the descriptor."""
     module, _, name = function.partition(":")
     result = getattr(importlib.import_module(module), name)(**arguments)
-    with os.fdopen(answer, "w") as file:
+    with os.fdopen(descriptor, "w") as file:
         json.dump(result, file)
 
 

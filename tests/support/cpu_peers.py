@@ -16,8 +16,7 @@ class Device:
 
 
 Handle = partial(gpu.Handle, device="cpu")
-CopyThenThreads = partial(gpu.CopyThenThreads, device="cpu")
-CopyThenHandle = partial(gpu.CopyThenHandle, device="cpu")
+CopyThen = partial(gpu.CopyThen, device="cpu")
 CopyLimit = partial(gpu.CopyLimit, device="cpu")
 StorageLimit = gpu.StorageLimit
 KvikIO = gpu.KvikIO

@@ -38,6 +38,11 @@ class RandomBytes:
         return array
 
 
+def crcs(data: bytes, nbytes: int) -> list[int]:
+    """Return the CRC-32 of each chunk of ``nbytes`` bytes."""
+    return [zlib.crc32(data[begin : begin + nbytes]) for begin in range(0, len(data), nbytes)]
+
+
 def aligned(nbytes: int, misalignment: int = 0) -> Bytes:
     """Return an array of zeros whose address is `misalignment` modulo 4096."""
     storage = np.zeros(nbytes + 8192, np.uint8)

@@ -43,9 +43,9 @@ PR_SET_PDEATHSIG = 1
 class Fault:
     """What happens to requests of one kind that touch bytes [start, end) of a file.
 
-    The parts add up: a request waits for `delay_s`, then (`hold`) for `FaultFS.release`, then fails
-    with `error` or is cut to `short` bytes. `skip` requests are let through first, then `times` are
-    hit (-1: all).
+    The parts add up: a request waits for `delay_s`, then until `await_held` other requests are held, then (`hold`)
+    for `FaultFS.release`, then fails with `error` or is cut to `short` bytes. `skip` requests are let through first,
+    then `times` are hit (-1: all).
     """
 
     op: str  # read, write, flush (close), fsync, fsyncdir, open, truncate, fallocate
@@ -54,6 +54,7 @@ class Fault:
     error: int = 0
     short: int = -1
     delay_s: float = 0.0
+    await_held: int = 0
     hold: bool = False
     times: int = -1
     skip: int = 0
@@ -248,6 +249,8 @@ class Orders:
             epoch = self._epoch
         for fault in met:
             time.sleep(fault.delay_s)
+            if fault.await_held:
+                self._await_held(fault.await_held)
             if fault.hold:
                 self._hold(epoch)
             if fault.error:
@@ -266,6 +269,11 @@ class Orders:
             return False
         fault.times -= 1
         return True
+
+    def _await_held(self, count: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._held >= count, HOLD_MAX_S):
+                raise OSError(errno.ETIMEDOUT, f"{self._held} requests held, not {count}")
 
     def _hold(self, epoch: int) -> None:
         with self._changed:

@@ -26,6 +26,14 @@ def in_child(work: Callable[[], object]) -> None:
     os._exit(0)
 
 
+def passes_in_child(work: Callable[[], object]) -> None:
+    """Fork, and do the work in the child."""
+    pid = os.fork()
+    if pid == 0:
+        in_child(work)
+    assert_exits_with_zero(pid)
+
+
 def assert_exits_with_zero(pid: int) -> None:
     """Wait for a child; end one that hangs."""
     deadline = time.monotonic() + CHILD_TIMEOUT_S

@@ -9,6 +9,8 @@ import sys
 import xml.etree.ElementTree
 from typing import TYPE_CHECKING
 
+from tests.support import effort
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -23,14 +25,19 @@ def assert_passes(
     timeout_s: float,
     prefix: Sequence[str] = (),
     environment: Mapping[str, str],
+    share: float = 0.25,
 ) -> None:
-    """Run pytest with arguments; fail unless all pass that are not skipped, and nearly none is."""
+    """Run pytest with arguments; fail unless all pass that are not skipped, and nearly none is.
+
+    It draws a share of the examples: all of them are drawn elsewhere.
+    """
     report = scratch / "report.xml"
     command = [*prefix, sys.executable, "-X", "faulthandler", "-m", "pytest", *arguments, "-q"]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
     command += [f"--junitxml={report}", f"--basetemp={scratch / 'suite'}"]
     # It is one test of the suite around it, and runs beside no other of its own.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+    inherited[effort.VARIABLE] = str(effort.EFFORT * share)
     try:
         ended = subprocess.run(
             command,

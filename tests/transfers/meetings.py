@@ -715,3 +715,49 @@ def pieces_with_few_descriptors(engine: str, directory: str, count: int, sync: b
     assert_equal(contents(path / "pieces"), np.concatenate([first, last]))
     for other, _ in others:
         assert_equal(contents(other), small)
+
+
+# Streams, whose space is being reserved
+
+
+def file_closed_while_its_stream_reserves(engine: str, directory: str) -> int:
+    """Close a file while space for its stream is reserved, open another; return how long that one has become."""
+    calls = slow_calls.attached()
+    calls.order(
+        Rule("fallocate", "streamed", hold=True, skip=1, times=1)
+    )  # that which sets the size
+    file = tensorferry.open(pathlib.Path(directory) / "streamed", "w")
+    stream = file.stream()
+    stream.append(np.ones(6 << 20, np.uint8))
+    calls.await_held()
+    closing = InThread(file.close)
+    time.sleep(0.3)
+    others = [(pathlib.Path(directory) / f"other{number}").open("wb") for number in range(20)]
+    calls.release()
+    closing.join("close()")
+    with contextlib.suppress(tensorferry.StorageError, ValueError):
+        stream.finish()
+    stream.abort()
+    longest = max(os.fstat(other.fileno()).st_size for other in others)
+    for other in others:
+        other.close()
+    return longest
+
+
+def stream_dropped_while_it_reserves(engine: str, directory: str) -> bool:
+    """Drop a stream while reserving space hangs; return whether its array is free to go at once."""
+    calls = slow_calls.attached()
+    calls.order(Rule("fallocate", "streamed", hold=True, times=1))
+    with tensorferry.open(pathlib.Path(directory) / "streamed", "w", engine=engine) as file:
+        streams = [file.stream()]
+        array = np.ones(6 << 20, np.uint8)
+        gone = weakref.ref(array)
+        streams[0].append(array)
+        calls.await_held()
+        del array
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            InThread(streams.clear).join("dropping the stream")
+        free = gone() is None
+        calls.release()
+    return free

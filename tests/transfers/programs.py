@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import tensorferry
-from tensorferry import runtime
+from tensorferry import arrays, runtime, transfers
 from tests.support import seccomp
 from tests.support.expect import assert_equal, assert_works, contents
 from tests.support.forks import assert_exits_with_zero, in_child
@@ -365,6 +365,27 @@ def descriptors_given_back_meanwhile(engine: str, directory: str) -> list[int]:
         while True:
             held.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
     return runtime.with_descriptors(handle._scheduler, open_one)
+
+
+def stream_at_the_limit(engine: str, directory: str) -> int:
+    """Begin a stream when no descriptor is left but those that a pending write will give back."""
+    path = pathlib.Path(directory) / "file"
+    file = tensorferry.open(path, "w", engine=engine)
+    source = np.zeros(64 << 20, np.uint8)
+    memory = arrays.memory_of(source, writable=False)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    pending = transfers.start(
+        file._scheduler, f"{directory}/pending", source, memory, 0, write=True
+    )
+    held: list[int] = []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+    with file.stream() as stream:
+        stream.append(b"12345")
+    pending.result()
+    file.close()
+    return path.stat().st_size
 
 
 def files_while_none_ends(engine: str, directory: str, counted: str, limit: int, count: int) -> int:

@@ -474,6 +474,43 @@ def test_read_many_and_write_many_raise_and_leave_the_other_files_complete(
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
+def test_of_neighbours_that_are_moved_as_one_only_those_fail_that_cannot_be_moved(
+    engine: str,
+    faultfs: FaultFS,
+    random_bytes: RandomBytes,
+    monkeypatch: pytest.MonkeyPatch,
+    op: str,
+) -> None:
+    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
+    path = faultfs.path / "file"
+    old, new = random_bytes(400 * 4096), random_bytes(400 * 4096)
+    old.tofile(path)
+    order = np.random.default_rng(5).permutation(400)
+    arrays = [np.zeros(4096, np.uint8) for _ in order]
+    if op == "write":
+        arrays = [new[at * 4096 : (at + 1) * 4096] for at in order]
+    items = [(path, array, int(at) * 4096) for array, at in zip(arrays, order, strict=True)]
+    bad = [int(order[100]), int(order[30]), int(order[399])]
+    faultfs.order(
+        *(Fault(op, start=at * 4096 + 9, end=at * 4096 + 10, error=errno.EIO) for at in bad)
+    )
+    with storage_error(errno.EIO, path, expected=4096) as caught:
+        (tensorferry.read_many if op == "read" else tensorferry.write_many)(items)
+    faultfs.clear()
+    first = caught.value
+    assert [first.offset, *(other.offset for other in first.others)] == [
+        int(order[index]) * 4096 for index in (30, 100, 399)
+    ]
+    found = contents(path)
+    for at, array in zip(order, arrays, strict=True):
+        place = slice(int(at) * 4096, (int(at) + 1) * 4096)
+        if op == "write":
+            assert_equal(found[place], (old if at in bad else new)[place])
+        else:
+            assert_equal(array, np.zeros(4096, np.uint8) if at in bad else old[place])
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
 def test_a_future_raises_what_its_own_transfer_met(
     engine: str, faultfs: FaultFS, random_bytes: RandomBytes, op: str
 ) -> None:

@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 import pickle
+import random
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -15,7 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tensorferry
+from tensorferry import runtime
 from tests.support.data import aligned, folded
+from tests.support.effort import examples
 from tests.support.expect import storage_error
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ edges = st.sampled_from(
 )
 sizes = st.one_of(edges, st.integers(0, 5 * BLOCK))
 in_turn = settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -123,10 +126,10 @@ def test_one_transfer_of_more_than_4_gib(directory: pathlib.Path) -> None:
     assert not any(part.any() for part in numpy.array_split(found, 64))
 
 
-def test_writing_a_longer_file_keeps_its_end_unless_truncated(directory: pathlib.Path) -> None:
+def test_writing_into_a_longer_file_keeps_its_end_unless_truncated(directory: pathlib.Path) -> None:
     path = directory / "file"
     path.write_bytes(b"x" * 10_000)
-    tensorferry.write(path, b"y" * 5_000)
+    tensorferry.write(path, b"y" * 5_000, 0)
     assert path.read_bytes() == b"y" * 5_000 + b"x" * 5_000
     tensorferry.write(path, b"z" * 100, 50, truncate=True)
     assert path.read_bytes() == b"y" * 50 + b"z" * 100
@@ -213,6 +216,56 @@ def test_many_small_files_and_pieces(directory: pathlib.Path, random_bytes: Rand
         [(directory / "one", array, int(at)) for array, at in zip(arrays, offsets, strict=False)]
     )
     assert (directory / "one").read_bytes() == b"".join(arrays)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_many_neighbours_are_a_few_transfers(
+    directory: pathlib.Path, random_bytes: RandomBytes, shuffled: bool
+) -> None:
+    data = random_bytes(2_000 * 1_024)
+    order = list(range(2_000))
+    if shuffled:
+        random.Random(6).shuffle(order)
+    stats = runtime.default_scheduler().stats
+    blocks = [stats()["engine_blocks"] + stats()["inline_blocks"]]
+    path = directory / "file"
+    tensorferry.write_many([(path, data[at * 1_024 :][:1_024], at * 1_024) for at in order])
+    blocks.append(stats()["engine_blocks"] + stats()["inline_blocks"])
+    assert path.read_bytes() == data.tobytes()
+    # Small gaps are read through.
+    found = {at: numpy.zeros(700, numpy.uint8) for at in order}
+    tensorferry.read_many([(path, found[at], at * 1_024) for at in order])
+    blocks.append(stats()["engine_blocks"] + stats()["inline_blocks"])
+    for at in order:
+        assert (found[at] == data[at * 1_024 :][:700]).all()
+    assert blocks[1] - blocks[0] < 100
+    assert blocks[2] - blocks[1] < 100
+
+
+def test_many_writes_that_overlap_keep_their_order(
+    directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    generator = random.Random(7)
+    wanted = bytearray(100_000)
+    items = []
+    for _ in range(1_000):
+        at, nbytes = generator.randrange(90_000), generator.randrange(1, 10_000)
+        array = random_bytes(nbytes).tobytes()
+        wanted[at : at + nbytes] = array
+        items.append((directory / "file", array, at))
+    tensorferry.write_many(items)
+    found = (directory / "file").read_bytes()
+    assert found == wanted[: len(found)]
+
+
+def test_a_piece_behind_the_end_fails_alone(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    path.write_bytes(bytes(range(100)))
+    arrays = [bytearray(30) for _ in range(4)]
+    with pytest.raises(tensorferry.ShortReadError) as caught:
+        tensorferry.read_many([(path, arrays[at], at * 30) for at in (3, 1, 0, 2)])
+    assert (caught.value.offset, caught.value.expected, caught.value.others) == (100, 30, ())
+    assert b"".join(arrays[:3]) == bytes(range(90))
 
 
 @pytest.mark.parametrize(

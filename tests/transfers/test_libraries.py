@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tensorferry import libraries
+from tensorferry.tuning.machine import gpus
+from tensorferry.tuning.machine.probe import is_unknown
 
 if TYPE_CHECKING:
     import pathlib
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 @pytest.fixture
 def nowhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """A machine without cuFile, and a folder where packages are looked for."""
-    for name in ("TENSORFERRY_LIBCUFILE", "CUDA_HOME", "CUDA_PATH"):
+    for name in ("TENSORFERRY_LIBCUFILE", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr(libraries, "_linker_cache", lambda: "")
     packages = tmp_path / "site-packages"
     packages.mkdir()
     monkeypatch.setattr(sys, "path", [str(packages)])
@@ -60,6 +61,29 @@ def test_a_library_in_a_wheel_or_named_by_the_environment_is_found(
     assert libraries.cufile_refusal() is None
     monkeypatch.setenv("TENSORFERRY_LIBCUFILE", str(library) + "x")
     assert "TENSORFERRY_LIBCUFILE" in str(libraries.cufile_refusal())
+
+
+def test_report_and_refusal_look_in_the_same_places(
+    nowhere: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library of LD_LIBRARY_PATH, of the linker's cache or of TENSORFERRY_LIBCUFILE is one for both, or for none."""
+
+    def seen() -> bool:
+        reported = gpus.gpudirect_storage()["cufile_libraries"]
+        assert is_unknown(reported) == (libraries.cufile_refusal() is not None)
+        return not is_unknown(reported)
+
+    assert not seen()
+    library = tmp_path / libraries.CUFILE
+    library.touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert seen()
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    cached = f"\t{libraries.CUFILE} (libc6,x86-64) => {library}\n"
+    monkeypatch.setattr(libraries, "_linker_cache", lambda: cached)
+    assert seen()
+    monkeypatch.setenv("TENSORFERRY_LIBCUFILE", str(nowhere / "other.so"))
+    assert not seen()
 
 
 def test_importing_tensorferry_looks_for_nothing() -> None:

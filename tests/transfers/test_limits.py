@@ -78,6 +78,12 @@ def test_descriptors_that_come_back_while_a_file_cannot_be_opened_are_taken(
 
 
 @pytest.mark.covers("fd_exhaustion")
+def test_a_stream_waits_for_descriptors(engine: str, directory: pathlib.Path) -> None:
+    program = f"{PROGRAMS}:stream_at_the_limit"
+    assert child.call(program, engine=engine, directory=directory).result == 5
+
+
+@pytest.mark.covers("fd_exhaustion")
 def test_no_descriptor_left_raises_emfile_and_leaks_none(
     engine: str, directory: pathlib.Path
 ) -> None:
@@ -119,7 +125,9 @@ def test_an_ordinary_user_with_little_lockable_memory_writes_and_reads(
 ) -> None:
     pytest.importorskip("torch")
     program = f"{PROGRAMS}:little_lockable_memory"
-    ended = child.call(program, engine=engine, directory=open_directory, limit=limit)
+    ended = child.call(
+        program, imports=["torch"], engine=engine, directory=open_directory, limit=limit
+    )
     if "skip" in ended.result:
         pytest.skip(ended.result["skip"])
     if ended.result["refusal"]:  # from some kernel on, rings count as locked memory

@@ -296,3 +296,19 @@ def test_pieces_among_more_files_than_descriptors_are_all_there(
     run: Run, directory: pathlib.Path, count: int, sync: bool
 ) -> None:
     run(meetings.pieces_with_few_descriptors, directory=directory, count=count, sync=sync)
+
+
+# Streams, whose space is being reserved
+
+
+def test_a_close_waits_for_the_space_of_a_stream_that_is_being_reserved(
+    run: Run, directory: pathlib.Path
+) -> None:
+    """Its descriptor's number must not become another file's meanwhile."""
+    assert run(meetings.file_closed_while_its_stream_reserves, directory=directory) == 0
+
+
+def test_dropping_a_stream_does_not_wait_for_a_drive_that_hangs(
+    run: Run, directory: pathlib.Path
+) -> None:
+    assert run(meetings.stream_dropped_while_it_reserves, directory=directory) is True

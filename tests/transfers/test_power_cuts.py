@@ -75,6 +75,16 @@ def write_later(path: pathlib.Path, data: Bytes) -> None:
     tensorferry.write(path, data, sync=True)
 
 
+def write_whole(path: pathlib.Path, data: Bytes) -> None:
+    path.write_bytes(b"x" * (data.size + 5))
+    tensorferry.write(path, data, sync=True)
+
+
+def write_atomically(path: pathlib.Path, data: Bytes) -> None:
+    path.write_bytes(b"x" * (data.size + 5))
+    tensorferry.write(path, data, atomic=True, sync=True)
+
+
 def write_by_link(path: pathlib.Path, data: Bytes) -> None:
     link = path.parent.parent / f"link to {path.name}"
     link.symlink_to(path)
@@ -96,7 +106,16 @@ def write_by_file(path: pathlib.Path, data: Bytes) -> None:
         file.write_from(data[5_003:], 5_003, sync=True).result()
 
 
-WAYS = [write_new, write_old, write_later, write_by_link, write_pieces, write_by_file]
+WAYS = [
+    write_new,
+    write_old,
+    write_later,
+    write_whole,
+    write_atomically,
+    write_by_link,
+    write_pieces,
+    write_by_file,
+]
 
 
 def test_what_was_written_with_sync_is_there_with_its_name_after_a_power_cut(

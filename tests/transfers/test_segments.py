@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tensorferry
-from tests.support.data import aligned
+from tests.support.data import aligned, crcs
+from tests.support.effort import examples
 
 torch = pytest.importorskip("torch")
 
@@ -36,7 +37,7 @@ segments = st.lists(st.tuples(sizes, st.sampled_from([0, 1, 4, 64, 512])), max_s
 chunk_sizes = st.sampled_from([4096, 5000, BLOCK, 1 << 20])
 directs = st.sampled_from(["auto", True, False])
 in_turn = settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -52,10 +53,6 @@ def arrays_of(pieces: list[tuple[int, int]], seed: int) -> list[Bytes]:
 
 def joined(arrays: list[Bytes]) -> bytes:
     return b"".join(array.tobytes() for array in arrays)
-
-
-def crcs(data: bytes, nbytes: int) -> list[int]:
-    return [zlib.crc32(data[begin : begin + nbytes]) for begin in range(0, len(data), nbytes)]
 
 
 @in_turn
@@ -101,7 +98,7 @@ def test_any_segments_are_written_one_after_the_other(
     chunk_nbytes=chunk_sizes,
     direct=directs,
     cached=st.booleans(),
-    checked=st.sampled_from(["not", "taken", "compared"]),
+    checked=st.sampled_from(["not", "taken", "compared", "straight"]),
     seed=st.integers(0, 1 << 30),
 )
 def test_any_segments_are_filled_and_gaps_passed_over(
@@ -130,10 +127,13 @@ def test_any_segments_are_filled_and_gaps_passed_over(
     ]
     targets.append(aligned(0))  # integers alone would be refused
     wanted.append(aligned(0))
-    expected = crcs(data, chunk_nbytes) if checked == "compared" else None
+    expected = crcs(data, chunk_nbytes) if checked in ("compared", "straight") else None
     sums = None
     if checked != "not":
-        sums = tensorferry.Checksums(chunk_nbytes, segments=True, expected=expected)
+        straight = checked == "straight"
+        sums = tensorferry.Checksums(
+            chunk_nbytes, segments=True, expected=expected, straight=straight
+        )
     with tensorferry.open(path, engine=engine, block_size=BLOCK, direct=direct) as opened:
         found = opened.read_into(iter(targets), offset, checksums=sums).result()
     assert list(found) == targets
@@ -179,8 +179,48 @@ def test_nothing_of_a_damaged_chunk_reaches_an_array(
     assert (np.concatenate(targets)[3 * BLOCK : 4 * BLOCK] == 7).all()
 
 
+@pytest.mark.parametrize("direct", ["auto", True, False])
+@pytest.mark.parametrize("chunk_nbytes", [5000, BLOCK, 1 << 20])
+def test_damage_is_told_of_what_went_straight_to_the_array(
+    engine: str,
+    directory: pathlib.Path,
+    random_bytes: RandomBytes,
+    direct: bool | str,
+    chunk_nbytes: int,
+) -> None:
+    data = random_bytes(3_000_000)
+    expected = crcs(data.tobytes(), chunk_nbytes)
+    at = 1_234_567
+    target = aligned(data.nbytes)
+    with tensorferry.open(
+        directory / "file", "w+", engine=engine, block_size=4 * BLOCK, direct=direct
+    ) as file:
+        file.write(data)
+        for blocking in (True, False):
+            sums = tensorferry.Checksums(chunk_nbytes, expected=expected, straight=True)
+            target[:] = 0
+            if blocking:
+                file.read(target, checksums=sums)
+            else:
+                file.read_into(target, checksums=sums).result()
+            assert (target == data).all()
+            assert sums.chunks == expected
+        file.write(data[at : at + 1] ^ 1, at)
+        sums = tensorferry.Checksums(chunk_nbytes, expected=expected, straight=True)
+        with pytest.raises(tensorferry.ChecksumError) as raised:
+            file.read(target, checksums=sums)
+        with pytest.raises(ValueError, match="not complete"):
+            assert sums.chunks
+    begin = at - at % chunk_nbytes
+    assert (raised.value.offset, raised.value.nbytes) == (
+        begin,
+        min(chunk_nbytes, data.nbytes - begin),
+    )
+
+
+@pytest.mark.parametrize("straight", [False, True])
 def test_a_whole_array_is_checked_too(
-    engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes, straight: bool
 ) -> None:
     source = random_bytes.at(5_000_000, 0)  # goes straight to the drive
     sums = tensorferry.Checksums(1 << 20, segments=True)
@@ -189,7 +229,11 @@ def test_a_whole_array_is_checked_too(
         assert sums.chunks == crcs(source.tobytes(), 1 << 20)
         assert sums.segments == [zlib.crc32(source)]
         target = aligned(source.nbytes)
-        file.read(target, checksums=tensorferry.Checksums(1 << 20, expected=sums.chunks))
+        before = file.stats()
+        check = tensorferry.Checksums(1 << 20, expected=sums.chunks, straight=straight)
+        file.read(target, checksums=check)
+        copied = file.stats()["bounced_nbytes"] - before["bounced_nbytes"]
+        assert (copied < BLOCK) == (straight or copied == 0)  # none where all is cached
     assert (target == source).all()
 
 
@@ -261,6 +305,8 @@ def test_checksums_that_make_no_sense_are_refused(directory: pathlib.Path) -> No
             sums(*arguments)
     with pytest.raises(ValueError, match=r"expected\[1\]: -1 is no 32-bit"):
         sums(4096, expected=[0, -1])
+    with pytest.raises(ValueError, match="straight: nothing is compared"):
+        sums(4096, straight=True)
     with pytest.raises(ValueError, match="there is no chunk_nbytes"):
         sums(segments=True, expected=[1])
     with pytest.raises(ValueError, match="expected ones are for reading"):

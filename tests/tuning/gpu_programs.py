@@ -6,11 +6,11 @@ import contextlib
 import pathlib
 from typing import TYPE_CHECKING, Any
 
+from tensorferry.settings import Settings
 from tensorferry.tuning import drive, gpus
 from tensorferry.tuning.bench.arguments import Job
 from tensorferry.tuning.bench.ways import make_way
 from tensorferry.tuning.drive import Drives
-from tensorferry.tuning.settings import Settings
 from tests.support import standin
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def tune(directory: str, gds: bool, nvidia_fs: bool) -> dict[str, Any]:
     with Drives(folders, 16 * MIB, gpu=True, gds=gds) as drives:
         settings = Settings(MIB, 8, engine=engine)
         moved = [drives.measure(settings, write, 16 * MIB).nbytes for write in (True, False)]
-        stats = [scheduler.stats() for scheduler in drives._schedulers]
+        stats = [scheduler.stats() for scheduler in drives._schedulers[settings]]
         pinned = driver.count("cufile_buffers")
     return {
         "moved": moved,

@@ -6,12 +6,13 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tensorferry.tuning.crew import Crew, CrewError
+from tensorferry.tuning.crew import Crew, CrewError, ending_signals_blocked
 from tests.support.leaks import descriptors, settled
 
 if TYPE_CHECKING:
@@ -100,6 +101,42 @@ def test_members_do_not_hear_what_a_terminal_sends() -> None:
         [blocked] = crew.call("blocked")
     assert blocked == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_another_thread_gets_wait_as_well(number: signal.Signals) -> None:
+    heard = []
+
+    def hear(got: int, _frame: object) -> None:
+        heard.append(got)
+
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)  # such as one that draws a progress bar
+    other.start()  # before, so that nothing is blocked in it
+    before = signal.signal(number, hear)
+    try:
+        with ending_signals_blocked():
+            os.kill(os.getpid(), number)
+            deadline = time.monotonic() + 0.2
+            while time.monotonic() < deadline:
+                assert heard == []
+        assert heard == [number]
+        assert signal.getsignal(number) is hear
+    finally:
+        signal.signal(number, before)
+        ended.set()
+        other.join()
+
+
+def test_what_the_process_ignores_stays_ignored_while_signals_wait() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_signals_blocked():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class Keeper:

@@ -10,13 +10,11 @@ import pytest
 
 import tensorferry
 from tensorferry.tuning import fio
-from tensorferry.tuning.bench.arguments import Arguments, BadArgumentsError, make_job
-from tensorferry.tuning.bench.fast_save import FastSaveFile
+from tensorferry.tuning.bench.arguments import BadArgumentsError, make_job
 from tensorferry.tuning.bench.memory import Memory, ValidationError
 from tensorferry.tuning.bench.results import ProcessResult, Result
 from tensorferry.tuning.bench.task import Loop, Task
 from tensorferry.tuning.scratch import make_cold, remove, scratch_directory
-from tests.support.data import SEED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,30 +125,10 @@ def test_ways_of_a_gpus_bytes_are_those_of_all_processes() -> None:
     assert Result("read", "x", [process(0, (0, 1))]).gpu is None
 
 
-@pytest.mark.parametrize("zip_format", [True, False])
-@pytest.mark.parametrize("buffer_nbytes", [1, 100, 1 << 20])
-def test_torch_loads_what_was_saved_fast(
-    zip_format: bool, buffer_nbytes: int, directory: Path
-) -> None:
-    torch = pytest.importorskip("torch")
-    drawn = torch.Generator().manual_seed(SEED)
-    saved = {
-        "large": torch.rand(700_001, generator=drawn),
-        "small": [torch.arange(n) for n in range(50)],
-    }
-    with tensorferry.aio_handle() as handle:
-        file = FastSaveFile(directory / "file", handle, buffer_nbytes)
-        torch.save(saved, file, _use_new_zipfile_serialization=zip_format)
-        file.close()
-    loaded = torch.load(directory / "file")
-    assert torch.equal(loaded["large"], saved["large"])
-    assert all(torch.equal(a, b) for a, b in zip(loaded["small"], saved["small"], strict=True))
-
-
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_task_notices_a_file_that_was_changed(operation: str, directory: Path) -> None:
     path = directory / "file"
-    job = make_job(Arguments(folder=str(directory), io_size="64K", validate=True))
+    job = make_job(folder=str(directory), io_size="64K", validate=True)
     task = Task(job, 0, {operation: [path]})
     task.begin(operation, ["aio_handle"])
     for loop in range(2):
@@ -168,8 +146,8 @@ def test_a_task_notices_a_file_that_was_changed(operation: str, directory: Path)
 def test_an_orphaned_task_removes_what_is_new_and_nothing_else(directory: Path) -> None:
     old, new = directory / "old", directory / "new"
     old.write_bytes(b"x" * 65536)
-    options = Arguments(folder=str(directory), io_size="64K", keep_files=True)
-    task = Task(make_job(options), 0, {"read": [old, new]})
+    job = make_job(folder=str(directory), io_size="64K", keep_files=True)
+    task = Task(job, 0, {"read": [old, new]})
     task.begin("read", ["aio_handle"])
     assert new.exists()
     task.orphaned()
@@ -178,9 +156,7 @@ def test_an_orphaned_task_removes_what_is_new_and_nothing_else(directory: Path) 
 
 def test_arguments_become_a_job(directory: Path) -> None:
     mappings = [f"{directory}:3", f"{directory}:3"]
-    job = make_job(
-        Arguments(folder_to_device_mapping=mappings, io_size="1G", block_size="8M", loops="7")
-    )
+    job = make_job(folder_to_device_mapping=mappings, io_size="1G", block_size="8M", loops="7")
     assert [(place.folder, place.device) for place in job.places] == [(directory, 3)] * 2
     assert job.io_nbytes == 1 << 30
     assert job.settings == {"block_size": 8 << 20}
@@ -189,12 +165,12 @@ def test_arguments_become_a_job(directory: Path) -> None:
 
 
 def test_nothing_given_means_no_settings_so_that_a_profile_counts(directory: Path) -> None:
-    assert make_job(Arguments(folder=str(directory))).settings == {}
+    assert make_job(folder=str(directory)).settings == {}
 
 
 def test_bad_arguments_are_all_in_the_exception() -> None:
     with pytest.raises(BadArgumentsError) as caught:
-        make_job(Arguments(folder="/nonexistent", block_size="0", queue_depth="x"))
+        make_job(folder="/nonexistent", block_size="0", queue_depth="x")
     assert len(caught.value.problems) == 3
 
 

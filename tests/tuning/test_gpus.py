@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tensorferry.tuning import gpus
-from tensorferry.tuning.bench.arguments import Arguments, BadArgumentsError, Job, make_job
+from tensorferry.tuning.bench.arguments import BadArgumentsError, Job, make_job
 from tensorferry.tuning.machine.libraries import asking
 from tests.support import child, standin
 
@@ -29,13 +29,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("way", ["aio_handle", "aio_basic", "files"])
+@pytest.mark.parametrize("way", ["aio_handle", "files"])
 def test_bench_gives_gpu_memory_to_handles_and_files_as_it_is(
     way: str, directory: pathlib.Path
 ) -> None:
-    said = child.call(
-        f"{PROGRAMS}:bench", directory=directory, way=way, nvidia_fs=True, timeout_s=60
-    ).result
+    said = child.call(f"{PROGRAMS}:bench", directory=directory, way=way, nvidia_fs=True).result
     assert said["right"]
     assert said["write"] == said["read"] == {"gpu_nbytes": MIB, "gds_nbytes": 0}
 
@@ -113,7 +111,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job(directory: pathlib.Path, **arguments: object) -> Job:
-    return make_job(Arguments(folder=str(directory), gpu=True, **arguments))  # type: ignore[arg-type]
+    return make_job(folder=str(directory), gpu=True, **arguments)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -123,7 +121,7 @@ def test_tensors_are_staged_only_where_host_memory_is_asked_for(directory: pathl
     assert job(directory, memory="accelerator").memory == "accelerator"
     assert job(directory, slow_bounce_buffer=True).memory == "locked"
     assert job(directory, memory="ordinary", slow_bounce_buffer=True).memory == "ordinary"
-    assert make_job(Arguments(folder=str(directory))).memory == "locked"
+    assert make_job(folder=str(directory)).memory == "locked"
 
 
 @pytest.mark.usefixtures("two_gpus")

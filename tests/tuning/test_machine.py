@@ -282,6 +282,30 @@ def test_of_nested_control_groups_of_version_2_the_tightest_limits_count(
     }
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_of_a_control_group_is_all_there_is_to_be_had(
+    version: int, tmp_path: pathlib.Path
+) -> None:
+    process, group = tmp_path / "process", tmp_path / "cgroup"
+    process.mkdir()
+    group.mkdir()
+    kind = "cgroup2 cgroup2 rw" if version == 2 else "cgroup cgroup rw,memory"
+    (process / "mountinfo").write_text(f"31 23 0:28 / {group} rw,relatime - {kind}\n")
+    (process / "cgroup").write_text("0::/\n" if version == 2 else "4:memory:/\n")
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        2: ("memory.max", "memory.current", ""),
+    }[version]
+    (group / names[0]).write_text(f"{64 << 20}\n")
+    (group / names[1]).write_text(f"{40 << 20}\n")
+    (group / "memory.stat").write_text(
+        f"anon 7\n{names[2]}inactive_file {12 << 20}\n{names[2]}active_file {4 << 20}\n"
+    )
+    assert limits.available_nbytes(process) == 40 << 20
+    (group / names[0]).write_text("max\n" if version == 2 else f"{(1 << 63) - 4096}\n")
+    assert limits.available_nbytes(process) > 40 << 20
+
+
 @contextlib.contextmanager
 def control_group(directory: pathlib.Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Make control groups with limits: the prefix of a command to run in them, and what they limit."""

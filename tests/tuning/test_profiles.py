@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
 import json
 import os
+import pathlib
+import stat
+import tempfile
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -14,17 +18,17 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import runtime
-from tensorferry.tuning import profiles
-from tensorferry.tuning.profiles import FileSystem, Profile
-from tensorferry.tuning.settings import Settings
+from tensorferry import profiles, runtime
+from tensorferry.mounts import mounts as list_mounts
+from tensorferry.profiles import FileSystem, Profile
+from tensorferry.settings import Settings
+from tensorferry.tuning import storing
 from tests.support import child, mounts
 from tests.support.expect import assert_equal
 from tests.support.leaks import settled, steady, thread_names
 
 if TYPE_CHECKING:
-    import pathlib
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.support.data import RandomBytes
 
@@ -47,7 +51,7 @@ def store(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[p
 
 def keep(store: pathlib.Path, directory: pathlib.Path, settings: Settings) -> Profile:
     profile = Profile(profiles.file_system_of(directory), settings)
-    profiles.save(store, profile)
+    storing.save(store, profile)
     return profile
 
 
@@ -70,17 +74,17 @@ def test_forgetting_removes_one_profile_or_all_and_the_file(
 ) -> None:
     disk = keep(store, tmp_path, DISK)
     memory = keep(store, tmpfs_directory, MEMORY)
-    assert profiles.forget(store, disk.file_system) == [disk]
+    assert storing.forget(store, disk.file_system) == [disk]
     assert profiles.load(store) == [memory]
-    assert profiles.forget(store) == [memory]
+    assert storing.forget(store) == [memory]
     assert not store.exists()
-    assert profiles.forget(store) == []
+    assert storing.forget(store) == []
 
 
 def test_saving_from_many_threads_loses_none(store: pathlib.Path) -> None:
     def save(number: int) -> None:
         file_system = FileSystem("ext4", f"{number:032x}", None, "/dev/x", "/x")
-        profiles.save(store, Profile(file_system, DISK))
+        storing.save(store, Profile(file_system, DISK))
 
     threads = [threading.Thread(target=save, args=(number,)) for number in range(16)]
     for thread in threads:
@@ -107,9 +111,15 @@ GOOD: dict[str, Any] = {
 }
 
 
+NAMES = GOOD["profiles"][0]["file_system"]
+
+
+def entered(**changes: Any) -> str:
+    return json.dumps(GOOD | {"profiles": [GOOD["profiles"][0] | changes]})
+
+
 def spoilt(**changes: Any) -> str:
-    entry = GOOD["profiles"][0]
-    return json.dumps(GOOD | {"profiles": [entry | {"settings": entry["settings"] | changes}]})
+    return entered(settings=GOOD["profiles"][0]["settings"] | changes)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +141,10 @@ def spoilt(**changes: Any) -> str:
         spoilt(engine="spdk"),
         spoilt(engine=[]),
         spoilt(colour="blue"),
+        entered(file_system=NAMES | {"mount_point": {}}),
+        entered(file_system=NAMES | {"uuid": 1}),
+        "[" * 200_000,
+        '{"version": 1, "profiles": ' + "[" * 200_000,
         " " * (2 << 20),
     ],
 )
@@ -147,21 +161,94 @@ def test_a_spoilt_file_is_warned_of_and_defaults_are_used(
         assert "profiles" not in handle.stats()
 
 
-def test_an_unreadable_file_is_warned_of(store: pathlib.Path) -> None:
-    store.mkdir(parents=True)  # a folder cannot be read as a file, not even by root
+def make_folder(path: pathlib.Path) -> None:
+    path.mkdir()
+
+
+def make_circle(path: pathlib.Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, make_folder])
+def test_what_is_no_regular_file_is_warned_of_at_once(
+    store: pathlib.Path, make: Callable[[pathlib.Path], None]
+) -> None:
+    store.parent.mkdir()
+    make(store)
     with pytest.warns(RuntimeWarning, match="cannot use"):
         tensorferry.aio_handle().close()
 
 
-def test_saving_keeps_a_spoilt_file_under_another_name(
-    store: pathlib.Path, tmp_path: pathlib.Path
+@pytest.mark.parametrize("make", [os.mkfifo, make_folder, make_circle])
+def test_what_is_no_regular_file_is_left_alone(
+    store: pathlib.Path, directory: pathlib.Path, make: Callable[[pathlib.Path], None]
 ) -> None:
     store.parent.mkdir()
-    store.write_text("precious")
+    make(store)
+    before = store.lstat()
+    profile = Profile(profiles.file_system_of(directory), DISK)
+    for change in (
+        lambda: storing.check_writable(store),
+        lambda: storing.save(store, profile),
+        lambda: storing.forget(store),
+        lambda: storing.forget(store, profile.file_system),
+    ):
+        with pytest.raises(OSError, match=r"regular file|directory|symbolic links"):
+            change()
+    assert os.path.samestat(store.lstat(), before)
+    assert [path.name for path in store.parent.iterdir()] == [store.name]
+
+
+@pytest.mark.root
+def test_a_device_is_not_forgotten(tmp_path: pathlib.Path) -> None:
+    device = tmp_path / "null"
+    os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    link = tmp_path / "profiles.json"
+    link.symlink_to(device)
+    for path in (device, link):
+        with pytest.raises(OSError, match="no regular file"):
+            storing.forget(path)
+    assert device.is_char_device()
+
+
+@pytest.mark.parametrize("text", ["precious", "[" * 200_000], ids=["no JSON", "nested deeply"])
+def test_saving_keeps_a_spoilt_file_under_another_name(
+    store: pathlib.Path, tmp_path: pathlib.Path, text: str
+) -> None:
+    store.parent.mkdir()
+    store.write_text(text)
     with pytest.warns(RuntimeWarning, match="unusable"):
         keep(store, tmp_path, DISK)
     assert [profile.settings for profile in profiles.load(store)] == [DISK]
-    assert store.with_suffix(".unusable").read_text() == "precious"
+    assert store.with_suffix(".unusable").read_text() == text
+
+
+def test_saving_keeps_permissions_and_links(
+    store: pathlib.Path, tmp_path: pathlib.Path, tmpfs_directory: pathlib.Path
+) -> None:
+    shared = tmp_path / "shared.json"
+    store.parent.mkdir()
+    store.symlink_to(shared)
+    umask = os.umask(0o022)
+    try:
+        disk = keep(store, tmp_path, DISK)
+        assert shared.stat().st_mode & 0o777 == 0o644  # as any new file's
+        shared.chmod(0o664)
+        memory = keep(store, tmpfs_directory, MEMORY)
+        assert storing.forget(store, memory.file_system) == [memory]
+    finally:
+        os.umask(umask)
+    assert store.readlink() == shared
+    assert shared.stat().st_mode & 0o777 == 0o664
+    assert profiles.load(shared) == [disk]
+
+
+@pytest.mark.root
+def test_saving_keeps_the_owner(store: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    keep(store, tmp_path, DISK)
+    os.chown(store, 1234, 2345)
+    keep(store, tmp_path, MEMORY)
+    assert (store.stat().st_uid, store.stat().st_gid) == (1234, 2345)
 
 
 def test_file_is_in_the_configuration_folder_unless_told_otherwise(
@@ -189,6 +276,17 @@ def test_folders_of_one_file_system_are_the_same_and_others_are_not(
     assert not here.is_same(profiles.file_system_of(tmpfs_directory))
 
 
+def test_a_file_an_open_one_and_their_folder_are_of_one_file_system(tmp_path: pathlib.Path) -> None:
+    here = profiles.file_system_of(tmp_path)
+    (tmp_path / "file").touch(mode=0o200)  # may not even be read
+    assert profiles.file_system_of(tmp_path / "file").is_same(here)
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        assert profiles.file_system_of_open(file.fileno()) == here
+    assert profiles.file_system_of(pathlib.Path("/dev/null")).type
+    with pytest.raises(FileNotFoundError):
+        profiles.file_system_of(tmp_path / "missing")
+
+
 @pytest.mark.root
 def test_a_file_system_is_known_again_after_it_was_mounted_elsewhere(
     tmp_path: pathlib.Path,
@@ -205,6 +303,17 @@ def test_a_file_system_is_known_again_after_it_was_mounted_elsewhere(
     with mounts.mounted(tmp_path / "again", "-o", "loop", str(copy)) as again:
         assert before.is_same(profiles.file_system_of(again))
     copy.unlink()
+
+
+def test_mounts_are_listed_whatever_characters_their_names_have(tmp_path: pathlib.Path) -> None:
+    odd = "/a\x0bb\x0cc\x1cd\x1de\x1ef\x85g\u2028h\ri"
+    lines = [f"31 23 0:{number} / {odd}{number} rw - tmpfs  rw,size=8k\n" for number in (1, 2)]
+    (tmp_path / "mountinfo").write_bytes("".join(lines).encode())
+    found = list_mounts(tmp_path)
+    assert [mount["mount_point"] for mount in found] == [f"{odd}1", f"{odd}2"]
+    assert {(each["type"], each["source"], each["options"]) for each in found} == {
+        ("tmpfs", "", "rw,size=8k")
+    }
 
 
 @pytest.mark.parametrize(
@@ -324,6 +433,34 @@ def test_functions_and_files_without_settings_use_the_profile(
         assert file.stats()["engine_blocks"] == 16
     with tensorferry.open(directory / "file", queue_depth=4) as file:
         assert file.stats()["requests"] == 0
+
+
+def test_a_file_without_a_name_has_its_file_systems_profile(
+    store: pathlib.Path, directory: pathlib.Path
+) -> None:
+    keep(store, directory, DISK)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        tensorferry.write(f"/proc/self/fd/{file.fileno()}", np.arange(1000))
+        with tensorferry.open(f"/proc/self/fd/{file.fileno()}") as opened:
+            assert opened.engine == "threads"
+
+
+def test_a_look_up_that_failed_is_not_made_again(
+    store: pathlib.Path, directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(store, directory, DISK)
+    calls = []
+
+    def refuse(descriptor: int) -> FileSystem:
+        calls.append(descriptor)
+        raise OSError(errno.ENODEV, "mount 7 is not visible from here")
+
+    monkeypatch.setattr(profiles, "file_system_of_open", refuse)
+    with tensorferry.aio_handle() as handle:
+        for _ in range(3):
+            handle.sync_pwrite(np.arange(1000), directory / "file")
+        assert handle.get_queue_depth() == 128
+    assert len(calls) == 1
 
 
 def test_many_arrays_on_several_file_systems_go_by_their_profiles(

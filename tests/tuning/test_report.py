@@ -249,6 +249,19 @@ def test_a_scheduler_in_front_of_an_nvme_drive_is_to_go() -> None:
     ]
 
 
+@pytest.mark.usefixtures("no_libraries")
+def test_what_the_kernel_says_of_itself_is_no_place_to_tune_or_measure() -> None:
+    for path in ("/proc", "/sys"):
+        (advice,) = [
+            each
+            for each in report(pathlib.Path(path))["advice"]
+            if each["about"] in ("file_system", "profile")
+        ]
+        assert advice["level"] == "stops"
+        assert "belongs to the kernel" in advice["finding"]
+        assert "tensorferry tune" not in advice["remedy"]
+
+
 def test_a_link_slower_than_the_drive_is_told() -> None:
     link = {"address": "0000:01:00.0", "speed": "8.0 GT/s PCIe", "width": 2, "gb_per_second": 1.97}
     link |= {"speed_max": "16.0 GT/s PCIe", "width_max": 4, "gb_per_second_max": 7.88}

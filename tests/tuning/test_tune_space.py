@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,23 @@ def test_queues_deeper_than_the_file_has_blocks_are_one_point() -> None:
     assert [point.queue_depth for point in points] == [8]
 
 
+def test_what_is_swept_unasked_has_no_queues_deeper_than_drives_need() -> None:
+    deep = of(block_size=(MIB // 4, 8 * MIB), queue_depth=(16, 64))
+    shallow = dataclasses.replace(deep, deep=False)
+    assert len(deep.points(512 * MIB)) == 3
+    for point in shallow.points(512 * MIB):
+        assert space.in_flight_nbytes(point) <= 512 * MIB // 16
+    assert len(shallow.points(512 * MIB)) == 2
+    assert shallow.points(MIB, space.default_settings()) == [space.default_settings()]
+
+
+def test_of_points_that_do_the_same_the_default_settings_stay() -> None:
+    default = space.default_settings()
+    both = of(engine=(default.engine,), queue_depth=(32, 128))
+    assert both.points(2048 * MIB, default) == [default]
+    assert [point.queue_depth for point in both.points(2048 * MIB)] == [32]
+
+
 def test_threads_never_have_more_than_32_in_flight() -> None:
     points = of(queue_depth=(32, 64, 128)).points(512 * MIB)
     assert [point.queue_depth for point in points] == [32]
@@ -48,7 +66,9 @@ def test_default_space_has_the_working_engines_and_the_default_settings() -> Non
     working = [name for name, refusal in tensorferry.engines().items() if refusal is None]
     chosen = space.default_space()
     assert list(chosen.engine) == working
-    assert space.default_settings() in chosen.points(512 * MIB)
+    default = space.default_settings()
+    assert default in chosen.points(512 * MIB, default)
+    assert default in space.quick_space().points(512 * MIB, default)
 
 
 def test_points_carry_booleans_that_deepspeed_understands() -> None:

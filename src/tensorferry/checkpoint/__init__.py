@@ -1,8 +1,8 @@
 """Checkpoints in torch's own format: at the drive's speed, safe against crashes, verified.
 
 For torch.distributed.checkpoint there are :class:`FileSystemWriter`, :class:`FileSystemReader` and :class:`Stager`; for
-what people do with torch.save and torch.load :func:`save`, :func:`load` and :class:`FileWriter`. :func:`verify` checks
-what lies on the drive. All of it needs torch.
+what people do with torch.save and torch.load :func:`save`, :func:`load` and :class:`FileWriter`. :class:`Checkpoints`
+keeps those of a training, and resumes from them. :func:`verify` checks what lies on the drive. All of it needs torch.
 """
 
 from __future__ import annotations
@@ -11,38 +11,51 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tensorferry.checkpoint.audit import verify as verify
-    from tensorferry.checkpoint.default import install as install
-    from tensorferry.checkpoint.default import installed as installed
-    from tensorferry.checkpoint.default import uninstall as uninstall
     from tensorferry.checkpoint.errors import CheckpointError as CheckpointError
-    from tensorferry.checkpoint.file_writer import FileWriter as FileWriter
-    from tensorferry.checkpoint.objects import load as load
-    from tensorferry.checkpoint.objects import save as save
-    from tensorferry.checkpoint.reader import FileSystemReader as FileSystemReader
+    from tensorferry.checkpoint.manager import Checkpoints as Checkpoints
+    from tensorferry.checkpoint.objects.file_writer import FileWriter as FileWriter
+    from tensorferry.checkpoint.objects.save_load import load as load
+    from tensorferry.checkpoint.objects.save_load import save as save
     from tensorferry.checkpoint.staging import Stager as Stager
-    from tensorferry.checkpoint.writer import FileSystemWriter as FileSystemWriter
+    from tensorferry.checkpoint.storage.default import install as install
+    from tensorferry.checkpoint.storage.default import installed as installed
+    from tensorferry.checkpoint.storage.default import uninstall as uninstall
+    from tensorferry.checkpoint.storage.huggingface import (
+        HuggingFaceStorageReader as HuggingFaceStorageReader,
+    )
+    from tensorferry.checkpoint.storage.huggingface import (
+        HuggingFaceStorageWriter as HuggingFaceStorageWriter,
+    )
+    from tensorferry.checkpoint.storage.reader import FileSystemReader as FileSystemReader
+    from tensorferry.checkpoint.storage.writer import FileSystemWriter as FileSystemWriter
+    from tensorferry.checkpoint.tools import verify as verify
 
 # Imported when they are asked for: torch.distributed takes its time, and save() does without.
 _MODULES = {
     "CheckpointError": "errors",
-    "FileSystemReader": "reader",
-    "FileSystemWriter": "writer",
-    "FileWriter": "file_writer",
+    "Checkpoints": "manager",
+    "FileSystemReader": "storage.reader",
+    "FileSystemWriter": "storage.writer",
+    "FileWriter": "objects.file_writer",
+    "HuggingFaceStorageReader": "storage.huggingface",
+    "HuggingFaceStorageWriter": "storage.huggingface",
     "Stager": "staging",
-    "install": "default",
-    "installed": "default",
-    "load": "objects",
-    "save": "objects",
-    "uninstall": "default",
-    "verify": "audit",
+    "install": "storage.default",
+    "installed": "storage.default",
+    "load": "objects.save_load",
+    "save": "objects.save_load",
+    "uninstall": "storage.default",
+    "verify": "tools",
 }
 
 __all__ = [
     "CheckpointError",
+    "Checkpoints",
     "FileSystemReader",
     "FileSystemWriter",
     "FileWriter",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
     "Stager",
     "install",
     "installed",

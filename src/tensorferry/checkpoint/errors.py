@@ -53,6 +53,10 @@ class CheckpointError(ValueError):
         return _rebuild, (self.reason, self.path, self.names, self.begin, self.end)
 
 
+class NotACheckpointError(CheckpointError):
+    """What is there is something else, of which nothing can be said here."""
+
+
 def cause_of(error: BaseException) -> BaseException:
     """Return what the system refused: torch.save, told of it, fails once more as it closes the archive."""
     cause: BaseException | None = error

@@ -1,37 +1,106 @@
-"""The commands of ``tensorferry``, put together."""
+"""The commands of ``tensorferry``, put together: a command's module is imported when it is asked for."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import importlib
+import inspect
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-import tensorferry
-from tensorferry.cli.bench import bench
-from tensorferry.cli.ls import ls
-from tensorferry.cli.report import report
-from tensorferry.cli.tune import tune
-from tensorferry.cli.verify import verify
-
-# Options may be written with underscores as well: --block_size is what DeepSpeed's tools call --block-size.
-CONTEXT_SETTINGS = {
-    "help_option_names": ["-h", "--help"],
-    "token_normalize_func": lambda token: token.replace("_", "-"),
-}
-
-app = typer.Typer(
-    no_args_is_help=True,
-    context_settings=CONTEXT_SETTINGS,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
+from tensorferry.cli.leaving import (
+    INTERRUPTED,
+    leave_for,
+    leaving_well,
+    open_missing_streams,
+    say_problems,
 )
-for command in (report, bench, tune, ls, verify):
-    app.command(context_settings=CONTEXT_SETTINGS)(command)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_NAME = "tensorferry"
+COMMANDS = ("report", "bench", "tune", "ls", "verify", "convert")
+
+_LOOK: dict[str, Any] = {
+    "rich_markup_mode": None,  # whose boxes cut long options off where a terminal is narrow
+    # Options may be written with underscores as well: --block_size is what DeepSpeed's tools call --block-size.
+    "context_settings": {
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+    },
+}
+# click's, which some versions of typer have a copy of.
+_ClickError: Any = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """Run the command line; what is wrong with it is told as commands tell what goes wrong, with exit code 2."""
+    open_missing_streams()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(arguments or ["--help"], prog_name=_NAME, standalone_mode=False)
+        sys.stdout.flush()
+    except _ClickError as error:
+        context = getattr(error, "ctx", None)
+        say_problems(context.command_path if context else _NAME, [error.format_message()])
+        code = error.exit_code
+    except OSError as error:
+        leave_for(_NAME, error)
+    except typer.Abort:  # Ctrl-C before a command has begun
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+class _Commands(TyperGroup):
+    """Makes a command of the function that has its name, in the module that has it too."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        function = getattr(importlib.import_module(f"tensorferry.cli.{cmd_name}"), cmd_name)
+        alone = typer.Typer(add_completion=False, **_LOOK)
+        text = unwrapped(function.__doc__)
+        alone.command(
+            cmd_name,
+            help=text,
+            short_help=text.partition("\n\n")[0],
+            context_settings=_LOOK["context_settings"],
+        )(_leaving_well(f"{_NAME} {cmd_name}", function))
+        return typer.main.get_command(alone)
+
+
+def unwrapped(text: str) -> str:
+    """Return a docstring with a line for each paragraph, which every terminal wraps for itself."""
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
+
+
+def _leaving_well(name: str, function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def command(*arguments: Any, **options: Any) -> None:
+        with leaving_well(name):
+            function(*arguments, **options)
+
+    return command
+
+
+app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **_LOOK)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tensorferry {tensorferry.__version__}")
+        import tensorferry
+
+        typer.echo(f"{_NAME} {tensorferry.__version__}")
         raise typer.Exit
 
 

@@ -1,12 +1,23 @@
-"""What the commands that look at checkpoints take."""
+"""What the commands that look at checkpoints take, and how they end where there is none."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import contextlib
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-CheckpointPath = Annotated[str, typer.Argument(help="The checkpoint's folder.")]
+from tensorferry.cli.leaving import FAILED, UNUSABLE, leaving_with
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CheckpointPath = Annotated[
+    str,
+    typer.Argument(
+        help="The checkpoint's folder, a file of torch.save's, or safetensors: a file, an index, or their folder."
+    ),
+]
 TrustPickle = Annotated[
     bool,
     typer.Option(
@@ -14,13 +25,19 @@ TrustPickle = Annotated[
         help="Let .metadata hold any object, which may run any code: only for checkpoints of those you trust.",
     ),
 ]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print all that was found as JSON, and nothing else.")
+]
 
-NO_CHECKPOINT = 2
-"""The exit code where there is none."""
 
+@contextlib.contextmanager
+def looking_at_checkpoints() -> Iterator[None]:
+    """End with 2 where there is no checkpoint, or a file of another kind, and with 1 where it is damaged."""
+    from tensorferry.checkpoint.errors import CheckpointError, NotACheckpointError
+    from tensorferry.safetensors.errors import SafetensorError
 
-def printable(text: str) -> str:
-    """Return text with what would not be shown, or would move a terminal's cursor, as an escape sequence."""
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
+    with (
+        leaving_with(FAILED, CheckpointError, SafetensorError),
+        leaving_with(UNUSABLE, FileNotFoundError, NotADirectoryError, NotACheckpointError),
+    ):
+        yield

@@ -5,39 +5,40 @@ It sweeps what theirs does unless told otherwise, one engine only, but drops slo
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry.tuning.sizes import parse_nbytes
+from tensorferry.cli.leaving import Parser, leaving_well, printable
+from tensorferry.sizes import parse_nbytes
 from tensorferry.tuning.space import deepspeed_space
 from tensorferry.tuning.tune import SMALLEST_NBYTES, Job
 
 if TYPE_CHECKING:
+    import argparse
+
     from tensorferry.tuning.tune import Result
 
 _LOG_DIRECTORY = "_aio_bench_logs"
-_LOG_NAME = "tune.jsonl"
+_LOG_NAME = "tune.json"
 _MAX_LOOPS = 1000
+_THEIR_GB = 1 << 30
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line, or say what it needs."""
     options = _parser().parse_args(arguments)
     try:
-        import typer
-
         from tensorferry.cli import tune as command
-        from tensorferry.cli.consoles import make_console
+        from tensorferry.cli.consoles import make_console, say
         from tensorferry.cli.tune_view import print_result
     except ModuleNotFoundError as missing:
         if missing.name not in ("typer", "rich", "click"):
             raise
         sys.exit(f"this needs {missing.name}; install it with: pip install 'tensorferry[cli]'")
-    try:
-        folders = tuple(Path(folder).resolve() for folder in options.nvme_dir)
+    with leaving_well("tensorferry-ds-nvme-tune"):
+        folders = command.absolute(options.nvme_dir)
         problems = command.folder_problems(folders) + _problems(options)
         space = command.checked_space(options.sweep_config, deepspeed_space(), problems)
         space = command.space_on_gpus(space, options.gpu, options.gds, problems)
@@ -60,28 +61,26 @@ def main(arguments: list[str] | None = None) -> None:
         )
         console = make_console()
         if options.verbose:
-            console.print(f"args = {options}", highlight=False)
+            say(console, printable(f"args = {options}"))
         if options.flush_page_cache:
-            console.print(
-                "--flush_page_cache: not needed, reads do not come from the page cache",
-                highlight=False,
-            )
-        console.print(f"Running DeepNVMe performance tuning on {options.nvme_dir}", highlight=False)
-        result = command.run(
-            console, job, log=log_directory / _LOG_NAME, fresh=False, save=not options.no_save
-        )
-    except typer.Exit as left:
-        sys.exit(left.exit_code)
-    if options.verbose:
-        print_result(console, result)
-    _print_as_theirs(result)
-    if result.not_saved:
-        sys.exit(f"Error: not stored: {result.not_saved}")
+            say(console, "--flush_page_cache: not needed, reads do not come from the page cache")
+        say(console, printable(f"Running DeepNVMe performance tuning on {options.nvme_dir}"))
+        result = command.run(console, job, save=not options.no_save)
+        if options.verbose:
+            print_result(console, result)
+        _print_as_theirs(result)
+        log = log_directory / _LOG_NAME
+        try:
+            log.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+        except OSError as problem:
+            command.fail([f"--log_dir: {log}: {problem.strerror}"], 1)
+        if result.not_stored:
+            command.fail([f"not stored: {result.not_stored}"], 1)
 
 
 def _print_as_theirs(result: Result) -> None:
     """Print what ds_nvme_tune ends with; its booleans are real ones here, not texts that are all true."""
-    rates = {name: rate["median"] / 1e9 for name, rate in result.rates().items()}
+    rates = {name: rate["median"] / _THEIR_GB for name, rate in result.rates().items()}
     words = [f"{name} = {rates[name]:5.2f}" for name in ("read", "write") if name in rates]
     print(f"Best performance (GB/sec): {', '.join(words)}")
     print(json.dumps(result.deepspeed(), indent=3))
@@ -104,8 +103,8 @@ def _problems(options: argparse.Namespace) -> list[str]:
     return problems
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="tensorferry-ds-nvme-tune",
         description="Find the aio settings for a drive: ds_nvme_tune's options, tensorferry's search.",
     )
@@ -137,7 +136,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accepted; reads never come from the page cache",
     )
-    add("--log_dir", default=_LOG_DIRECTORY, help=f"folder of the log (default {_LOG_DIRECTORY})")
+    add(
+        "--log_dir",
+        default=_LOG_DIRECTORY,
+        help=f"folder for every measurement, as JSON (default {_LOG_DIRECTORY})",
+    )
     add("--loops", type=int, default=1, help="times the data is moved in each measurement")
     add("--verbose", action="store_true", help="print the arguments and all tables")
     add("--no_save", action="store_true", help="do not store the settings for use (ours)")

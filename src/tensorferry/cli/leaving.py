@@ -1,50 +1,122 @@
-"""How commands end: 0 done, 1 the machine failed, 2 bad arguments, 130 interrupted; never with a traceback."""
+"""How commands end: 0 done, 1 the machine failed, 2 bad arguments, 130 interrupted; never with a traceback.
+
+What went wrong is a line on stderr for each problem, which begins with the command's name.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import os
 import signal
 import sys
-from typing import TYPE_CHECKING
-
-from tensorferry.tuning.bench.arguments import BadArgumentsError
-from tensorferry.tuning.bench.run import BenchError
-from tensorferry.tuning.crew import ENDING_SIGNALS
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from types import FrameType
+
+FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class LeavingError(Exception):
+    """Ends a command with an exit code, and a line for each problem."""
+
+    def __init__(self, code: int, problems: Iterable[object] = ()) -> None:
+        super().__init__(code)
+        self.code = code
+        self.problems = [str(problem) for problem in problems]
+
+
+class Parser(argparse.ArgumentParser):
+    """One that tells what is wrong as the commands do; for those that have DeepSpeed's options, and no typer."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it, and leave."""
+        say_problems(self.prog, [message])
+        sys.exit(UNUSABLE)
+
+
+def open_missing_streams() -> None:
+    """Let what was started with stdin, stdout or stderr closed read and write nothing, on the numbers that are free."""
+    # In this order: else the next file that is opened would be what others take for stdout.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def leaving_with(code: int, *kinds: type[Exception]) -> Iterator[None]:
+    """Make of exceptions of some kinds the end of the command; one's ``problems`` are told, if it has any."""
+    try:
+        yield
+    except kinds as error:
+        raise LeavingError(code, getattr(error, "problems", [error])) from None
 
 
 @contextlib.contextmanager
 def leaving_well(command: str) -> Iterator[None]:
-    """Turn the ways in which a command can fail into a message on stderr and an exit code.
+    """Turn the ways in which a command can fail into messages on stderr and an exit code.
 
-    Ctrl-C, SIGTERM and SIGHUP all raise KeyboardInterrupt inside, so that everything is cleaned up.
+    Ctrl-C, SIGTERM and SIGHUP all raise KeyboardInterrupt inside, so that everything is cleaned up. After one of them
+    the process ignores all: it is about to end, and a second one must not change how. Those that it was started to
+    ignore, as by nohup, stay ignored.
     """
-    before = {number: signal.signal(number, _interrupt) for number in ENDING_SIGNALS}
+    open_missing_streams()
+    heard = [each for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _interrupt) for number in heard}
     try:
-        yield
-    except BadArgumentsError as error:
-        lines = [f"  {problem}" for problem in error.problems]
-        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-        _leave("\n".join([f"{command}: {count} with the arguments:", *lines]), 2)
-    except (BenchError, OSError) as error:
-        _leave(f"{command}: {error}", 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except LeavingError as leave:
+        say_problems(command, leave.problems)
+        sys.exit(leave.code)
+    except OSError as error:
+        leave_for(command, error)
     except KeyboardInterrupt:
-        _leave(f"{command}: interrupted; its files and processes are gone", 130)
+        # A handler of ours would not do, as Python ends before its process. What has arrived reaches _ignore first.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+        before = dict.fromkeys(before, signal.SIG_IGN)
+        say_problems(command, ["interrupted; its files and processes are gone"])
+        sys.exit(INTERRUPTED)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _leave(message: str, code: int) -> None:
-    print(message, file=sys.stderr)
-    sys.exit(code)
+def leave_for(command: str, error: OSError) -> NoReturn:
+    """End after an error of the system; what has no file's name is of what the command prints."""
+    if error.filename is not None:
+        say_problems(command, [error])
+        sys.exit(FAILED)
+    # The interpreter's end must not try again to write what could not be written.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    if not isinstance(error, BrokenPipeError):  # who read it has seen enough
+        say_problems(command, [f"its output cannot be written: {error.strerror}"])
+    sys.exit(FAILED)
+
+
+def say_problems(command: str, problems: Iterable[object]) -> None:
+    """Print a line for each problem, on stderr."""
+    for problem in problems:
+        print(f"{command}: {printable(str(problem))}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Return text with what would not be shown, or would move a terminal's cursor, as an escape sequence."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    for number in ENDING_SIGNALS:  # once is enough: a second one must not stop the cleaning up
+    for number in _ENDING_SIGNALS:  # once is enough: a second one must not stop the cleaning up
         signal.signal(number, _ignore)
     raise KeyboardInterrupt
 

@@ -3,80 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
 from tensorferry.cli.checkpoint_arguments import (
-    NO_CHECKPOINT,
+    AsJson,
     CheckpointPath,
     TrustPickle,
-    printable,
+    looking_at_checkpoints,
 )
-from tensorferry.cli.consoles import make_console
-from tensorferry.cli.leaving import leaving_well
+from tensorferry.cli.consoles import counted, make_console, make_table, print_json, say
+from tensorferry.cli.leaving import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from tensorferry.checkpoint.listing import Entry, Shard
-
-_FAILED = 1
+    from tensorferry.checkpoint.tools.findings import Entry, Shard
 
 
 def ls(
     path: CheckpointPath,
     shards: Annotated[bool, typer.Option("--shards", help="Show where each part lies.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+    as_json: AsJson = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
-    """List a checkpoint's tensors and objects: shapes, dtypes, sizes, shards. Reads its metadata alone."""
-    from tensorferry.checkpoint.errors import CheckpointError
-    from tensorferry.checkpoint.listing import list_checkpoint
+    """List what is in a checkpoint, or the tensors of files of torch.save's or safetensors: shapes, dtypes, sizes.
 
-    with leaving_well("tensorferry ls"):
-        try:
-            entries = list_checkpoint(path, trust_pickle=trust_pickle)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            typer.echo(f"tensorferry ls: {error}", err=True)
-            raise typer.Exit(NO_CHECKPOINT) from None
-        except (CheckpointError, OSError) as error:
-            typer.echo(printable(f"tensorferry ls: {error}"), err=True)
-            raise typer.Exit(_FAILED) from None
+    Reads metadata alone. Exit codes: 0 done, 1 it is damaged or unreadable, 2 there is no checkpoint, or a file of
+    another kind.
+    """
+    with looking_at_checkpoints():
+        from tensorferry.checkpoint import tools
+
+        entries = tools.entries(path, trust_pickle=trust_pickle)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2))
-        return
-    _show(entries, shards, make_console())
+        print_json([dataclasses.asdict(entry) for entry in entries])
+    else:
+        _show(entries, shards)
 
 
-def _show(entries: list[Entry], with_shards: bool, console: Console) -> None:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("name", overflow="fold")
-    table.add_column("dtype")
-    table.add_column("shape")
-    table.add_column("size", justify="right")
-    table.add_column("shards", justify="right")
+def _show(entries: list[Entry], with_shards: bool) -> None:
+    console = make_console()
+    table = make_table(["name", "dtype", "shape"], ["size", "shards"])
     for entry in entries:
-        shape = str(list(entry.shape)) if entry.dtype else ""
-        size = decimal(entry.nbytes)
         table.add_row(
             Text(printable(entry.name)),
             entry.dtype or "object",
-            shape,
-            size,
+            str(list(entry.shape)) if entry.dtype else "",
+            decimal(entry.nbytes),
             str(len(entry.shards)),
         )
         if with_shards:
             for shard in entry.shards:
                 table.add_row(Text(printable(f"  {_place(shard)}")), "", _box(shard), style="dim")
     console.print(table)
-    total = sum(entry.nbytes for entry in entries)
-    console.print(f"{len(entries)} entries, {decimal(total)}", highlight=False)
+    what = counted(len(entries), "entry", "entries")
+    say(console, f"{what}, {decimal(sum(entry.nbytes for entry in entries))}")
 
 
 def _place(shard: Shard) -> str:

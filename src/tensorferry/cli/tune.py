@@ -5,26 +5,27 @@ from __future__ import annotations
 import dataclasses
 import errno
 import importlib.util
-import json
 import os
-import signal
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
-from tensorferry import runtime
-from tensorferry.cli.consoles import make_console
+from tensorferry import profiles, runtime
+from tensorferry.cli.consoles import make_console, print_json, say
+from tensorferry.cli.leaving import LeavingError, printable
 from tensorferry.cli.tune_view import LiveView, print_profiles, print_result
-from tensorferry.tuning import gpus, heatmap, profiles
-from tensorferry.tuning.sizes import format_nbytes, parse_nbytes
-from tensorferry.tuning.space import Space, default_space, space_from_json
-from tensorferry.tuning.tune import SMALLEST_NBYTES, Job, Result, default_journal_path
+from tensorferry.errors import EngineUnavailableError
+from tensorferry.sizes import format_nbytes, parse_nbytes
+from tensorferry.tuning import gpus, heatmap, storing
+from tensorferry.tuning.space import Space, default_space, quick_space, space_from_json
+from tensorferry.tuning.tune import SMALLEST_NBYTES, Job, Result
 from tensorferry.tuning.tune import tune as run_job
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Iterable
 
 
 def tune(
@@ -56,6 +57,10 @@ def tune(
         bool,
         typer.Option("--full", help="Measure all settings in full, rather than drop slow ones."),
     ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Try a few settings only: seconds, not minutes."),
+    ] = False,
     sweep_config: Annotated[
         Path | None,
         typer.Option(
@@ -63,27 +68,14 @@ def tune(
             show_default=False,
         ),
     ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", help="Keep the result with every measurement here.", show_default=False
-        ),
-    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the result with every measurement, and nothing else."),
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw the heat maps here (.png; needs matplotlib).", show_default=False),
     ] = None,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            help="Keep the log of measurements here. Without it, it is kept until the end, so that a run that was "
-            "killed goes on where it ended.",
-            show_default=False,
-        ),
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin anew, whatever an earlier run has measured.")
-    ] = False,
     no_save: Annotated[
         bool, typer.Option("--no-save", help="Do not store the settings for use.")
     ] = False,
@@ -98,8 +90,9 @@ def tune(
     """Find the settings that reach a drive's full speed, and have them used.
 
     Tries engines, block sizes, queue depths and numbers of workers by writing and reading a file without a name in each
-    folder, and drops slow ones early. The result is stored for the folder's file system: handles and files that are
-    given no settings use it from then on. Prints the aio section for DeepSpeed.
+    folder, and drops slow ones early. What is left is measured against the default settings again. If it is proven to
+    be better by 2 %, it is stored for the folder's file system: handles and files that are given no settings use it
+    from then on. If not, the defaults stay. Prints the aio section for DeepSpeed.
     """
     console = make_console()
     if show or forget:
@@ -107,18 +100,18 @@ def tune(
         fail(problems)
         (_show if show else _forget)(console, paths or [])
         return
-    folders = tuple(path.resolve() for path in paths or [])
+    folders = absolute(paths or [])
     problems = [] if folders else ["PATHS: name a folder on the drive to tune"]
     problems += folder_problems(folders)
     nbytes = _checked_nbytes(io_size, problems)
-    space = checked_space(sweep_config, default_space(), problems)
+    space = checked_space(sweep_config, quick_space() if quick else default_space(), problems)
     space = space_on_gpus(space, gpu, gds, problems)
     if no_read and no_write:
         problems.append("--no-read, --no-write: nothing is left to measure")
-    for name, file in (("--json", json_file), ("--plot", plot), ("--log", log)):
-        problems += _file_problems(name, file)
+    if full and quick:
+        problems.append("--full, --quick: choose one of them")
     if plot is not None:
-        problems += _plot_problems(plot)
+        problems += _file_problems("--plot", plot) + _plot_problems(plot)
     fail(problems)
     job = Job(
         folders,
@@ -130,49 +123,42 @@ def tune(
         gpu=gpu or gds,
         gds=gds,
     )
-    result = run(console, job, log=log, fresh=fresh, save=not no_save)
-    print_result(console, result)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+    result = run(Console(stderr=True) if as_json else console, job, save=not no_save)
+    if as_json:
+        print_json(result.as_json())
+    else:
+        print_result(console, result)
     if plot is not None:
         title = f"{', '.join(str(folder) for folder in folders)}, {format_nbytes(result.nbytes)}"
         heatmap.draw(heatmap.grids(result.found.turns), plot, title)
-    if result.not_saved:
-        fail([f"not stored: {result.not_saved}"], 1)
+    if result.not_stored:
+        fail([f"not stored: {result.not_stored}"], 1)
+
+
+def absolute(folders: Iterable[str | Path]) -> tuple[Path, ...]:
+    """Return where folders are, their links followed; Path.resolve would raise where these lead in a circle."""
+    return tuple(Path(os.path.realpath(folder)) for folder in folders)
 
 
 def fail(problems: list[str], code: int = 2) -> None:
     """Print all problems and leave, if there are any."""
     if problems:
-        for problem in problems:
-            typer.echo(f"Error: {problem}", err=True)
-        raise typer.Exit(code)
+        raise LeavingError(code, problems)
 
 
-def run(console: Console, job: Job, *, log: Path | None, fresh: bool, save: bool) -> Result:
+def run(console: Console, job: Job, *, save: bool) -> Result:
     """Tune; what goes wrong with the machine is one clear line and exit code 1, Ctrl-C 130."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves as after Ctrl-C
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
-        try:
-            with LiveView(console) as view:
-                result = run_job(
-                    job,
-                    view,
-                    journal_path=log,
-                    keep_journal=log is not None,
-                    resume=not fresh,
-                    save=save,
-                )
-        except KeyboardInterrupt:
-            journal = log or default_journal_path(job)
-            goes_on = f"; the same command goes on where it ended (log: {journal})"
-            typer.echo(f"interrupted{goes_on if journal.exists() else ''}", err=True)
-            raise typer.Exit(130) from None
-        except (OSError, MemoryError) as problem:
-            fail([_explained(problem, job)], 1)
+        with LiveView(console) as view:
+            try:
+                result = run_job(job, view, save=save)
+            except (OSError, MemoryError) as problem:
+                fail([_explained(problem, job)], 1)
+            except EngineUnavailableError as problem:
+                fail([str(problem)], 1)
     for warning in caught:
-        typer.echo(f"Note: {warning.message}", err=True)
+        typer.echo(printable(f"Note: {warning.message}"), err=True)
     return result
 
 
@@ -226,9 +212,7 @@ def _checked_nbytes(text: str | None, problems: list[str]) -> int | None:
     return nbytes
 
 
-def _file_problems(name: str, path: Path | None) -> list[str]:
-    if path is None:
-        return []
+def _file_problems(name: str, path: Path) -> list[str]:
     if path.is_dir():
         return [f"{name}: {path} is a folder"]
     if not path.parent.is_dir():
@@ -252,6 +236,7 @@ _REMEDIES = {
     errno.EACCES: "choose a folder that you may write to",
     errno.EROFS: "the file system is mounted read-only",
 }
+_STORE_REMEDY = "--no-save, or another file in TENSORFERRY_PROFILES"
 
 
 def _explained(problem: OSError | MemoryError, job: Job) -> str:
@@ -260,7 +245,8 @@ def _explained(problem: OSError | MemoryError, job: Job) -> str:
     # A transfer names the file, which has no name.
     name = str(problem.filename or "(deleted)")
     where = ", ".join(map(str, job.folders)) if name.endswith("(deleted)") else name
-    remedy = _REMEDIES.get(problem.errno or 0)
+    of_store = name == runtime.profiles_path()
+    remedy = _STORE_REMEDY if of_store else _REMEDIES.get(problem.errno or 0)
     return f"{where}: {problem.strerror or problem}" + (f" (remedy: {remedy})" if remedy else "")
 
 
@@ -275,24 +261,24 @@ def _show(console: Console, paths: list[Path]) -> None:
     if kept:
         print_profiles(console, kept, str(store))
     else:
-        console.print(f"no settings are stored in {store}", highlight=False, soft_wrap=True)
+        say(console, printable(f"no settings are stored in {store}"))
 
 
 def _forget(console: Console, paths: list[Path]) -> None:
     store = _store()
     try:
         if not paths:
-            removed = profiles.forget(store)
+            removed = storing.forget(store)
         else:
             kept = profiles.load(store)
             chosen = [profile for path in paths for profile in _of(path, kept)]
-            removed = [gone for each in chosen for gone in profiles.forget(store, each.file_system)]
+            removed = [gone for each in chosen for gone in storing.forget(store, each.file_system)]
     except OSError as problem:
         fail([f"{problem.filename or store}: {problem.strerror}"], 1)
     for profile in removed:
-        console.print(f"forgotten: {profile.file_system.mount_point}", highlight=False)
+        say(console, printable(f"forgotten: {profile.file_system.mount_point}"))
     if not removed:
-        console.print(f"no settings are stored in {store}", highlight=False, soft_wrap=True)
+        say(console, printable(f"no settings are stored in {store}"))
 
 
 def _store() -> Path:
@@ -308,5 +294,5 @@ def _of(path: Path, kept: list[profiles.Profile]) -> list[profiles.Profile]:
         found = [each for each in kept if Path(each.file_system.mount_point) == path.absolute()]
         fail([] if found else [f"{path}: no such folder, and no settings are stored for it"])
         return found
-    match = profiles.profile_of(profiles.file_system_of(path.resolve()), kept)
+    match = profiles.profile_of(profiles.file_system_of(path), kept)
     return [match] if match else []

@@ -3,43 +3,51 @@
 from __future__ import annotations
 
 import json
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.cli.consoles import counted, say
+from tensorferry.cli.leaving import printable
+from tensorferry.sizes import format_nbytes
 from tensorferry.tuning.gpus import CUFILE
 from tensorferry.tuning.heatmap import Grid, grids, known
-from tensorferry.tuning.sizes import format_nbytes
 from tensorferry.tuning.space import available_engines
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from tensorferry.tuning.profiles import Profile
-    from tensorferry.tuning.race import Interval, Step, Turn
-    from tensorferry.tuning.settings import Settings
-    from tensorferry.tuning.tune import Result
+    from tensorferry.profiles import Profile
+    from tensorferry.settings import Settings
+    from tensorferry.tuning.intervals import Interval
+    from tensorferry.tuning.race import Turn
+    from tensorferry.tuning.tune import Progress, Result
 
 _GB = 1e9
 _LIVE_ROWS = 10
+_BAR_WIDTH = 40
 # Dark blue to yellow, as 8-bit colours; every terminal that has colours has these.
 _COLOURS = (17, 18, 19, 25, 31, 36, 41, 77, 113, 149, 185, 221)
 
 
 class LiveView:
-    """A table of the fastest settings so far, redrawn after each measurement; on a pipe, one line for each stage."""
+    """How far a run has come, and the fastest settings so far, redrawn after each measurement.
+
+    On a pipe it is one line for each stage.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         # Drawn between measurements only: a drawing thread would take processor time from them.
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._stage = ""
-        self._count = 0
-        self._total = 0
         self._turns: dict[Settings, Turn] = {}
 
     def __enter__(self) -> LiveView:
@@ -55,30 +63,34 @@ class LiveView:
     ) -> None:
         self._live.stop()
 
-    def stage(self, name: str, points: int, rounds: int) -> None:
+    def stage(self, name: str, points: int, progress: Progress) -> None:
         """Show that a stage begins."""
-        self._stage, self._count, self._total = name, 0, points * rounds
-        self._turns = {}
-        repeats = f", at most {rounds} interleaved rounds" if rounds > 1 else ""
-        if not self._console.is_terminal:
-            self._console.print(f"{name}: {points} settings{repeats}")
+        if name != self._stage:
+            self._turns = {}
+        self._stage = name
+        if self._console.is_terminal:
+            self._draw(progress)
+        elif points:
+            self._console.print(f"{name} ({_left(progress)})", highlight=False)
+        else:
+            self._console.print(f"about {_duration(progress.seconds_left)}", highlight=False)
 
-    def turn(self, step: Step, turn: Turn) -> None:
+    def turn(self, turn: Turn, progress: Progress) -> None:
         """Show what was measured."""
-        self._count += 1
-        self._turns[step.settings] = turn
-        if not self._console.is_terminal:
-            return
-        table = _settings_table()
-        for heading in ("write GB/s", "read GB/s"):
-            table.add_column(heading, justify="right")
+        self._turns[turn.settings] = turn
+        if self._console.is_terminal:
+            self._draw(progress)
+
+    def _draw(self, progress: Progress) -> None:
+        table = _settings_table("write GB/s", "read GB/s")
         best = sorted(self._turns.values(), key=lambda each: each.score, reverse=True)
         for each in best[:_LIVE_ROWS]:
             measured = (each.write, each.read)
             rates = ("" if one is None else f"{one.rate / _GB:.2f}" for one in measured)
             table.add_row(*_cells(each.settings), *rates)
-        heading = f"{self._stage}: {self._count} of at most {self._total} measurements"
-        self._live.update(Group(Text(heading), table), refresh=True)
+        bar = ProgressBar(total=1.0, completed=progress.share, width=_BAR_WIDTH)
+        heading = Columns([bar, Text(f"{_left(progress)}: {self._stage}")])
+        self._live.update(Group(heading, table) if self._turns else heading, refresh=True)
 
 
 def print_result(console: Console, result: Result) -> None:
@@ -89,22 +101,19 @@ def print_result(console: Console, result: Result) -> None:
         if grid.engine == found.chosen.engine and known(grid):
             console.print(_heat_map(grid))
     for line in conclusion(result):
-        console.print(line, highlight=False)
-    console.print("\nFor DeepSpeed's configuration:", highlight=False)
-    console.print(json.dumps(result.deepspeed(), indent=2), highlight=False)
+        say(console, line)
+    say(console, "\nFor DeepSpeed's configuration:")
+    say(console, json.dumps(result.deepspeed(), indent=2))
     if found.chosen.engine not in (available_engines()[0], CUFILE):
-        console.print(
-            f"with TENSORFERRY_ENGINE={found.chosen.engine} in the environment", highlight=False
-        )
+        say(console, f"with TENSORFERRY_ENGINE={found.chosen.engine} in the environment")
     for warning in result.warnings:
-        console.print(f"Note: {warning}", highlight=False)
-    if result.saved:
-        places = ", ".join(dict.fromkeys(each.mount_point for each in result.file_systems))
-        console.print(
-            f"\nStored in {result.saved} for {places}: handles and files without explicit settings use it.",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, printable(f"Note: {warning}"))
+    if result.stored_for:
+        places = printable(", ".join(result.stored_for))
+        say(console, f"\nStored for {places}: handles and files without explicit settings use it.")
+    if result.dropped_for:
+        places = printable(", ".join(result.dropped_for))
+        say(console, f"\nDropped what was stored for {places}: it is not better any more.")
 
 
 def conclusion(result: Result) -> list[str]:
@@ -116,34 +125,22 @@ def conclusion(result: Result) -> list[str]:
         if interval is not None:
             lines.append(f"  {action:5} {_with_interval(interval)}")
     if found.chosen == found.default:
-        lines.append("  These are the default settings: nothing else is faster beyond noise.")
-    else:
-        gain = found.gain()
+        lines.append("  These are the default settings: nothing else is proven to be 2 % faster.")
+    for trial in found.trials:
+        gain = trial.gain
+        who = "It is" if trial.proven else f"{describe(trial.nominee)} came nearest:"
         lines.append(
-            f"  {gain.median:.2f} times as fast as the default settings "
-            f"({gain.low:.2f} to {gain.high:.2f}, {_sure(gain)})"
+            f"  {who} {gain.median:.2f} times as fast as the default settings "
+            f"({gain.low:.2f} to {gain.high:.2f}, {_sure(gain)}, {len(trial.pairs)} times each in turn)"
         )
-    if found.within_noise:
-        count = len(found.within_noise)
-        chosen = (
-            ""
-            if found.chosen == found.default
-            else "; of the fastest, it takes least processor time"
-        )
-        lines.append(f"  within noise of {count} other{'s' if count > 1 else ''}{chosen}")
     size = format_nbytes(result.nbytes)
-    lines.append(
-        f"  {len(found.turns)} measurements on {size} in {result.seconds:.0f} s"
-        + (f", {result.resumed} of them from an earlier run" if result.resumed else "")
-    )
+    lines.append(f"  {len(found.turns)} measurements on {size} in {_duration(result.seconds)}")
     return lines
 
 
 def print_profiles(console: Console, profiles: list[Profile], path: str) -> None:
     """Print stored profiles."""
-    table = _settings_table()
-    for heading in ("write GB/s", "read GB/s"):
-        table.add_column(heading, justify="right")
+    table = _settings_table("write GB/s", "read GB/s")
     table.add_column("file system")
     table.add_column("found")
     for profile in profiles:
@@ -152,25 +149,25 @@ def print_profiles(console: Console, profiles: list[Profile], path: str) -> None
         system = profile.file_system
         place = f"{system.mount_point} ({system.type})"
         when = str(profile.found.get("when", ""))[:10]
-        table.add_row(*_cells(profile.settings), *cells, place, when)
+        names = (Text(printable(name)) for name in (place, when))
+        table.add_row(*_cells(profile.settings), *cells, *names)
     console.print(table)
-    console.print(f"in {path}", highlight=False, soft_wrap=True)
+    say(console, printable(f"in {path}"))
 
 
 def describe(settings: Settings) -> str:
     """Return settings in words."""
-    workers = settings.intra_op_parallelism
     words = (
         f"{settings.engine}, blocks of {format_nbytes(settings.block_size)}, queue depth {settings.queue_depth}, "
-        f"{workers} worker{'s' if workers > 1 else ''}"
+        f"{counted(settings.intra_op_parallelism, 'worker')}"
     )
     return words + (", single submit" if settings.single_submit else "")
 
 
-def _settings_table() -> Table:
+def _settings_table(*numbers: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("engine")
-    for heading in ("block", "depth", "workers"):
+    for heading in ("block", "depth", "workers", *numbers):
         table.add_column(heading, justify="right")
     return table
 
@@ -187,30 +184,22 @@ def _cells(settings: Settings) -> tuple[str, ...]:
 
 def _finalists(result: Result) -> Table:
     found = result.found
-    table = _settings_table()
-    for heading in ("write GB/s", "read GB/s", "CPU s/GB"):
-        table.add_column(heading, justify="right")
+    table = _settings_table("write GB/s", "read GB/s", "CPU s/GB")
     table.add_column("")
-    order = sorted(
-        found.rounds,
-        key=lambda settings: _median(found.interval(settings)),
-        reverse=True,
-    )
-    shown = order[:_LIVE_ROWS]
-    for settings in dict.fromkeys([*shown, found.chosen, found.default]):
-        notes = []
-        if settings == found.chosen:
-            notes.append("best")
-        if settings == found.default:
-            notes.append("default")
-        if settings in found.within_noise:
-            notes.append("within noise")
+    tried = [trial.nominee for trial in found.trials]
+    scores = {
+        settings: median(turn.score for turn in found.turns_of(settings))
+        for settings in dict.fromkeys([*found.finals, *tried, found.chosen])
+    }
+    for settings in sorted(scores, key=lambda each: scores[each], reverse=True):
+        notes = ["best"] if settings == found.chosen else []
+        notes += ["default"] if settings == found.default else []
         rates = (found.interval(settings, action) for action in ("write", "read"))
-        cpu = sorted(turn.cpu_seconds_per_gb for turn in found.rounds[settings])
+        cpu = median(turn.cpu_seconds_per_gb for turn in found.turns_of(settings))
         table.add_row(
             *_cells(settings),
             *("" if rate is None else f"{rate.median / _GB:.2f}" for rate in rates),
-            f"{cpu[len(cpu) // 2]:.3f}",
+            f"{cpu:.3f}",
             ", ".join(notes),
             style="bold" if settings == found.chosen else None,
         )
@@ -246,15 +235,20 @@ def _with_interval(interval: Interval) -> str:
 
 
 def _sure(interval: Interval) -> str:
-    return f"{100 * interval.confidence:.0f} % sure"
+    return f"{100 * interval.confidence:.3g} % sure"
 
 
-def _median(interval: Interval | None) -> float:
-    return interval.median if interval else 0.0
+def _left(progress: Progress) -> str:
+    return f"{100 * progress.share:.0f} %, {_duration(progress.seconds_left)} left"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02} minutes" if minutes else f"{rest} s"
 
 
 def _rate_of(rates: Any, action: str) -> str:
     try:
         return f"{rates[action]['median'] / _GB:.2f}"
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, OverflowError):
         return ""

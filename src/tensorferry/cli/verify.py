@@ -2,77 +2,78 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tensorferry.cli.checkpoint_arguments import (
-    NO_CHECKPOINT,
+    AsJson,
     CheckpointPath,
     TrustPickle,
-    printable,
+    looking_at_checkpoints,
 )
-from tensorferry.cli.leaving import leaving_well
+from tensorferry.cli.consoles import bytes_bar, counted, make_console, print_json, say
+from tensorferry.cli.leaving import FAILED, LeavingError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tensorferry.checkpoint.audit import Report
+    from tensorferry.checkpoint.tools.findings import Report
 
 _SHOWN = 50
-_DAMAGED = 1
 
 
 def verify(
     path: CheckpointPath,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: AsJson = False,
     trust_pickle: TrustPickle = False,
+    write: Annotated[
+        bool,
+        typer.Option("--write", help="Keep checksums beside safetensors files that have none."),
+    ] = False,
 ) -> None:
-    """Read a whole checkpoint and compare every byte with the checksums made when it was written.
+    """Read a whole checkpoint, or a file of torch.save's, and compare all of it with the checksums it was written with.
 
-    Works for checkpoints of tensorferry and of torch; what has no checksum is named. Exit codes: 0 nothing is wrong, 1
-    something is damaged, missing or unreadable, 2 there is no checkpoint.
+    Works for what tensorferry has written and what torch has; what has no checksum is named. Of safetensors files (one,
+    an index, or a folder) headers are checked, and data compared with checksums that --write has once kept beside them.
+
+    Exit codes: 0 nothing is wrong, 1 something is damaged, missing or unreadable, 2 there is no checkpoint, or a file
+    of another kind.
     """
-    from tensorferry.checkpoint import audit
+    with looking_at_checkpoints(), bytes_bar("verifying") as progress:
+        from tensorferry.checkpoint import tools
 
-    with leaving_well("tensorferry verify"):
-        try:
-            with _progress_bar() as progress:
-                report = audit.verify(path, trust_pickle=trust_pickle, progress=progress)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            typer.echo(f"tensorferry verify: {error}", err=True)
-            raise typer.Exit(NO_CHECKPOINT) from None
-        except OSError as error:
-            typer.echo(f"tensorferry verify: {error}", err=True)
-            raise typer.Exit(_DAMAGED) from None
+        report = tools.verify(
+            path, trust_pickle=trust_pickle, write_checksums=write, progress=progress
+        )
     if as_json:
-        typer.echo(json.dumps(_plain(report), indent=2))
+        print_json(_plain(report))
     else:
         _show(report)
     if not report.sound:
-        raise typer.Exit(_DAMAGED)
+        raise LeavingError(FAILED)
 
 
 def _show(report: Report) -> None:
+    console = make_console()
     for problem in report.problems[:_SHOWN]:
-        typer.echo(printable(f"damaged: {problem}"))
+        say(console, printable(f"damaged: {problem}"))
     if len(report.problems) > _SHOWN:
-        typer.echo(f"and {len(report.problems) - _SHOWN} more")
+        say(console, f"and {len(report.problems) - _SHOWN} more")
     if report.unverified:
         shown = ", ".join(map(repr, report.unverified[:_SHOWN]))
         more = len(report.unverified) - _SHOWN
         shown += f" and {more} more" if more > 0 else ""
-        typer.echo(f"could not be verified, for want of a checksum: {shown}")
-    found = "nothing is wrong" if report.sound else f"{len(report.problems)} problems"
+        say(console, printable(f"could not be verified, for want of a checksum: {shown}"))
+        if any(name.endswith(".safetensors") for name in report.unverified):
+            say(console, "(--write keeps checksums beside safetensors files, to compare them with)")
+    for name in report.written:
+        say(console, printable(f"checksums written: {name}"))
+    found = counted(len(report.problems), "problem") if report.problems else "nothing is wrong"
     if report.sound and report.unverified:
-        found += " with what can be verified"
-    typer.echo(
-        f"{report.path}: {report.entries} entries, {report.nbytes:,} bytes verified: {found}"
-    )
+        found += (
+            " with what can be verified" if report.nbytes else ", but nothing could be verified"
+        )
+    entries = counted(report.entries, "entry", "entries")
+    say(console, printable(f"{report.path}: {entries}, {report.nbytes:,} bytes verified: {found}"))
 
 
 def _plain(report: Report) -> dict[str, object]:
@@ -82,6 +83,7 @@ def _plain(report: Report) -> dict[str, object]:
         "entries": report.entries,
         "nbytes": report.nbytes,
         "unverified": report.unverified,
+        "written": report.written,
         "problems": [
             {
                 "message": str(problem),
@@ -93,16 +95,3 @@ def _plain(report: Report) -> dict[str, object]:
             for problem in report.problems
         ],
     }
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar on stderr where that is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

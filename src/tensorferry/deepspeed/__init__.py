@@ -55,10 +55,10 @@ def install() -> None:
 def uninstall() -> None:
     """Undo :func:`install`: builders load DeepSpeed's own ops again. Handles made meanwhile go on working."""
     global _replaced
-    startup = sys.modules.get("_tensorferry_deepspeed")
+    startup = sys.modules.get("_tensorferry_startup")
     with _lock:
         if startup is not None:
-            startup.disarm()
+            startup.disarm("deepspeed")
         replaced, _replaced = _replaced, None
         if replaced is not None:
             replaced.close()

@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-import _tensorferry_deepspeed
+import _tensorferry_startup
 from tensorferry.deepspeed import VARIABLE
 
 _USAGE = """\
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(_refuse(2, f"script.py: there is no {program[0]!r}"))
 
     os.environ[VARIABLE] = "1"
-    _tensorferry_deepspeed.arm()
+    _tensorferry_startup.arm("deepspeed")
     sys.argv = program
     if as_module:
         sys.path[0] = str(Path.cwd())

@@ -64,7 +64,15 @@ def _access(facts: Facts) -> Iterator[Advice]:
     if space is None:
         return
     path = facts["path"]
-    if space["read_only"]:
+    if _is_the_kernels(facts):
+        yield Advice(
+            "stops",
+            "file_system",
+            f"{path} belongs to the kernel ({facts['file_system'].get('type')}): no drive is behind it.",
+            "It holds no files of yours; nothing here can be measured or tuned.",
+            "a folder on a drive (findmnt lists what is mounted where)",
+        )
+    elif space["read_only"]:
         point = facts["file_system"]["mount_point"]
         yield Advice(
             "stops",
@@ -89,6 +97,11 @@ def _access(facts: Facts) -> Iterator[Advice]:
             "Writes beyond that raise ENOSPC; benchmarks and tune need some GiB.",
             f"df -h {path}; remove files or choose another file system",
         )
+
+
+def _is_the_kernels(facts: Facts) -> bool:
+    """Return whether what is there are no files, but what the kernel has to say: /proc, /sys and the like."""
+    return bool(known(facts, "file_system", "space", "nbytes") == 0)
 
 
 def _engines(facts: Facts) -> Iterator[Advice]:
@@ -136,7 +149,7 @@ def _contexts(facts: Facts) -> Iterator[Advice]:
 
 def _file_system(facts: Facts) -> Iterator[Advice]:
     system = known(facts, "file_system")
-    if system is None:
+    if system is None or _is_the_kernels(facts):
         return
     if system["in_memory"]:
         yield Advice(
@@ -184,6 +197,8 @@ def _memory_alignment(facts: Facts) -> Iterator[Advice]:
 def _profile(facts: Facts) -> Iterator[Advice]:
     profile, system = known(facts, "profile"), known(facts, "file_system")
     if not profile or not system or system["in_memory"] or "mount_point" not in system:
+        return
+    if _is_the_kernels(facts):
         return
     if profile["file"] is not None and profile["settings"] is None:
         yield Advice(

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+import threading
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Protocol
@@ -153,19 +155,40 @@ class Crew:
 
 @contextlib.contextmanager
 def ending_signals_blocked() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP wait until the block is done, also those that come as it is entered."""
+    """Let Ctrl-C, SIGTERM and SIGHUP wait until the block is done, also those that come as it is entered.
+
+    Processes that are started meanwhile inherit the mask. Other threads of this one do not know it: what the kernel
+    gives to one of them only sets a note here, and is raised again at the end.
+    """
+    late: list[int] = []
+    handlers = _handlers()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    late: KeyboardInterrupt | None = None
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-    except KeyboardInterrupt as interrupt:  # they are blocked nevertheless
-        late = interrupt
-    try:
+        takes: list[Callable[[], Any]] = [
+            partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDING_SIGNALS),
+            *(partial(signal.signal, each, lambda n, _: late.append(n)) for each in handlers),
+        ]
+        for take in takes:
+            try:
+                take()
+            except KeyboardInterrupt:  # it had come before: it was the first, and can wait as well
+                late.append(signal.SIGINT)
+                take()
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    if late is not None:
-        raise late
+        for number in dict.fromkeys(late):
+            signal.raise_signal(number)
+
+
+def _handlers() -> dict[int, Any]:
+    """Return the handlers that may be put aside: Python's run in the main thread, and only it may change them."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    known = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    return {n: found for n, found in known.items() if found not in (signal.SIG_IGN, None)}
 
 
 def _serve(connection: Connection, make: Callable[..., Member], arguments: tuple[Any, ...]) -> None:

@@ -15,25 +15,27 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
 from tensorferry import _core
 from tensorferry.arrays import memory_of
-from tensorferry.errors import StorageError
+from tensorferry.errors import EngineUnavailableError, StorageError
 from tensorferry.runtime import close_scheduler, scheduler_with, start_scheduler
 from tensorferry.transfers import start
 from tensorferry.tuning.gpus import CUFILE
+from tensorferry.tuning.machine.limits import available_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from tensorferry.futures import Future
-    from tensorferry.tuning.settings import Settings
+    from tensorferry.settings import Settings
 
 _PATTERN_NBYTES = 4 << 20
 _CLOSERS = 8
+_MAX_IDLE = 8  # settings whose workers wait for their next turn
 # Of the free space, and of the memory available, a file takes at most one part in so many.
 _FREE_SHARE = 4
 
@@ -42,18 +44,26 @@ _FREE_SHARE = 4
 class Measurement:
     """One write or read: bytes moved over all drives, and what it took.
 
-    ``stopped`` is set where it was cut short, because it had already taken too long to matter.
+    ``stopped`` is set where it was cut short, because it had already taken too long to matter. ``drive_seconds`` is how
+    long each of several drives took for its share.
     """
 
     nbytes: int
     seconds: float
     cpu_seconds: float
     stopped: bool = False
+    drive_seconds: tuple[float, ...] = ()
 
     @property
     def rate(self) -> float:
         """Bytes in a second."""
         return max(self.nbytes, 1) / max(self.seconds, 1e-9)
+
+    @property
+    def drive_rates(self) -> tuple[float, ...]:
+        """Bytes in a second of each drive, beside the others."""
+        share = self.nbytes / max(len(self.drive_seconds), 1)
+        return tuple(share / max(s, 1e-9) for s in self.drive_seconds) or (self.rate,)
 
 
 class Drives:
@@ -82,9 +92,8 @@ class Drives:
         self, folders: Sequence[Path], nbytes: int, *, gpu: bool = False, gds: bool = False
     ) -> None:
         self.nbytes = nbytes
-        self._settings: Settings | None = None
         self._closers = ThreadPoolExecutor(_CLOSERS)
-        self._schedulers: list[_core.Scheduler] = []
+        self._schedulers: dict[Settings, list[_core.Scheduler]] = {}
         self._resources = ExitStack()
         try:
             self._files = [self._make_file(folder, nbytes) for folder in folders]
@@ -115,6 +124,7 @@ class Drives:
         """
         schedulers = self._schedulers_with(settings)
         futures: list[Future] = []
+        ended: dict[Future, float] = {}
         if not write:
             for descriptor, _ in self._files:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -127,14 +137,19 @@ class Drives:
                 memory = (address, nbytes, owner, location)
                 sync = write and not file.direct
                 futures.append(start(scheduler, file, owner, memory, 0, write=write, sync=sync))
+            if len(futures) > 1:
+                for future in futures:
+                    future.add_done_callback(lambda f: ended.update({f: time.perf_counter()}))
             moved = [_finish(future, nbytes, begin, limit_seconds) for future in futures]
         except BaseException:
             for future in futures:
                 future._abandon()
             raise
-        seconds = time.perf_counter() - begin
+        end = time.perf_counter()
         cpu_seconds = time.process_time() - cpu_begin
-        return Measurement(sum(moved), seconds, cpu_seconds, sum(moved) < nbytes * len(moved))
+        stopped = sum(moved) < nbytes * len(moved)
+        each = tuple(min(ended.get(future, end), end) - begin for future in futures)
+        return Measurement(sum(moved), end - begin, cpu_seconds, stopped, each)
 
     def close(self) -> None:
         """Give files, descriptors and threads back."""
@@ -150,20 +165,27 @@ class Drives:
         self.close()
 
     def _schedulers_with(self, settings: Settings) -> list[_core.Scheduler]:
-        """Return one scheduler for each file: those of the last measurement, if it had the same settings."""
-        if settings != self._settings:
-            self._close_schedulers()
-            for _ in self._files:  # each is kept at once, to be closed should the next be refused
-                self._schedulers.append(_scheduler_with(settings))
-            self._settings = settings
-        return self._schedulers
+        """Return one scheduler for each file: those of an earlier measurement, if it had the same settings lately."""
+        if settings not in self._schedulers:
+            if len(self._schedulers) >= _MAX_IDLE:
+                self._close_schedulers()
+            try:
+                self._make_schedulers(settings)
+            except EngineUnavailableError:  # the others may hold what is short
+                self._close_schedulers()
+                self._make_schedulers(settings)
+        return self._schedulers[settings]
+
+    def _make_schedulers(self, settings: Settings) -> None:
+        made = self._schedulers[settings] = []
+        for _ in self._files:  # each is kept at once, to be closed should the next be refused
+            made.append(_scheduler_with(settings))
 
     def _close_schedulers(self) -> None:
-        """End them beside what comes next: the kernel lets a worker of libaio wait 30 milliseconds for its end."""
-        self._settings = None
-        for scheduler in self._schedulers:
-            self._closers.submit(close_scheduler, scheduler)
-        self._schedulers = []
+        """End them, all at once: the kernel lets a worker of libaio wait for its end, and no clock runs meanwhile."""
+        closing = [each for some in self._schedulers.values() for each in some]
+        self._schedulers = {}
+        list(self._closers.map(close_scheduler, closing))
 
     def _make_file(self, folder: Path, nbytes: int) -> tuple[int, _core.File]:
         try:
@@ -192,19 +214,12 @@ def _scheduler_with(settings: Settings) -> _core.Scheduler:
 
 def largest_nbytes(folders: Sequence[Path], *, gpu: bool = False) -> int:
     """Return how large a file may be without being a burden: a quarter of the free space and of the memory."""
-    free = _free_gpu_nbytes(len(folders)) if gpu else [_available_memory_nbytes()]
+    free = _free_gpu_nbytes(len(folders)) if gpu else [available_nbytes()]
     for folder in folders:
         status = os.statvfs(folder)
         # Folders may share a file system; then so do their files.
         free.append(status.f_bavail * status.f_frsize // len(folders))
     return min(free) // _FREE_SHARE
-
-
-def _available_memory_nbytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _finish(future: Future, nbytes: int, begin: float, limit_seconds: float | None) -> int:

@@ -96,6 +96,20 @@ def run(files: Sequence[Path], kind: str, nbytes: int, arguments: Sequence[str])
     FioError
         It is not installed, or failed.
     """
+    options = [f"--size={nbytes}", f"--rw={kind}", *arguments]
+    for number, path in enumerate(files):
+        options += [f"--name=job{number}", f"--filename={_escaped(path)}"]
+    return jobs_of(options)
+
+
+def jobs_of(arguments: Sequence[str]) -> list[Any]:
+    """Run fio with options for all jobs and, after the ``--name`` of each, its own; return the jobs of its report.
+
+    Raises
+    ------
+    FioError
+        It is not installed, or failed.
+    """
     if not installed():
         raise FioError("fio is not installed (apt install fio)")
     command = [
@@ -106,12 +120,8 @@ def run(files: Sequence[Path], kind: str, nbytes: int, arguments: Sequence[str])
         "--invalidate=0",  # the benchmark decides what the page cache holds
         "--scramble_buffers=0",  # it would change each block before it is written
         "--thread",
-        f"--size={nbytes}",
-        f"--rw={kind}",
         *arguments,
     ]
-    for number, path in enumerate(files):
-        command += [f"--name=job{number}", f"--filename={_escaped(path)}"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         words = (done.stderr.strip() or done.stdout.strip()).splitlines()

@@ -11,6 +11,9 @@ from tensorferry import _core
 CUFILE = "cufile"
 
 
+NO_TORCH = "torch is not installed (pip install torch)"
+
+
 def device_count() -> int:
     """Return the number of GPUs that torch can use."""
     if importlib.util.find_spec("torch") is None:
@@ -20,13 +23,28 @@ def device_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def why_torch_has_none() -> str | None:
+    """Return why torch can use no GPU here, or None."""
+    if importlib.util.find_spec("torch") is None:
+        return NO_TORCH
+    if device_count():
+        return None
+    import torch
+
+    reason = "there is none"
+    if torch.version.cuda is None and torch.version.hip is None:
+        reason = "it was built for processors only"
+    else:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except Exception as error:  # whatever torch raises is the answer
+            reason = str(error).strip().partition("\n")[0]
+    return f"torch finds no CUDA device: {reason}"
+
+
 def why_no_gpu() -> str | None:
     """Return why CUDA tensors cannot be made and moved here, or None."""
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed (pip install torch)"
-    if device_count() == 0:
-        return "torch finds no CUDA device on this machine"
-    return _core.cuda_refusal()
+    return why_torch_has_none() or _core.cuda_refusal()
 
 
 def why_no_gds() -> str | None:

@@ -7,14 +7,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tensorferry.tuning.sizes import format_nbytes
+from tensorferry.sizes import format_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from tensorferry.settings import Settings
     from tensorferry.tuning.race import Turn
-    from tensorferry.tuning.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""The search for the best settings: which point to measure next, when to drop one, and how sure the outcome is.
+"""The search for better settings: which to measure next, when to drop some, and what is proven in the end.
 
-Pure decisions; what a measurement is, the caller knows. The idea is successive halving: all points are tried on a
-short stretch of the file, the better third again on a longer one, and so on; the few that are left run the whole file
-in interleaved rounds, so that a drive which gets slower or faster meanwhile does so for all of them. Medians count,
-and order statistics say how sure they are, which needs no assumption about how the noise is distributed.
+Pure decisions; what a measurement is, the caller knows. First a race nominates: all settings are tried on short
+stretches of the file, in interleaved rounds of changing order, so that a drive which gets slower or faster meanwhile
+does so for all of them; the better ones go on, round after round. The winner of so many is always one that noise was
+kind to, so that what the race has measured proves nothing. The nominee and the default settings are then measured
+anew, one after the other in alternating order, until it is sure that the nominee is better, or not worth more time.
 """
 
 from __future__ import annotations
@@ -11,36 +12,43 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import warnings
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from tensorferry.errors import EngineUnavailableError
+from tensorferry.tuning.intervals import Interval, interval, ratio_interval
+from tensorferry.tuning.space import in_flight_nbytes
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tensorferry.settings import Settings
     from tensorferry.tuning.drive import Measurement
-    from tensorferry.tuning.settings import Settings
 
-# Of the file, one part in so many is moved in a rung; of the points, one in so many goes on.
-_RUNGS = ((8, 3), (4, 3), (2, 2))
-# One point in so many runs the final, within limits. The final goes on while the whole race has measured for less than
-# this part of the time that a full sweep would, going by the first rung. Few finalists and many rounds: on simulated
-# drives (tests/tuning/test_tune_race.py) a good one was always among them, and too few rounds let a worse one win.
-_FINALISTS_SHARE = 24
-_FINALISTS_MIN, _FINALISTS_MAX = 6, 12
-_ROUNDS_MIN, _ROUNDS_MAX = 7, 25
-_ROUNDS_BEFORE_DROPPING = 3
-_BUDGET = 0.17
+# How many rounds are run before one setting in so many goes on, and of those that are left at last. A stretch is an
+# eighth of the file, or twice what a queue holds, if that is more. Chosen on simulated drives, for what is found in
+# the time of a fifth of a full sweep (tests/tuning/test_tune_race.py).
+_RUNGS = ((2, 2), (2, 3), (6, 4))
+_STRETCH_SHARE = 8
+_FINALISTS = 8
+_FINAL_ROUNDS = 12
 _FULL_ROUNDS = 3
+
+# Pairs of nominee and default on a quarter of the file, after which the outcome is looked at. So sure for each look
+# is 98 of 100, at least, for all of them: looking several times gives noise several chances.
+_LOOKS = (10, 20, 40, 80)
+_PAIR_SHARE = 4
+_SURE = 0.995
+_HOPELESS_LOOK = 20
+# What is less better is not worth a change.
+GAIN_MIN = 1.02
 
 # What has taken so much longer than the best so far is stopped in the middle.
 _HOPELESS = 2.0
-# A finalist that is surely slower, by so much in the median, needs no more rounds.
-_CLEARLY_SLOWER = 0.98
-# Settings within noise of the fastest, and within this of it, are as good where they take less processor time; and
-# the default settings are as good within a little more, for what is not proven is not worth a change.
+# Finalists within this of the fastest are as good where they take less processor time.
 _AS_GOOD = 0.99
-_DEFAULT_AS_GOOD = 0.98
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,8 @@ class Step:
     round: int
     settings: Settings
     nbytes: int
-    write_limit_seconds: float | None
-    read_limit_seconds: float | None
+    write_limit_seconds: float | None = None
+    read_limit_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,11 +79,6 @@ class Turn:
         return math.prod(rates) ** (1 / len(rates))
 
     @property
-    def seconds(self) -> float:
-        """The time it took."""
-        return sum(each.seconds for each in (self.write, self.read) if each is not None)
-
-    @property
     def cpu_seconds_per_gb(self) -> float:
         """Processor time for each 10^9 bytes."""
         measured = [each for each in (self.write, self.read) if each is not None]
@@ -84,13 +87,13 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A median, and between which values the true one lies with a probability of `confidence`."""
+class Trial:
+    """A nominee against the default settings: the turns of both in pairs, and how many times as fast it is."""
 
-    median: float
-    low: float
-    high: float
-    confidence: float
+    nominee: Settings
+    pairs: list[tuple[Turn, Turn]]
+    gain: Interval
+    proven: bool
 
 
 @dataclass
@@ -98,23 +101,27 @@ class Found:
     """The outcome: the settings chosen, and what is known of them and the others."""
 
     chosen: Settings
-    fastest: Settings
     default: Settings
-    rounds: dict[Settings, list[Turn]]  # of the finalists that stayed to the end
-    within_noise: list[Settings]  # of the chosen ones, not counting them
+    finals: dict[Settings, list[Turn]]
+    trials: list[Trial]  # the last one is that of what was chosen, if it is not the default
     turns: list[Turn] = field(default_factory=list)
 
-    def interval(self, settings: Settings, action: str | None = None) -> Interval | None:
-        """Return a finalist's bytes in a second: of "write", "read" or, without an action, of both together."""
-        turns = self.rounds[settings]
-        if action is None:
-            return interval([turn.score for turn in turns])
-        measured = [getattr(turn, action) for turn in turns]
-        return None if measured[0] is None else interval([each.rate for each in measured])
+    @property
+    def gain(self) -> Interval | None:
+        """How many times as fast as the default settings the chosen ones are; None if they are these."""
+        return None if self.chosen == self.default else self.trials[-1].gain
 
-    def gain(self) -> Interval:
-        """Return how many times as fast the chosen settings are as the default ones, round by round."""
-        return interval(_ratios(self.rounds[self.chosen], self.rounds[self.default]))
+    def turns_of(self, settings: Settings) -> list[Turn]:
+        """Return what was measured of settings last: in a trial, or in the race's final."""
+        for trial in reversed(self.trials):
+            if settings in (trial.nominee, self.default):
+                return [pair[settings == self.default] for pair in trial.pairs]
+        return self.finals.get(settings) or [t for t in self.turns if t.settings == settings]
+
+    def interval(self, settings: Settings, action: str) -> Interval | None:
+        """Return the bytes in a second of an action, "write" or "read"; None where it was not looked at."""
+        measured = [getattr(turn, action) for turn in self.turns_of(settings)]
+        return None if measured[0] is None else interval([each.rate for each in measured])
 
 
 class Runner(Protocol):
@@ -123,181 +130,193 @@ class Runner(Protocol):
     def __call__(self, step: Step) -> Turn:
         """Measure one step."""
 
-    def begin(self, stage: str, points: int, rounds: int) -> None:
-        """Hear that a stage begins."""
+    def begin(self, stage: str, points: int, left_nbytes: int) -> None:
+        """Hear that a stage begins, and how much the steps from here on to the end are likely to move."""
 
 
-def race(points: Sequence[Settings], default: Settings, nbytes: int, run: Runner) -> Found:
-    """Find the best of the points in less than a quarter of the time that sweeping all of them takes.
+def search(
+    points: Sequence[Settings],
+    default: Settings,
+    nbytes: int,
+    run: Runner,
+    *,
+    full: bool = False,
+    stored: Sequence[Settings] = (),
+) -> Found:
+    """Find settings that are surely better than the default ones, if there are any.
 
     Parameters
     ----------
     points : sequence of Settings
         What to choose from.
     default : Settings
-        Measured to the end for comparison, and chosen if nothing else is faster beyond noise.
+        Chosen unless another is proven to be better by 2 %.
     nbytes : int
         Size of the file.
     run : Runner
         Measures.
+    full : bool
+        Measure all points on the whole file three times before the better ones go on.
+    stored : sequence of Settings
+        What an earlier search has found: tried as well where this one's nominee is not proven.
     """
-    search = _Search(default, nbytes, run)
-    survivors = _with_default(points, default)
-    budget_seconds = 0.0
-    finalists = min(max(len(survivors) // _FINALISTS_SHARE, _FINALISTS_MIN), _FINALISTS_MAX)
-    for divisor, keep in _RUNGS:
-        if len(survivors) <= finalists:
-            break
-        search.play(f"1/{divisor} of the file", survivors, nbytes // divisor, 1)
-        budget_seconds = budget_seconds or _BUDGET * _FULL_ROUNDS * divisor * search.seconds
-        count = max(finalists, math.ceil(len(survivors) / keep))
-        survivors = _with_default(search.best(survivors)[:count], default)
-    survivors = _with_default(survivors[:finalists], default)
-    finals = search.play("final", survivors, nbytes, _ROUNDS_MAX, budget_seconds)
-    return _conclude(finals, default, search.turns)
+    race = _Race(default, nbytes, run, full)
+    finals = race.run_to_the_final(list(dict.fromkeys([*points, default])))
+    nominee = race.nominee(finals)
+    nominees = [each for each in dict.fromkeys([nominee, *stored]) if each != default]
+    trials: list[Trial] = []
+    for each in nominees:
+        try:
+            trials.append(race.try_against_default(each))
+        except EngineUnavailableError as refusal:
+            _warn_of(each, refusal)
+            continue
+        if trials[-1].proven:
+            return Found(each, default, finals, trials, race.turns)
+    return Found(default, default, finals, trials, race.turns)
 
 
-def sweep(points: Sequence[Settings], default: Settings, nbytes: int, run: Runner) -> Found:
-    """Measure all points on the whole file, in interleaved rounds, and find the best."""
-    search = _Search(default, nbytes, run, patient=True)
-    everything = _with_default(points, default)
-    rounds = search.play("full sweep", everything, nbytes, _FULL_ROUNDS)
-    return _conclude(rounds, default, search.turns)
+def expected_nbytes(points: Sequence[Settings], nbytes: int, *, full: bool) -> int:
+    """Return how much a search is likely to move each way before it ends."""
+    left = sum(each.nbytes(points, nbytes) for each in _stages(len(points), full))
+    return left + _pairs_nbytes(points, nbytes, _HOPELESS_LOOK)
 
 
-class _Search:
-    def __init__(
-        self, default: Settings, nbytes: int, run: Runner, *, patient: bool = False
-    ) -> None:
+@dataclass(frozen=True)
+class _Stage:
+    """Rounds of so many settings, on one part of the file in `share`."""
+
+    name: str
+    count: int
+    rounds: int
+    share: int
+
+    def nbytes(self, points: Sequence[Settings], file_nbytes: int) -> int:
+        """Return what it moves each way, if it is played by settings like these."""
+        each = statistics.fmean(_stretch(point, file_nbytes, self.share) for point in points)
+        return round(self.count * self.rounds * each)
+
+
+def _stages(count: int, full: bool) -> list[_Stage]:
+    """Return what is played by how many settings, the final last."""
+    stages = []
+    if full:
+        stages.append(_Stage("full sweep", count, _FULL_ROUNDS, 1))
+        count = min(count, _FINALISTS)
+    for rounds, kept in _RUNGS:
+        if count > _FINALISTS:
+            stages.append(_Stage(f"{count} settings", count, rounds, _STRETCH_SHARE))
+            count = max(_FINALISTS, math.ceil(count / kept))
+    return [*stages, _Stage("final", count, _FINAL_ROUNDS, _STRETCH_SHARE)]
+
+
+class _Race:
+    def __init__(self, default: Settings, nbytes: int, run: Runner, full: bool) -> None:
         self.turns: list[Turn] = []
         self._default = default
         self._nbytes = nbytes
         self._run = run
-        self._patient = patient
+        self._full = full
+        self._logs: dict[Settings, list[float]] = defaultdict(list)
         self._best_rates = {"write": 0.0, "read": 0.0}
 
-    def play(
-        self,
-        stage: str,
-        points: Sequence[Settings],
-        nbytes: int,
-        rounds: int,
-        budget_seconds: float | None = None,
-    ) -> dict[Settings, list[Turn]]:
-        """Measure points in rounds, each in another order, and return the turns of those that stayed.
+    def run_to_the_final(self, points: list[Settings]) -> dict[Settings, list[Turn]]:
+        """Play stage after stage with those that were better in all before; return the turns of the final."""
+        stages = _stages(len(points), self._full)
+        played: dict[Settings, list[Turn]] = {}
+        for number, stage in enumerate(stages):
+            points = sorted(points, key=self._rank, reverse=True)[: stage.count]
+            left = sum(each.nbytes(points, self._nbytes) for each in stages[number:])
+            left += _pairs_nbytes(points, self._nbytes, _HOPELESS_LOOK)
+            self._run.begin(stage.name, len(points), left)
+            played = self._play(stage, points)
+            points = list(played)
+        return played
 
-        With a budget losers are dropped, and the rounds end when it is spent.
-        """
-        self._run.begin(stage, len(points), rounds)
-        played: dict[Settings, list[Turn]] = {settings: [] for settings in points}
-        for number in range(rounds):
+    def nominee(self, finals: dict[Settings, list[Turn]]) -> Settings:
+        """Return the fastest; of those as good the default, or the one that takes least processor time."""
+        best = max(map(self._rank, finals))
+        as_good = [each for each in finals if self._rank(each) >= best + math.log(_AS_GOOD)]
+        if self._default in as_good:
+            return self._default
+
+        def cost(settings: Settings) -> tuple[bool, float]:
+            # A system call for each block can only cost: where it seems not to, that is noise.
+            cpu = statistics.median(turn.cpu_seconds_per_gb for turn in finals[settings])
+            return settings.single_submit, cpu
+
+        return min(as_good, key=cost)
+
+    def try_against_default(self, nominee: Settings) -> Trial:
+        """Measure both anew, in pairs, and see whether the nominee is surely better."""
+        stage = "nominee and default"
+        pairs: list[tuple[Turn, Turn]] = []
+        nbytes = max(_stretch(each, self._nbytes, _PAIR_SHARE) for each in (nominee, self._default))
+        for look in _LOOKS:
+            more = max(look, _HOPELESS_LOOK) - len(pairs)
+            self._run.begin(stage, 2, 2 * more * nbytes)
+            for number in range(len(pairs), look):
+                order = [nominee, self._default] if number % 2 else [self._default, nominee]
+                turns = {each: self._run(Step(stage, number, each, nbytes)) for each in order}
+                self.turns += turns.values()
+                pairs.append((turns[nominee], turns[self._default]))
+            gain = ratio_interval([mine.score / theirs.score for mine, theirs in pairs], _SURE)
+            if gain.low > GAIN_MIN:
+                return Trial(nominee, pairs, gain, proven=True)
+            unlikely = look >= _HOPELESS_LOOK and gain.median < GAIN_MIN
+            if unlikely or gain.high < GAIN_MIN:
+                break
+        return Trial(nominee, pairs, gain, proven=False)
+
+    def _play(self, stage: _Stage, points: Sequence[Settings]) -> dict[Settings, list[Turn]]:
+        """Measure all in turn; what an engine cannot be had for any more is out."""
+        played: dict[Settings, list[Turn]] = {each: [] for each in points}
+        for number in range(stage.rounds):
             order = list(played)
-            random.Random(f"{stage} {number}").shuffle(order)  # the same when a run is resumed
+            random.Random(f"{stage.name} {number}").shuffle(order)
             if not self.turns:  # the first is what others are held to
                 order.sort(key=lambda settings: settings != self._default)
             for settings in order:
+                nbytes = _stretch(settings, self._nbytes, stage.share)
                 limits = (self._limit(action, nbytes) for action in ("write", "read"))
-                turn = self._run(Step(stage, number, settings, nbytes, *limits))
+                try:
+                    turn = self._run(Step(stage.name, number, settings, nbytes, *limits))
+                except EngineUnavailableError as refusal:
+                    if settings == self._default or len(played) == 1:
+                        raise
+                    _warn_of(settings, refusal)
+                    del played[settings]
+                    continue
                 self._note(turn)
                 played[settings].append(turn)
-            if budget_seconds is None:
-                continue
-            if number + 1 >= _ROUNDS_BEFORE_DROPPING:
-                played = self._without_losers(played)
-            spent = self.seconds >= budget_seconds or len(played) == 1
-            if number + 1 >= _ROUNDS_MIN and spent:
-                break
         return played
 
-    @property
-    def seconds(self) -> float:
-        """The time that all measurements so far took."""
-        return sum(turn.seconds for turn in self.turns)
-
-    def best(self, points: Sequence[Settings]) -> list[Settings]:
-        """Return points from the fastest to the slowest, by all that was measured of them."""
-        # All of them were measured in the same stages, so sums compare without being normalized.
-        sums: dict[Settings, float] = defaultdict(float)
-        for turn in self.turns:
-            sums[turn.settings] += turn.nbytes * math.log(turn.score)
-        return sorted(points, key=lambda settings: sums[settings], reverse=True)
+    def _rank(self, settings: Settings) -> float:
+        """Return the mean logarithm of all that was measured of settings."""
+        logs = self._logs[settings]
+        return statistics.fmean(logs) if logs else 0.0
 
     def _limit(self, action: str, nbytes: int) -> float | None:
         rate = self._best_rates[action]
-        return None if self._patient or not rate else _HOPELESS * nbytes / rate
+        return None if self._full or not rate else _HOPELESS * nbytes / rate
 
     def _note(self, turn: Turn) -> None:
         self.turns.append(turn)
+        self._logs[turn.settings].append(math.log(turn.score))
         for action, measured in (("write", turn.write), ("read", turn.read)):
             if measured is not None:
                 self._best_rates[action] = max(self._best_rates[action], measured.rate)
 
-    def _without_losers(self, played: dict[Settings, list[Turn]]) -> dict[Settings, list[Turn]]:
-        leader = _fastest(played)
 
-        def stays(settings: Settings) -> bool:
-            ratio = interval(_ratios(played[settings], played[leader]))
-            clearly_slower = ratio.high < 1 and ratio.median <= _CLEARLY_SLOWER
-            return settings in (leader, self._default) or not clearly_slower
-
-        return {settings: turns for settings, turns in played.items() if stays(settings)}
+def _warn_of(settings: Settings, refusal: EngineUnavailableError) -> None:
+    warnings.warn(f"left out: {settings}: {refusal}", RuntimeWarning, stacklevel=2)
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """Return the median of independent values, and the narrowest pair of them that holds it with 95 % or more.
-
-    With few values that is the smallest and the largest, and the confidence is what it is. The count of values below
-    the true median is binomial, whatever their distribution.
-    """
-    ordered = sorted(values)
-    count = len(ordered)
-    confidence = [
-        1 - 2 * sum(math.comb(count, below) for below in range(cut + 1)) / 2**count
-        for cut in range((count + 1) // 2)
-    ]
-    cut = max((cut for cut, sure in enumerate(confidence) if sure >= 0.95), default=0)
-    return Interval(
-        statistics.median(ordered), ordered[cut], ordered[-1 - cut], max(0.0, confidence[cut])
-    )
+def _stretch(settings: Settings, nbytes: int, share: int) -> int:
+    """Return how much of a file is moved: one part in so many, but enough to fill the queue twice."""
+    wanted = max(nbytes // share, 2 * in_flight_nbytes(settings))
+    return min(nbytes, wanted // 4096 * 4096)
 
 
-def _conclude(rounds: dict[Settings, list[Turn]], default: Settings, turns: list[Turn]) -> Found:
-    fastest = _fastest(rounds)
-    as_good = [
-        settings
-        for settings in rounds
-        if _same(rounds[settings], rounds[fastest])
-        and statistics.median(_ratios(rounds[settings], rounds[fastest]))
-        >= (_DEFAULT_AS_GOOD if settings == default else _AS_GOOD)
-    ]
-    # A system call for each block can only cost: where it seems not to, that is noise.
-    frugal = min(as_good, key=lambda settings: (settings.single_submit, _cpu(rounds[settings])))
-    chosen = default if default in as_good else frugal
-    within_noise = [
-        settings
-        for settings in rounds
-        if settings != chosen and _same(rounds[settings], rounds[chosen])
-    ]
-    return Found(chosen, fastest, default, rounds, within_noise, turns)
-
-
-def _fastest(rounds: dict[Settings, list[Turn]]) -> Settings:
-    return max(rounds, key=lambda settings: statistics.median(t.score for t in rounds[settings]))
-
-
-def _ratios(turns: list[Turn], others: list[Turn]) -> list[float]:
-    return [turn.score / other.score for turn, other in zip(turns, others, strict=True)]
-
-
-def _same(turns: list[Turn], others: list[Turn]) -> bool:
-    """Return whether the rounds leave open which is faster."""
-    ratio = interval(_ratios(turns, others))
-    return ratio.low <= 1 <= ratio.high
-
-
-def _cpu(turns: list[Turn]) -> float:
-    return statistics.median(turn.cpu_seconds_per_gb for turn in turns)
-
-
-def _with_default(points: Sequence[Settings], default: Settings) -> list[Settings]:
-    return list(dict.fromkeys([*points, default]))
+def _pairs_nbytes(points: Sequence[Settings], nbytes: int, count: int) -> int:
+    return _Stage("", 2, count, _PAIR_SHARE).nbytes(points, nbytes)

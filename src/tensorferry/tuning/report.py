@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import tensorferry
+from tensorferry import profiles
 from tensorferry.runtime import (
     DEFAULT_BLOCK_NBYTES,
     DEFAULT_QUEUE_DEPTH,
@@ -17,7 +18,6 @@ from tensorferry.runtime import (
     make_scheduler,
     profiles_path,
 )
-from tensorferry.tuning import profiles
 from tensorferry.tuning.advice import advise, known
 from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
 from tensorferry.tuning.machine.libraries import TIMEOUT_SECONDS, asking, version

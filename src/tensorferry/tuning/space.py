@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.runtime import engines
+from tensorferry.runtime import DEFAULT_BLOCK_NBYTES, engines
+from tensorferry.settings import Settings
+from tensorferry.sizes import parse_nbytes
 from tensorferry.tuning.gpus import CUFILE
-from tensorferry.tuning.settings import Settings
-from tensorferry.tuning.sizes import parse_nbytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,23 +21,31 @@ if TYPE_CHECKING:
 _KIB, _MIB = 1 << 10, 1 << 20
 _MAX_POINTS = 10_000
 _MAX_PARALLELISM = 8
-_THREADS_IN_FLIGHT = 32  # for each worker of an engine of threads; see csrc/engine/README.md
+# For each worker: of an engine of threads, see csrc/engine/README.md; with default blocks, csrc/transfer/scheduler.h.
+_THREADS_IN_FLIGHT = 32
+_DEFAULT_IN_FLIGHT_NBYTES = 32 * _MIB
+_QUEUES_IN_FILE = 16
 
 
 @dataclass(frozen=True)
 class Space:
-    """One value or more for each setting; ``block_size`` in bytes."""
+    """One value or more for each setting; ``block_size`` in bytes.
+
+    ``deep`` has queues that are deeper than any drive needs tried as well, the shallowest of them each.
+    """
 
     engine: tuple[str, ...]
     block_size: tuple[int, ...]
     queue_depth: tuple[int, ...]
     intra_op_parallelism: tuple[int, ...]
     single_submit: tuple[bool, ...] = (False,)
+    deep: bool = True
 
-    def points(self, nbytes: int) -> list[Settings]:
+    def points(self, nbytes: int, default: Settings | None = None) -> list[Settings]:
         """Return all combinations, less those that for a file of `nbytes` do the same as another.
 
-        A queue deeper than the file has blocks for a worker is never full; of such, the shallowest stays.
+        The file is what the drive moves in some tenths of a second: queues that hold more than a sixteenth of it keep
+        no drive busier. Of such, the shallowest stays, if any. `default` is one of them in any case.
         """
         points: dict[tuple[Any, ...], Settings] = {}
         for engine, block, workers, single, depth in itertools.product(
@@ -46,12 +55,25 @@ class Space:
             self.single_submit,
             sorted(self.queue_depth),
         ):
-            usable = min(depth, max(1, nbytes // workers // block))
-            if engine in ("threads", CUFILE):
-                usable = min(usable, _THREADS_IN_FLIGHT)
             settings = Settings(block, depth, single, True, workers, engine)
-            points.setdefault((engine, block, workers, single, usable), settings)
-        return list(points.values())
+            in_flight = min(in_flight_nbytes(settings), nbytes // _QUEUES_IN_FILE + 1)
+            if in_flight > nbytes // _QUEUES_IN_FILE and not self.deep:
+                continue
+            key = engine, block, workers, single, in_flight
+            if key not in points or settings == default:
+                points[key] = settings
+        return list(dict.fromkeys([*points.values(), *([default] if default else [])]))
+
+
+def in_flight_nbytes(settings: Settings) -> int:
+    """Return how many bytes the queues of all workers hold."""
+    depth = settings.queue_depth
+    if settings.engine in ("threads", CUFILE):
+        depth = min(depth, _THREADS_IN_FLIGHT)
+    nbytes = depth * settings.block_size
+    if settings.block_size == DEFAULT_BLOCK_NBYTES:  # large blocks take their place, and fewer do
+        nbytes = min(nbytes, _DEFAULT_IN_FLIGHT_NBYTES)
+    return nbytes * settings.intra_op_parallelism
 
 
 def default_settings() -> Settings:
@@ -73,6 +95,19 @@ def default_space() -> Space:
         block_size=(256 * _KIB, 512 * _KIB, _MIB, 2 * _MIB, 4 * _MIB, 8 * _MIB),
         queue_depth=(4, 16, 32, 128),
         intra_op_parallelism=tuple(workers),
+        deep=False,
+    )
+
+
+def quick_space() -> Space:
+    """Return what `tensorferry tune --quick` sweeps."""
+    space = default_space()
+    return dataclasses.replace(
+        space,
+        engine=space.engine[:1],
+        block_size=(512 * _KIB, _MIB, 4 * _MIB),
+        queue_depth=(8, 32, 128),
+        intra_op_parallelism=space.intra_op_parallelism[:2],
     )
 
 
@@ -118,10 +153,9 @@ def space_from_json(path: Path, default: Space) -> Space:
             except ValueError as problem:
                 problems.append(f"{key}: {problem}")
     chosen.pop("sequential_requests", None)  # both do the same: queues are always refilled
-    space = dataclasses.replace(default, **chosen)
-    count = 1
-    for axis in dataclasses.astuple(space):
-        count *= len(axis)
+    space = dataclasses.replace(default, **chosen, deep=True)
+    axes = dataclasses.astuple(space)[:-1]
+    count = math.prod(map(len, axes))
     if count > _MAX_POINTS:
         problems.append(f"{count} combinations are more than {_MAX_POINTS}")
     if problems:

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
 import json
-import os
-import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorferry
-from tensorferry import runtime
-from tensorferry.tuning import profiles
+from tensorferry import profiles, runtime
+from tensorferry.sizes import format_nbytes
+from tensorferry.tuning import storing
 from tensorferry.tuning.drive import Drives, Measurement, largest_nbytes
 from tensorferry.tuning.gpus import CUFILE
-from tensorferry.tuning.journal import Journal
-from tensorferry.tuning.race import Found, Step, Turn, race, sweep
-from tensorferry.tuning.sizes import format_nbytes
+from tensorferry.tuning.intervals import interval
+from tensorferry.tuning.race import Found, Step, Turn, expected_nbytes, search
 from tensorferry.tuning.space import Space, default_settings
 
 if TYPE_CHECKING:
-    from tensorferry.tuning.settings import Settings
+    from tensorferry.settings import Settings
+    from tensorferry.tuning.intervals import Interval
 
 _MIB = 1 << 20
 SMALLEST_NBYTES = 16 * _MIB
@@ -36,6 +33,10 @@ _MEASURED_SECONDS = 0.3
 _ENOUGH_NBYTES = 128 * _MIB
 _PROBE_NBYTES = 64 * _MIB
 _LARGEST_NBYTES = 4096 * _MIB
+# What a drive is taken for until something was measured.
+_GUESSED_RATE = 2e9
+
+_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
@@ -53,21 +54,27 @@ class Job:
     gds: bool = False  # as gds_handle does
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON knows it: two jobs with the same one may share measurements."""
-        content = dataclasses.asdict(self)
-        content["folders"] = [str(folder) for folder in self.folders]
-        content["tensorferry"] = tensorferry.__version__
+        """Return it as JSON knows it."""
+        content = dataclasses.asdict(self) | {"folders": [str(folder) for folder in self.folders]}
         plain: dict[str, Any] = json.loads(json.dumps(content))
         return plain
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: its share of the whole, and how long the rest is likely to take."""
+
+    share: float
+    seconds_left: float
 
 
 class Watcher(Protocol):
     """Who looks on."""
 
-    def stage(self, name: str, points: int, rounds: int) -> None:
-        """Hear that a stage begins."""
+    def stage(self, name: str, points: int, progress: Progress) -> None:
+        """Hear that a stage begins, with so many settings."""
 
-    def turn(self, step: Step, turn: Turn) -> None:
+    def turn(self, turn: Turn, progress: Progress) -> None:
         """Hear what a step measured."""
 
 
@@ -81,14 +88,16 @@ class Result:
     nbytes: int
     direct: bool
     seconds: float
-    resumed: int
-    saved: Path | None = None
-    not_saved: str | None = None  # why it could not be stored
     warnings: list[str] = field(default_factory=list)
+    stored_for: list[str] = field(default_factory=list)  # mount points
+    dropped_for: list[str] = field(
+        default_factory=list
+    )  # had a profile that proved to be no better
+    not_stored: str | None = None  # why what was to be stored could not be
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it as JSON knows it; rates are in bytes a second."""
-        found = self.found
+        found, gain = self.found, self.found.gain
         return {
             "tensorferry": tensorferry.__version__,
             "job": self.job.as_json(),
@@ -99,11 +108,20 @@ class Result:
             "settings": dataclasses.asdict(found.chosen),
             "deepspeed": self.deepspeed(),
             "rates": self.rates(),
-            "gain_over_default": dataclasses.asdict(found.gain()),
-            "fastest": dataclasses.asdict(found.fastest),
-            "within_noise": [dataclasses.asdict(settings) for settings in found.within_noise],
+            "gain_over_default": dataclasses.asdict(gain) if gain else None,
+            "trials": [
+                {
+                    "nominee": dataclasses.asdict(trial.nominee),
+                    "gain": dataclasses.asdict(trial.gain),
+                    "pairs": len(trial.pairs),
+                    "proven": trial.proven,
+                }
+                for trial in found.trials
+            ],
             "turns": [dataclasses.asdict(turn) for turn in found.turns],
             "warnings": self.warnings,
+            "stored_for": self.stored_for,
+            "dropped_for": self.dropped_for,
         }
 
     def deepspeed(self) -> dict[str, Any]:
@@ -111,23 +129,21 @@ class Result:
         more = {"use_gds": True} if self.job.gds else {}
         return {"aio": self.found.chosen.as_deepspeed() | more}
 
-    def rates(self) -> dict[str, Any]:
-        """Return median, confidence interval and confidence of the chosen settings' rates, in bytes a second."""
-        intervals = {
-            name: self.found.interval(self.found.chosen, name) for name in ("write", "read")
-        }
-        return {name: dataclasses.asdict(each) for name, each in intervals.items() if each}
+    def rates(self, drive: int | None = None) -> dict[str, Any]:
+        """Return median and confidence of the chosen settings' rates, of one drive or of all, in bytes a second."""
+        rates: dict[str, Any] = {}
+        for name in ("write", "read"):
+            measured: list[Measurement | None]
+            measured = [getattr(turn, name) for turn in self.found.turns_of(self.found.chosen)]
+            known = [each for each in measured if each is not None]
+            if known:
+                values = [m.rate if drive is None else m.drive_rates[drive] for m in known]
+                found: Interval = interval(values)
+                rates[name] = dataclasses.asdict(found)
+        return rates
 
 
-def tune(
-    job: Job,
-    watcher: Watcher,
-    *,
-    journal_path: Path | None = None,
-    keep_journal: bool = False,
-    resume: bool = True,
-    save: bool = True,
-) -> Result:
+def tune(job: Job, watcher: Watcher, *, save: bool = True) -> Result:
     """Find the settings that suit the drives behind some folders, and keep them as a profile.
 
     Parameters
@@ -136,34 +152,35 @@ def tune(
         What to tune.
     watcher : Watcher
         Hears of each measurement.
-    journal_path : Path, optional
-        Where measurements are kept until the end; by default in the user's state folder.
-    keep_journal : bool
-        Leave it there after success.
-    resume : bool
-        Go on with an unfinished run of the same job.
     save : bool
-        Store the profile.
+        Store the profile if settings are proven to be better than the default ones, else drop an earlier one.
 
     Raises
     ------
     OSError
-        A folder or the journal cannot be written, a disk is full, or a drive fails.
+        A folder or the file of profiles cannot be written, a disk is full, or a drive fails.
     MemoryError
         There is no memory for the data.
     """
     begin = time.perf_counter()
+    store = _store(job) if save else None
+    if store is not None:
+        storing.check_writable(store)
     file_systems = [profiles.file_system_of(folder) for folder in job.folders]
-    with ExitStack() as resources:
-        journal = resources.enter_context(_journal(resources, job, journal_path, resume))
-        nbytes = job.nbytes or _suitable_nbytes(job, journal)
-        drives = resources.enter_context(Drives(job.folders, nbytes, gpu=job.gpu, gds=job.gds))
-        drives.measure(default_settings(), True, nbytes)  # from now on all of it is real
-        points = job.space.points(nbytes)
-        resumed = journal.replayed
-        search = sweep if job.full else race
-        runner = _Runner(job, drives, journal, watcher)
-        found = search(points, _default_of(job.space), nbytes, runner)
+    default = _default_of(job.space)
+    runner = _Runner(job, watcher, default)
+    nbytes = job.nbytes or _suitable_nbytes(job)
+    with Drives(job.folders, nbytes, gpu=job.gpu, gds=job.gds) as drives:
+        drives.measure(default, True, nbytes)  # from now on all of it is real
+        runner.drives = drives
+        found = search(
+            job.space.points(nbytes, default),
+            default,
+            nbytes,
+            runner,
+            full=job.full,
+            stored=_stored_settings(store, file_systems),
+        )
         result = Result(
             job,
             found,
@@ -171,91 +188,76 @@ def tune(
             nbytes,
             drives.direct,
             time.perf_counter() - begin,
-            resumed,
-            warnings=_warnings(job, drives, file_systems),
+            warnings=_warnings(job, drives, file_systems)
+            + ([] if store else _why_unsaved(job, save)),
         )
-        if save:
-            result = _save(result)
-        journal.finish(keep=keep_journal)
-    return result
-
-
-def default_journal_path(job: Job) -> Path:
-    """Return where a job's measurements are kept while it runs: one file for each different job."""
-    folder = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
-    name = hashlib.sha256(json.dumps(job.as_json(), sort_keys=True).encode()).hexdigest()[:16]
-    return Path(folder) / "tensorferry" / f"tune-{name}.jsonl"
-
-
-def _journal(resources: ExitStack, job: Job, path: Path | None, resume: bool) -> Journal:
-    """Open the journal; where the user's state folder cannot be written, one that goes with this run."""
-    if path is not None:
-        return Journal(path, job.as_json(), resume=resume)
-    try:
-        return Journal(default_journal_path(job), job.as_json(), resume=resume)
-    except BlockingIOError:
-        raise
-    except OSError:
-        folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="tensorferry-tune-"))
-        return Journal(Path(folder, "journal.jsonl"), job.as_json())
+    return result if store is None else _stored(result, store)
 
 
 class _Runner:
-    """Measures steps for the search: looks into the journal first, and keeps there what is new."""
+    """Measures steps for the search, and tells the watcher how far it has come."""
 
-    def __init__(self, job: Job, drives: Drives, journal: Journal, watcher: Watcher) -> None:
+    drives: Drives
+
+    def __init__(self, job: Job, watcher: Watcher, default: Settings) -> None:
         self._job = job
-        self._drives = drives
-        self._journal = journal
         self._watcher = watcher
+        self._begin: float | None = None
+        self._moved_nbytes = 0
+        # Not known yet, but by its time: how much a file holds follows the drive's speed.
+        nbytes = job.nbytes or int(_MEASURED_SECONDS * _GUESSED_RATE)
+        points = job.space.points(nbytes, default)
+        self._left_nbytes = expected_nbytes(points, nbytes, full=job.full)
+        watcher.stage("preparing", 0, self._progress())
 
-    def begin(self, stage: str, points: int, rounds: int) -> None:
-        self._watcher.stage(stage, points, rounds)
+    def begin(self, stage: str, points: int, left_nbytes: int) -> None:
+        self._left_nbytes = left_nbytes
+        self._watcher.stage(stage, points, self._progress())
 
     def __call__(self, step: Step) -> Turn:
+        if self._begin is None:
+            self._begin = time.perf_counter()
         turn = Turn(
             step.settings,
             step.nbytes,
-            self._measured(step, "write", step.write_limit_seconds) if self._job.write else None,
-            self._measured(step, "read", step.read_limit_seconds) if self._job.read else None,
+            self._measured(step, True, step.write_limit_seconds) if self._job.write else None,
+            self._measured(step, False, step.read_limit_seconds) if self._job.read else None,
         )
-        self._watcher.turn(step, turn)
+        self._moved_nbytes += step.nbytes
+        self._left_nbytes = max(0, self._left_nbytes - step.nbytes)
+        self._watcher.turn(turn, self._progress())
         return turn
 
-    def _measured(self, step: Step, action: str, limit_seconds: float | None) -> Measurement:
-        measured = self._journal.find(step, action)
-        if measured is None:
-            measured = _total(
-                self._drives.measure(step.settings, action == "write", step.nbytes, limit_seconds)
-                for _ in range(self._job.loops)
-            )
-            self._journal.add(step, action, measured)
-        return measured
+    def _measured(self, step: Step, write: bool, limit_seconds: float | None) -> Measurement:
+        loops = [
+            self.drives.measure(step.settings, write, step.nbytes, limit_seconds)
+            for _ in range(self._job.loops)
+        ]
+        return Measurement(
+            sum(each.nbytes for each in loops),
+            sum(each.seconds for each in loops),
+            sum(each.cpu_seconds for each in loops),
+            any(each.stopped for each in loops),
+            tuple(map(sum, zip(*(each.drive_seconds for each in loops), strict=True))),
+        )
 
-
-def _total(measurements: Any) -> Measurement:
-    nbytes, seconds, cpu_seconds, stopped = 0, 0.0, 0.0, False
-    for each in measurements:
-        nbytes += each.nbytes
-        seconds += each.seconds
-        cpu_seconds += each.cpu_seconds
-        stopped = stopped or each.stopped
-    return Measurement(nbytes, seconds, cpu_seconds, stopped)
+    def _progress(self) -> Progress:
+        if self._begin is None:
+            ways = (self._job.read + self._job.write) * self._job.loops
+            return Progress(0.0, ways * self._left_nbytes / _GUESSED_RATE)
+        seconds = time.perf_counter() - self._begin
+        left = seconds * self._left_nbytes / max(self._moved_nbytes, 1)
+        return Progress(seconds / max(seconds + left, 1e-9), left)
 
 
 def _default_of(space: Space) -> Settings:
-    """Return the default settings, on an engine that is swept."""
+    """Return the settings of those who give none: what is stored must be better than these, whatever is swept."""
     settings = default_settings()
-    if settings.engine in space.engine:
-        return settings
-    return dataclasses.replace(settings, engine=space.engine[0])
+    return dataclasses.replace(settings, engine=CUFILE) if space.engine == (CUFILE,) else settings
 
 
-def _suitable_nbytes(job: Job, journal: Journal) -> int:
+def _suitable_nbytes(job: Job) -> int:
     """Return a file size that takes long enough to be timed, and leaves the drives and the memory room for others."""
-    known = journal.facts.get("nbytes")
-    if isinstance(known, int) and SMALLEST_NBYTES <= known <= _LARGEST_NBYTES:
-        return known
     largest = min(largest_nbytes(job.folders, gpu=job.gpu), _LARGEST_NBYTES)
     probe = max(SMALLEST_NBYTES, min(_PROBE_NBYTES, largest))
     with Drives(job.folders, probe, gpu=job.gpu, gds=job.gds) as drives:
@@ -267,15 +269,14 @@ def _suitable_nbytes(job: Job, journal: Journal) -> int:
     nbytes = SMALLEST_NBYTES
     while 2 * nbytes <= wanted:
         nbytes *= 2
-    journal.keep_fact("nbytes", nbytes)
     return nbytes
 
 
 def _warnings(job: Job, drives: Drives, file_systems: list[profiles.FileSystem]) -> list[str]:
     warnings = []
     for folder, system in zip(job.folders, file_systems, strict=True):
-        if system.type in ("tmpfs", "ramfs"):
-            warnings.append(f"{folder} is in memory ({system.type}): there is no drive to tune for")
+        if system.type in _IN_MEMORY:
+            warnings.append(f"{folder} is in memory ({system.type}): nothing is stored for it")
     if not warnings and not drives.direct:
         warnings.append(
             "direct I/O does not work here: writes include making them durable, and reads may come from a cache"
@@ -288,28 +289,53 @@ def _warnings(job: Job, drives: Drives, file_systems: list[profiles.FileSystem])
     return warnings
 
 
-def _save(result: Result) -> Result:
-    if result.found.chosen.engine == CUFILE:
-        return dataclasses.replace(
-            result,
-            warnings=[*result.warnings, "not stored: gds_handle takes its settings from you"],
-        )
+# Profiles
+
+
+def _store(job: Job) -> Path | None:
+    """Return the file to store a profile in; None where that is not wanted."""
     path = runtime.profiles_path()
-    if path is None:
-        return dataclasses.replace(
-            result,
-            warnings=[*result.warnings, "not stored: TENSORFERRY_PROFILES=0 switches profiles off"],
-        )
+    return None if path is None or job.space.engine == (CUFILE,) else Path(path)
+
+
+def _why_unsaved(job: Job, save: bool) -> list[str]:
+    if not save:
+        return []
+    if job.space.engine == (CUFILE,):
+        return ["not stored: gds_handle takes its settings from you"]
+    return ["not stored: TENSORFERRY_PROFILES=0 switches profiles off"]
+
+
+def _stored_settings(store: Path | None, file_systems: list[profiles.FileSystem]) -> list[Settings]:
+    """Return what is stored of the file systems: profiles that must prove themselves again, or are dropped."""
+    kept = [] if store is None else profiles.load(store)
+    found = [profiles.profile_of(each, kept) for each in file_systems]
+    return list(dict.fromkeys(profile.settings for profile in found if profile is not None))
+
+
+def _stored(result: Result, store: Path) -> Result:
+    """Store what is proven to be better for all file systems that are drives; drop what is not."""
+    stored, dropped = [], []
     found = {
-        "rates": result.rates(),
+        "gain": dataclasses.asdict(result.found.gain) if result.found.gain else None,
         "memory": "gpu" if result.job.gpu else "host",
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "tensorferry": tensorferry.__version__,
     }
     try:
-        for file_system in result.file_systems:
-            profile = profiles.Profile(file_system, result.found.chosen, found)
-            profiles.save(Path(path), profile)
-    except OSError as error:  # what was found is still worth printing
-        return dataclasses.replace(result, not_saved=f"{path}: {error.strerror}")
-    return dataclasses.replace(result, saved=Path(path))
+        for number, system in enumerate(result.file_systems):
+            if result.found.chosen != result.found.default and system.type not in _IN_MEMORY:
+                rates = {"rates": result.rates(number)}
+                profile = profiles.Profile(system, result.found.chosen, rates | found)
+                storing.save(store, profile)
+                stored.append(system.mount_point)
+            elif storing.forget(store, system):
+                dropped.append(system.mount_point)
+    except (OSError, ValueError) as error:  # what was found is still worth printing
+        reason = f"{store}: {getattr(error, 'strerror', None) or error}"
+        return dataclasses.replace(result, not_stored=reason)
+    return dataclasses.replace(
+        result,
+        stored_for=list(dict.fromkeys(stored)),
+        dropped_for=list(dict.fromkeys(dropped)),
+    )

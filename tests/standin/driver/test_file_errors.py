@@ -22,6 +22,7 @@ NBYTES = 3_000_003
 BLOCK = 65536
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("place", [0, 20 * BLOCK, NBYTES - 1])
 @pytest.mark.parametrize("delay_us", [0, 2000])

@@ -168,6 +168,23 @@ def test_a_blocking_call_that_waits_for_a_kernel_holds_up_no_other_thread(
         assert (contents(directory / "file") == 7).all()
 
 
+def test_a_stream_is_given_up_without_waiting_for_kernels(
+    driver: StandIn, gpu: Gpu, engine: str, directory: pathlib.Path
+) -> None:
+    """Nothing of its arrays is being copied yet."""
+    file = tensorferry.open(directory / "file", "w", engine=engine)
+    stream = file.stream()
+    with gpu.new_stream(), driver.held(array := gpu.array(1_000_003), 7):
+        for _ in range(5):
+            stream.append(array)
+        giving_up = threading.Thread(target=stream.abort)
+        giving_up.start()
+        giving_up.join(PATIENCE_S)
+        assert not giving_up.is_alive()
+    file.close()
+    assert (directory / "file").stat().st_size == 0
+
+
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_a_read_is_done_only_when_the_gpu_has_all_of_it(
     driver: StandIn,
@@ -298,7 +315,7 @@ def test_little_host_memory_is_registered(
     driver: StandIn, gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path, workers: int
 ) -> None:
     handle = make_handle(intra_op_parallelism=workers)
-    array = gpu.array(500_000_003)
+    array = gpu.array(300_000_003)
     handle.sync_pwrite(array, directory / "file")
     handle.sync_pread(array, directory / "file")
     assert 0 < driver.peak("registered_nbytes") <= 128 << 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
+import io
 import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from tensorferry.tuning import machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from tensorferry.tuning.bench.arguments import Job, Operation
     from tensorferry.tuning.bench.task import Loop
@@ -178,12 +177,8 @@ class Results:
             ],
         }
 
-    def write_json(self, path: Path) -> None:
-        """Write everything, every loop included."""
-        path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
-
-    def write_csv(self, path: Path) -> None:
-        """Write a line for each process of each result, and one for all together."""
+    def as_csv(self) -> str:
+        """Return a line for each process of each result, and one for all together."""
         columns = (
             "loops",
             "nbytes",
@@ -193,16 +188,17 @@ class Results:
             "cpu_seconds_per_gb",
             "peak_growth_nbytes",
         )
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            latencies = [f"latency_{name}_microseconds" for name in PERCENTILES]
-            writer.writerow(["operation", "way", "process", "folder", *columns, *latencies])
-            for result in self.results:
-                lines = [(str(p.process), p.folder, result.summary(p)) for p in result.processes]
-                for process, folder, summary in [*lines, ("all", "", result.summary())]:
-                    latency = summary.latency_microseconds or {}
-                    writer.writerow(
-                        [result.operation, result.way, process, folder]
-                        + [getattr(summary, name) for name in columns]
-                        + [latency.get(name) for name in PERCENTILES]
-                    )
+        lines = io.StringIO()
+        writer = csv.writer(lines, lineterminator="\n")
+        latencies = [f"latency_{name}_microseconds" for name in PERCENTILES]
+        writer.writerow(["operation", "way", "process", "folder", *columns, *latencies])
+        for result in self.results:
+            rows = [(str(p.process), p.folder, result.summary(p)) for p in result.processes]
+            for process, folder, summary in [*rows, ("all", "", result.summary())]:
+                latency = summary.latency_microseconds or {}
+                writer.writerow(
+                    [result.operation, result.way, process, folder]
+                    + [getattr(summary, name) for name in columns]
+                    + [latency.get(name) for name in PERCENTILES]
+                )
+        return lines.getvalue()

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tensorferry.settings import Settings
+from tensorferry.sizes import format_nbytes
 from tensorferry.tuning import fio
-from tensorferry.tuning.bench.arguments import TORCH_ENGINES
 from tensorferry.tuning.bench.results import ProcessResult, Result, Results
 from tensorferry.tuning.bench.task import Files, Loop, Summed, Task
 from tensorferry.tuning.crew import Crew, CrewError, ending_signals_blocked
+from tensorferry.tuning.machine.limits import available_nbytes
 from tensorferry.tuning.machine.probe import attempt
 from tensorferry.tuning.machine.storage import file_system
 from tensorferry.tuning.scratch import remove, scratch_directory
-from tensorferry.tuning.settings import Settings
-from tensorferry.tuning.sizes import format_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tensorferry.tuning.bench.arguments import Job, Operation
 
@@ -270,16 +269,10 @@ def _check_space(job: Job, files: list[Files]) -> None:
 
 
 def _check_memory(job: Job) -> None:
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    torch_engine = job.engine in TORCH_ENGINES
+    available = available_nbytes()
+    count = 2 if job.engine == "torch_io" else 1  # torch.load makes a tensor of its own
     if job.gpu:  # torch and plain Python go by way of host memory
-        count = 1 if job.memory != "gpu" or torch_engine or job.compare else 0
-    else:  # torch.load makes a tensor of its own
-        count = 2 if job.engine == "torch_io" else 1
+        count = int(job.memory != "gpu" or count == 2 or job.compare)
     each = count * job.io_nbytes
     needed = each * len(job.places)
     if needed > available:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import tensorferry
 from tensorferry.profiled import ProfiledScheduler
 from tensorferry.runtime import default_scheduler
-from tensorferry.tuning.bench.fast_save import FastSaveFile
+from tensorferry.settings import Settings
 from tensorferry.tuning.bench.memory import ValidationError
-from tensorferry.tuning.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,15 +68,11 @@ def make_way(name: str, job: Job, memory: Memory) -> Way:
         return _HandleWay(tensorferry.aio_handle(**settings), memory)
     if name == "gds_handle":
         return _GdsWay(tensorferry.gds_handle(**settings), memory)
-    if name == "aio_basic":
-        return _BasicWay(settings, memory)
     if name == "files":
         settings.pop("overlap_events", None)  # queues are always refilled
         return _FilesWay(settings, memory)
     if name == "torch_io":
         return _TorchWay(job, memory)
-    if name == "torch_fastio":
-        return _FastTorchWay(job, memory, settings)
     return _PythonWay(memory)
 
 
@@ -120,39 +115,6 @@ class _GdsWay(_HandleWay):
     def close(self) -> None:
         self._gds_handle.unpin_device_tensor(self._memory.device)
         super().close()
-
-
-class _BasicWay(Way):
-    """A blocking call with a handle of its own, as DeepNVMe's ``aio_read`` and ``aio_write`` do it."""
-
-    def __init__(self, settings: dict[str, Any], memory: Memory) -> None:
-        super().__init__(memory)
-        self._given = settings
-        self._used: dict[str, Any] = {}
-        self._stats: dict[str, Any] = {}
-        self._gpu_nbytes = 0
-
-    def transfer(self) -> None:
-        with (
-            self._memory.transferred(self._operation) as array,
-            tensorferry.aio_handle(**self._given) as handle,
-        ):
-            if self._operation == "read":
-                handle.read(array, self._path)
-            else:
-                handle.write(array, self._path)
-            self._used = _settings_of(handle)
-            self._stats = handle.stats()
-            self._gpu_nbytes += self._stats["gpu_nbytes"]
-
-    def settings(self) -> dict[str, Any]:
-        return self._used
-
-    def latency_microseconds(self) -> dict[str, float] | None:
-        return _latency(self._stats) if self._stats else None
-
-    def gpu(self) -> dict[str, Any] | None:
-        return _gpu(self._stats | {"gpu_nbytes": self._gpu_nbytes}) if self._stats else None
 
 
 class _FilesWay(Way):
@@ -235,46 +197,14 @@ class _TorchWay(Way):
             torch.save(self._tensor, self._path, _use_new_zipfile_serialization=self._zip)
 
     def check(self) -> None:
-        _check_saved(self._path, self._tensor, self._loaded if self._operation == "read" else None)
-
-
-class _FastTorchWay(Way):
-    """``torch.save`` into a file object that gives the bytes to a handle."""
-
-    def __init__(self, job: Job, memory: Memory, settings: dict[str, Any]) -> None:
-        super().__init__(memory)
-        self._tensor = memory.tensor()
-        self._zip = not job.torch_legacy_save
-        self._buffer_nbytes = job.fast_io_nbytes
-        self._handle = tensorferry.aio_handle(**settings)
-        self._file: FastSaveFile | None = None
-
-    def prepare(self, operation: Operation, path: Path) -> None:
-        super().prepare(operation, path)
-        self._file = FastSaveFile(path, self._handle, self._buffer_nbytes)
-
-    def transfer(self) -> None:
         import torch
 
-        assert self._file is not None
-        torch.save(  # it asks for no more than write()
-            self._tensor,
-            self._file,  # type: ignore[arg-type]
-            _use_new_zipfile_serialization=self._zip,
-        )
-        self._file.close()
-
-    def check(self) -> None:
-        _check_saved(self._path, self._tensor)
-
-    def settings(self) -> dict[str, Any]:
-        return _settings_of(self._handle)
-
-    def latency_microseconds(self) -> dict[str, float] | None:
-        return _latency(self._handle.stats())
-
-    def close(self) -> None:
-        self._handle.close()
+        read = self._operation == "read"
+        found = self._loaded if read else torch.load(self._path, map_location=self._tensor.device)
+        if not torch.equal(found, self._tensor):
+            raise ValidationError(
+                f"validation failed: {str(self._path)!r} does not hold the tensor that was saved"
+            )
 
 
 class _PythonWay(Way):
@@ -310,16 +240,6 @@ def _settings_of(handle: tensorferry.aio_handle) -> dict[str, Any]:
         "intra_op_parallelism": handle.get_intra_op_parallelism(),
         "engine": handle.engine,
     }
-
-
-def _check_saved(path: Path, tensor: Any, loaded: Any = None) -> None:
-    import torch
-
-    loaded = torch.load(path, map_location=tensor.device) if loaded is None else loaded
-    if not torch.equal(loaded, tensor):
-        raise ValidationError(
-            f"validation failed: {str(path)!r} does not hold the tensor that was saved"
-        )
 
 
 def _gpu(stats: dict[str, Any]) -> dict[str, Any] | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
-from tensorferry.libraries import CUFILE, cufile_folders
+from tensorferry.libraries import cufile_libraries, cufile_refusal
 from tensorferry.tuning.machine.probe import (
     Facts,
     ProbeError,
@@ -60,33 +59,16 @@ def _nvidia_smi() -> list[Facts]:
     found = []
     for line in lines:
         name, mebibytes, driver, address = (part.strip() for part in line.split(","))
-        nbytes = (
-            int(mebibytes) << 20 if mebibytes.isdigit() else None
-        )  # some have no memory of their own
+        # Some have no memory of their own.
+        nbytes = int(mebibytes) << 20 if mebibytes.isdigit() else None
         found.append({"name": name, "memory_nbytes": nbytes, "driver": driver, "address": address})
     return found
 
 
 def _cufile_libraries() -> list[str]:
-    folders = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
-    folders += cufile_folders()
-    found = [str(Path(folder, CUFILE)) for folder in folders if Path(folder, CUFILE).exists()]
-    found += re.findall(rf"{re.escape(CUFILE)} .* => (\S+)", _linker_cache())
-    if not found:
-        raise ProbeError(
-            f"no {CUFILE} in nvidia-cufile wheels, the CUDA toolkit or the linker's cache"
-        )
-    return list(dict.fromkeys(found))
-
-
-def _linker_cache() -> str:
-    # An ordinary user's PATH may lack /sbin.
-    for command in ("ldconfig", "/sbin/ldconfig"):
-        try:
-            return output_of([command, "-p"], 5)
-        except ProbeError:
-            continue
-    return ""
+    if found := cufile_libraries():
+        return found
+    raise ProbeError(str(cufile_refusal()))
 
 
 def _nvidia_fs() -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.libraries import cufile_folders
+from tensorferry.tuning.gpus import why_torch_has_none
 from tensorferry.tuning.machine.probe import Facts, ProbeError, attempt, unknown
 
 if TYPE_CHECKING:
@@ -134,17 +135,15 @@ def torch_facts() -> Facts:
         "rocm": torch.version.hip,
         "gpus": [],
     }
-    if torch.cuda.is_available():
+    if reason := why_torch_has_none():
+        facts["gpus"] = unknown(reason)
+    else:
         properties = [
             torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
         ]
         facts["gpus"] = [
             {"name": gpu.name, "memory_nbytes": gpu.total_memory} for gpu in properties
         ]
-    elif facts["cuda"] is None and facts["rocm"] is None:
-        facts["gpus"] = unknown("this torch was built for processors only")
-    else:
-        facts["gpus"] = unknown(_why_no_gpu())
     return facts
 
 
@@ -193,13 +192,3 @@ def _missing_tools() -> list[str]:
 def _has_tool(tool: str) -> bool:
     # ninja may come as a Python package, beside an interpreter that is not on PATH.
     return shutil.which(tool) is not None or (Path(sys.executable).parent / tool).exists()
-
-
-def _why_no_gpu() -> str:
-    import torch
-
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except Exception as error:  # whatever torch raises is the answer
-        return str(error).strip().partition("\n")[0]
-    return "torch finds no GPU"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -63,6 +65,34 @@ def control_groups(process: Path = Path("/proc/self")) -> Facts:
     }
 
 
+def available_nbytes(process: Path = Path("/proc/self")) -> int:
+    """Return how much memory a process may still have: the machine's, or less where a control group has less.
+
+    What a group's page cache holds is given back when it is needed, and counts as free.
+    """
+    nbytes = [_in_file(Path("/proc/meminfo"), "MemAvailable:", 1 << 10)]
+    with contextlib.suppress(OSError, ValueError):
+        for version, group in _groups(process, "memory"):
+            limit, used = _memory_of(version, group)
+            if limit is not None and used is not None:
+                prefix = "total_" if version == 1 else ""
+                cached = [
+                    _in_file(group / "memory.stat", f"{prefix}{name}", 1) or 0
+                    for name in ("inactive_file", "active_file")
+                ]
+                nbytes.append(max(0, limit - used + sum(cached)))
+    known = [each for each in nbytes if each is not None]
+    return min(known, default=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _in_file(path: Path, name: str, unit: int) -> int | None:
+    """Return the number behind a name at a line's beginning."""
+    for line in (text_or_none(path) or "").splitlines():
+        if line.split()[:1] == [name]:
+            return int(line.split()[1]) * unit
+    return None
+
+
 def _limit(which: int) -> Facts:
     soft, hard = (
         None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)
@@ -78,19 +108,21 @@ def _may_lock_all() -> bool:
 def _memory_limit(process: Path) -> Facts | None:
     tightest: Facts | None = None
     for version, group in _groups(process, "memory"):
-        names = ("memory.max", "memory.current")
-        if version == 1:
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit = number_or_none(group / names[0])
-        if limit is None or limit >= _UNLIMITED_NBYTES:
-            continue
-        if tightest is None or limit < tightest["nbytes"]:
-            tightest = {
-                "nbytes": limit,
-                "used_nbytes": number(group / names[1]),
-                "group": str(group),
-            }
+        limit, used = _memory_of(version, group)
+        if limit is not None and (tightest is None or limit < tightest["nbytes"]):
+            tightest = {"nbytes": limit, "used_nbytes": used, "group": str(group)}
     return tightest
+
+
+def _memory_of(version: int, group: Path) -> tuple[int | None, int | None]:
+    """Return a group's limit, None if it has none, and what is used of it."""
+    names = ("memory.max", "memory.current")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    limit = number_or_none(group / names[0])
+    if limit is None or limit >= _UNLIMITED_NBYTES:
+        return None, None
+    return limit, number(group / names[1])
 
 
 def _cpu_limit(process: Path) -> float | None:

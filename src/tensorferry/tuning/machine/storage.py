@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from tensorferry import _core, runtime, transfers
 from tensorferry.arrays import memory_of
+from tensorferry.mounts import mount_of, mounts
 from tensorferry.tuning.machine.probe import Facts, ProbeError, attempt
-from tensorferry.tuning.mounts import mount_of, mounts
 
 __all__ = ["device_number", "direct_io", "file_system", "mount_of", "mounts"]
 

@@ -1,0 +1,214 @@
+#include "bindings/files.h"
+
+#include <nanobind/ndarray.h>
+
+#include "bindings/python.h"
+#include "file/mapping.h"
+#include "transfer/reservation.h"
+
+namespace tensorferry {
+namespace {
+
+DirectMode direct_mode_of(const std::string& name) {
+  if (name == "auto") return DirectMode::automatic;
+  return name == "always" ? DirectMode::always : DirectMode::never;
+}
+
+// Paths travel as str with surrogate escapes or as bytes; the file system wants bytes.
+std::string path_of(nb::handle path) {
+  nb::object encoded = nb::steal(PyUnicode_EncodeFSDefault(path.ptr()));
+  if (!encoded.is_valid()) throw nb::python_error();
+  return std::string(PyBytes_AsString(encoded.ptr()), static_cast<size_t>(PyBytes_Size(encoded.ptr())));
+}
+
+PyFile open_file(nb::str path, bool read, bool write, bool create, bool exclusive, bool truncate,
+                 const std::string& direct, bool replaced) {
+  const std::string name = path_of(path);
+  const OpenOptions options{read, write, create, exclusive, truncate, replaced, direct_mode_of(direct)};
+  auto file = [&] {
+    WithoutGil release;
+    return File::open(name, options);
+  }();
+  if (!file) raise(file.fault());
+  return PyFile{*file};
+}
+
+PyFile file_from_descriptor(int descriptor, bool write, const std::string& direct) {
+  auto file = File::from_descriptor(descriptor, write, direct_mode_of(direct));
+  if (!file) raise(file.fault());
+  return PyFile{*file};
+}
+
+// Whether no transfer uses the file any more, which no further one can then; False when time is over.
+bool retire(const PyFile& file, double timeout_seconds) {
+  return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return file.core->retire(slice); });
+}
+
+using Bytes = nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu>;
+
+// A mapping and what is to be kept as long as it.
+struct KeptMapping {
+  std::unique_ptr<Mapping> mapping;
+  nb::object owner;
+};
+
+// Ranges of files as one writable array; `owner` goes with its last view.
+Bytes map_ranges(const std::vector<PyFile>& files, const std::vector<uint64_t>& offsets,
+                 const std::vector<uint64_t>& nbytes, nb::object owner) {
+  if (files.empty() || offsets.size() != files.size() || nbytes.size() != files.size()) {
+    throw nb::value_error("files, offsets and nbytes: as many of each, and one at least");
+  }
+  std::vector<Mapping::Piece> pieces;
+  for (size_t index = 0; index < files.size(); ++index) {
+    pieces.push_back({files[index].core, offsets[index], nbytes[index]});
+  }
+  auto mapping = [&] {
+    WithoutGil release;
+    return Mapping::create(pieces);
+  }();
+  if (!mapping) raise(mapping.fault());
+  auto* kept = new KeptMapping{std::move(*mapping), std::move(owner)};
+  nb::capsule keeper(kept, [](void* pointer) noexcept { delete static_cast<KeptMapping*>(pointer); });
+  return Bytes(kept->mapping->data(), {kept->mapping->nbytes()}, keeper);
+}
+
+// Memory that is files where they are mapped, and no file's in between.
+struct PyMapping {
+  std::shared_ptr<Mapping> core;
+};
+
+PyMapping map_pieces(const std::vector<std::optional<PyFile>>& files, const std::vector<uint64_t>& offsets,
+                     const std::vector<uint64_t>& nbytes) {
+  if (files.empty() || offsets.size() != files.size() || nbytes.size() != files.size()) {
+    throw nb::value_error("files, offsets and nbytes: as many of each, and one at least");
+  }
+  std::vector<Mapping::Piece> pieces;
+  for (size_t index = 0; index < files.size(); ++index) {
+    pieces.push_back({files[index] ? files[index]->core : nullptr, offsets[index], nbytes[index]});
+  }
+  auto mapping = [&] {
+    WithoutGil release;
+    return Mapping::create(pieces);
+  }();
+  if (!mapping) raise(mapping.fault());
+  return {std::shared_ptr<Mapping>(std::move(*mapping))};
+}
+
+// Bytes of a mapping, and what keeps it. Who has them alone gives their pages back with them.
+struct MappedBytes {
+  std::shared_ptr<Mapping> mapping;
+  size_t begin;
+  size_t end;
+  bool alone;
+
+  MappedBytes(std::shared_ptr<Mapping> of, size_t first, size_t nbytes, bool is_alone)
+      : mapping(std::move(of)), begin(first), end(first + nbytes), alone(is_alone) {}
+  MappedBytes(const MappedBytes&) = delete;
+  MappedBytes& operator=(const MappedBytes&) = delete;
+  ~MappedBytes() {
+    // The last one gives back everything by itself.
+    if (alone && mapping.use_count() > 1) mapping->forget(begin, end);
+  }
+};
+
+Bytes mapped_bytes(const PyMapping& self, size_t begin, size_t nbytes, bool alone) {
+  if (begin > self.core->nbytes() || nbytes > self.core->nbytes() - begin) {
+    throw nb::value_error("these bytes are not all of the mapping's");
+  }
+  auto* kept = new MappedBytes(self.core, begin, nbytes, alone);
+  nb::capsule keeper(kept, [](void* pointer) noexcept { delete static_cast<MappedBytes*>(pointer); });
+  return Bytes(self.core->data() + begin, {nbytes}, keeper);
+}
+
+std::optional<std::pair<uint64_t, uint64_t>> residency(const PyFile& file, uint64_t offset, uint64_t nbytes) {
+  const auto lease = lease_of(file);
+  WithoutGil release;
+  const auto found = file.core->residency(offset, nbytes);
+  if (!found) return std::nullopt;
+  return std::pair(found->cached_pages, found->total_pages);
+}
+
+nb::object path_object(const PyFile& self) {
+  const File& file = *self.core;
+  nb::object path =
+      nb::steal(PyUnicode_DecodeFSDefaultAndSize(file.path().data(), static_cast<Py_ssize_t>(file.path().size())));
+  if (!path.is_valid()) throw nb::python_error();
+  return path;
+}
+
+}  // namespace
+
+File::Lease lease_of(const PyFile& file) {
+  auto lease = file.core->lease();
+  if (!lease) throw nb::value_error("this file is closed");
+  return lease;
+}
+
+void bind_files(nb::module_& module) {
+  nb::class_<PyFile>(module, "File")
+      .def_prop_ro("path", path_object, nb::sig("def path(self) -> str"))
+      .def_prop_ro("device", [](const PyFile& file) { return file.core->identity().first; })
+      .def_prop_ro("inode", [](const PyFile& file) { return file.core->identity().second; })
+      .def_prop_ro("direct", [](const PyFile& file) { return file.core->direct(); })
+      .def_prop_ro("readable", [](const PyFile& file) { return file.core->readable(); })
+      .def_prop_ro("writable", [](const PyFile& file) { return file.core->writable(); })
+      .def_prop_ro("memory_alignment", [](const PyFile& file) { return file.core->alignment().memory; })
+      .def_prop_ro("offset_alignment", [](const PyFile& file) { return file.core->alignment().offset; })
+      .def_prop_ro("descriptor",
+                   [](const PyFile& file) {
+                     (void)lease_of(file);
+                     return file.core->descriptor();
+                   })
+      .def("size",
+           [](const PyFile& file) {
+             const auto lease = lease_of(file);
+             auto size = file.core->size();
+             if (!size) raise(size.fault());
+             return *size;
+           })
+      .def("sync",
+           [](const PyFile& file) {
+             const auto lease = lease_of(file);
+             raise_fault_of([&] { return file.core->sync(); });
+           })
+      .def(
+          "truncate",
+          [](const PyFile& file, uint64_t size) {
+            const auto lease = lease_of(file);
+            raise_fault_of([&] { return file.core->truncate(size); });
+          },
+          "size"_a)
+      .def(
+          "preallocate",
+          [](const PyFile& file, uint64_t offset, uint64_t nbytes, bool keep_size) {
+            const auto lease = lease_of(file);
+            raise_fault_of([&] { return file.core->preallocate(offset, nbytes, keep_size); });
+          },
+          "offset"_a, "nbytes"_a, "keep_size"_a = false)
+      .def(
+          "reserve",
+          [](const PyFile& file, const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& nbytes) {
+            if (nbytes.size() != offsets.size()) throw nb::value_error("offsets and nbytes differ in length");
+            const auto lease = lease_of(file);
+            std::vector<Range> pieces;
+            for (size_t index = 0; index < offsets.size(); ++index) {
+              pieces.push_back({offsets[index], offsets[index] + nbytes[index]});
+            }
+            raise_fault_of([&] { return reserve(*file.core, std::move(pieces)); });
+          },
+          "offsets"_a, "nbytes"_a)
+      .def("residency", &residency, "offset"_a, "nbytes"_a)
+      .def("retire", &retire, "timeout_seconds"_a)
+      .def("close", [](const PyFile& file) { raise_fault_of([&] { return file.core->close(); }); });
+
+  nb::class_<PyMapping>(module, "Mapping").def("bytes", &mapped_bytes, "begin"_a, "nbytes"_a, "alone"_a = false);
+
+  module.def("open_file", &open_file, "path"_a, "read"_a, "write"_a, "create"_a, "exclusive"_a, "truncate"_a,
+             "direct"_a, "replaced"_a = false);
+  module.def("file_from_descriptor", &file_from_descriptor, "descriptor"_a, "write"_a, "direct"_a);
+  module.def("map_ranges", &map_ranges, "files"_a, "offsets"_a, "nbytes"_a, "owner"_a.none());
+  module.def("map_pieces", &map_pieces, "files"_a, "offsets"_a, "nbytes"_a);
+  module.def("open_descriptors", &File::open_descriptors);
+}
+
+}  // namespace tensorferry

@@ -1,0 +1,33 @@
+#include "bindings/python.h"
+
+namespace tensorferry {
+
+nb::object exception_of(const Fault& fault) {
+  return nb::module_::import_("tensorferry.errors")
+      .attr("storage_error")(fault.error_number, fault.operation, nb::bytes(fault.path.data(), fault.path.size()),
+                             fault.offset, fault.expected, fault.transferred, fault.end_of_file, fault.damaged_nbytes,
+                             fault.hint);
+}
+
+void raise(nb::object exception) {
+  PyErr_SetObject(exception.type().ptr(), exception.ptr());
+  throw nb::python_error();
+}
+
+void raise(const Fault& fault) { raise(exception_of(fault)); }
+
+void raise_unavailable(const std::string& reason) {
+  raise(nb::module_::import_("tensorferry.errors").attr("EngineUnavailableError")(reason));
+}
+
+void raise_forked(const char* what) {
+  PyErr_Format(PyExc_RuntimeError,
+               "%s was made before fork(): its workers run in the parent process. Make a new one in the child.", what);
+  throw nb::python_error();
+}
+
+void check_signals() {
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+}  // namespace tensorferry

@@ -1,0 +1,244 @@
+// Schedulers and requests.
+//
+// Ownership: a Request's memory and files belong to the arrays' Python objects. Scheduler.submit() takes a
+// reference to an `owner` that holds them and keeps it until the core reports the request as finished; no worker
+// ever touches a reference count. References are dropped by whoever sees the end from Python, and by the next call
+// into the scheduler.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/after_fork.h"
+#include "bindings/collect.h"
+#include "bindings/files.h"
+#include "bindings/python.h"
+#include "transfer/scheduler.h"
+
+namespace tensorferry {
+
+// Gates of one call: one for each location that comes.
+class Gates {
+ public:
+  // Null for host memory.
+  Result<std::shared_ptr<cuda::Gate>> of(const std::optional<Location>& location) {
+    if (!location) return std::shared_ptr<cuda::Gate>();
+    for (const auto& [known, gate] : made_) {
+      if (known == *location) return gate;
+    }
+    auto gate = cuda::Gate::after(location->first, reinterpret_cast<cuda::StreamHandle>(location->second));
+    if (gate) made_.emplace_back(*location, *gate);
+    return gate;
+  }
+
+ private:
+  std::vector<std::pair<Location, std::shared_ptr<cuda::Gate>>> made_;
+};
+
+// Shared with the transfer whose they are.
+struct PyChecksums {
+  std::shared_ptr<Checksums> core;
+};
+
+// What keeps the memory of requests, by their ids.
+class Owners {
+ public:
+  void keep(uint64_t id, nb::object owner) {
+    nb::ft_lock_guard guard(mutex_);
+    by_request_[id].push_back(std::move(owner));
+  }
+
+  void drop(uint64_t id) {
+    std::vector<nb::object> dropped;  // ends when the lock is free: a destructor may call back
+    nb::ft_lock_guard guard(mutex_);
+    auto found = by_request_.find(id);
+    if (found == by_request_.end()) return;
+    dropped = std::move(found->second);
+    by_request_.erase(found);
+  }
+
+ private:
+  nb::ft_mutex mutex_;
+  std::unordered_map<uint64_t, std::vector<nb::object>> by_request_;
+};
+
+// Ends a request that an exception has kept from being completed.
+struct Sealer {
+  std::shared_ptr<Request> core;
+
+  explicit Sealer(std::shared_ptr<Request> request) : core(std::move(request)) {}
+  ~Sealer() {
+    if (core->done() || core->fork_generation() != fork_generation()) return;
+    if (!core->sealed()) core->cancel();
+    core->seal();
+  }
+  Sealer(const Sealer&) = delete;
+  Sealer& operator=(const Sealer&) = delete;
+};
+
+struct PyRequest {
+  std::shared_ptr<Request> core;
+  std::shared_ptr<Owners> owners;
+  std::shared_ptr<Sealer> sealer = std::make_shared<Sealer>(core);
+  std::weak_ptr<Transfer> cached = {};  // its only one, if the page cache holds that: who waits helps to copy it
+
+  // Whoever learns of the end has the memory back.
+  bool done() const {
+    if (!core->done()) return false;
+    owners->drop(core->id());
+    return true;
+  }
+
+  void check_process() const {
+    if (!core->done() && core->fork_generation() != fork_generation()) raise_forked("this transfer");
+  }
+
+  bool wait(std::optional<double> timeout_seconds) const {
+    check_process();
+    if (!timeout_seconds && !core->done()) help();
+    const bool over =
+        core->done() || wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return core->wait_for(slice); });
+    return over && done();
+  }
+
+  void help() const {
+    const auto transfer = cached.lock();
+    const auto scheduler = transfer ? core->scheduler() : nullptr;
+    if (!scheduler) return;
+    WithoutGil release;
+    scheduler->share(transfer);
+  }
+
+  void seal() const {
+    WithoutGil release;
+    core->seal();
+  }
+
+  // (position, exception) of each transfer that failed, in order.
+  nb::list failures() const {
+    nb::list found;
+    for (const auto& [position, fault] : core->faults()) found.append(nb::make_tuple(position, exception_of(fault)));
+    return found;
+  }
+
+  nb::object exception() const {
+    if (core->faults().empty()) return nb::none();
+    return exception_of(core->faults().begin()->second);
+  }
+};
+
+class PyScheduler {
+ public:
+  PyScheduler(const std::string& engine, uint64_t block_nbytes, uint64_t large_block_nbytes, uint32_t queue_depth,
+              uint32_t worker_count, bool single_submit);
+
+  ~PyScheduler();
+
+  PyRequest new_request(bool write, bool truncate, bool sync, bool close_files, bool background);
+
+  // Hands over as many transfers as there are files; the other lists are as long. `positions` are theirs in the call,
+  // and `last` says of each whether it is the last one with its file; None: all are, and the request has no further
+  // ones. Returns those refused, which are not handed over, with their positions.
+  nb::list submit(PyRequest& request, const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
+                  const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets,
+                  const std::vector<size_t>& positions, nb::object owner, const std::optional<Locations>& locations,
+                  const std::optional<std::vector<bool>>& last, const PySegments* segments,
+                  const PyChecksums* checksums);
+
+  // A blocking call's transfer. None: done, and well. Else the request, to wait for or to ask what went wrong.
+  std::optional<PyRequest> run(const PyFile& file, uintptr_t address, uint64_t nbytes, uint64_t offset, bool write,
+                               bool truncate, bool sync, bool close_files, bool background, nb::object owner,
+                               std::optional<Location> location, const PySegments* segments,
+                               const PyChecksums* checksums);
+
+  // Drops the owners of what has finished.
+  void reap();
+
+  size_t outstanding() const { return core_->belongs_to_this_process() ? core_->outstanding() : 0; }
+
+  bool wait_for_progress(double timeout_seconds);
+
+  // Whether all ended well. What did not keeps its memory for ever. After an interruption it is to be called again.
+  bool close(double patience_seconds, bool interruptible = false);
+
+  // ValueError once closed; RuntimeError in a forked child.
+  void check_usable() const;
+
+  nb::dict stats() const;
+
+  static constexpr double close_patience_seconds = 60;
+
+  std::shared_ptr<Scheduler> core_;
+  std::vector<EngineRefusal> refusals_;
+  std::atomic<bool> closed_{false};
+
+ private:
+  friend class PyStream;
+
+  // False where nothing moves for so long. Steps are counted: a stopped process must not lose its patience.
+  bool wait_until_idle(double patience_seconds);
+
+  [[noreturn]] static void raise_closed() { throw nb::value_error("this handle or file is closed"); }
+
+  // Room for transfers; what is not handed over is taken back.
+  class Admitted {
+   public:
+    Admitted(PyScheduler& scheduler, size_t count);
+    ~Admitted() {
+      if (count_ > 0) core_.take_back(count_);
+    }
+    Admitted(const Admitted&) = delete;
+    Admitted& operator=(const Admitted&) = delete;
+
+    void handed_over(size_t count) { count_ -= count; }
+
+   private:
+    Scheduler& core_;
+    size_t count_;
+  };
+
+  // A fault that is no single transfer's, or goes away with time (too many descriptors), refuses all of them.
+  std::optional<Fault> create_transfers(const std::vector<PyFile>& files, std::vector<File::Lease>& leases,
+                                        const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& nbytes,
+                                        const std::vector<uint64_t>& offsets, const std::vector<size_t>& positions,
+                                        const std::optional<Locations>& locations, const PySegments* segments,
+                                        const PyChecksums* checksums, const std::shared_ptr<Request>& request,
+                                        std::vector<std::shared_ptr<Transfer>>& transfers,
+                                        std::vector<std::pair<size_t, Fault>>& refused) const;
+
+  // One past the last of the items from `index` on that are moved as one: small neighbours in host memory of one file.
+  static size_t end_of_neighbours(size_t index, const std::vector<PyFile>& files,
+                                  const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& nbytes,
+                                  const std::vector<uint64_t>& offsets, const std::optional<Locations>& locations,
+                                  bool write);
+
+  static std::map<const File*, Fault> reserve_all(const std::vector<PyFile>& files, const std::vector<uint64_t>& nbytes,
+                                                  const std::vector<uint64_t>& offsets);
+
+  static Result<Segments> memory_of(uintptr_t address, uint64_t nbytes, const std::optional<Location>& location,
+                                    Gates& gates);
+
+  static Result<Segments> memory_of(const PySegments& given, Gates& gates);
+
+  Result<std::shared_ptr<Transfer>> create_transfer(TransferSpec spec, Result<Segments> memory, uint64_t nbytes,
+                                                    const std::shared_ptr<Request>& request, size_t index,
+                                                    const File::Snapshot* snapshot) const;
+
+  // What is wrong with the GPU before any I/O is no fault of the file.
+  [[noreturn]] static void refuse(const Fault& fault);
+
+  std::shared_ptr<Owners> owners_ = std::make_shared<Owners>();
+  std::atomic<bool> left_behind_{false};
+};
+
+void bind_schedulers(nb::module_& module);
+
+}  // namespace tensorferry

@@ -1,0 +1,202 @@
+// Streams, and what keeps the memory that is appended to them.
+#include "transfer/stream.h"
+
+#include <deque>
+
+#include "bindings/scheduler.h"
+#include "bindings/stream.h"
+
+namespace tensorferry {
+
+// (kind, position, segment, begin, nbytes, crcs)
+using FieldTuple = std::tuple<std::string, uint64_t, uint64_t, uint64_t, uint64_t, std::vector<int64_t>>;
+
+class PyStream {
+ public:
+  PyStream(PyScheduler& scheduler, const PyFile& file, const StreamOptions& options)
+      : scheduler_(scheduler.core_), core_(std::make_shared<Stream>(scheduler.core_, file.core, options)) {
+    scheduler.check_usable();
+    (void)lease_of(file);
+    // For ragged ends. Now, where a descriptor limit can still be waited out.
+    auto descriptor = file.core->buffered_descriptor();
+    if (!descriptor) raise(descriptor.fault());
+  }
+
+  ~PyStream() { let_go(); }
+
+  // What has been appended is referenced until it has been copied: see take_copied().
+  void append(PyScheduler& scheduler, nb::handle segments) {
+    const auto& given = nb::cast<const PySegments&>(segments);
+    check_process();
+    Gates gates;
+    std::vector<std::shared_ptr<cuda::Gate>> passed;
+    bool on_gpu = false;
+    for (const auto& piece : given.pieces) {
+      auto gate = gates.of(piece.location);
+      if (!gate) PyScheduler::refuse(gate.fault());
+      on_gpu = on_gpu || *gate;
+      passed.push_back(std::move(*gate));
+    }
+    PyScheduler::Admitted admitted(scheduler, 1);
+    if (on_gpu) {
+      if (auto fault = core_->prepare_for_gpus()) PyScheduler::refuse(*fault);
+    }
+    bool taken = true;
+    for (size_t index = 0; taken && index < given.pieces.size(); ++index) {
+      const auto& piece = given.pieces[index];
+      taken = core_->append(reinterpret_cast<char*>(piece.address), piece.nbytes, std::move(passed[index]));
+    }
+    owners_.push_back({core_->segment_count(), nb::borrow(segments)});
+    admitted.handed_over(1);
+    core_->begin_job();
+    if (!taken) raise_ended();
+  }
+
+  void append_made(PyScheduler& scheduler, nb::bytes bytes, const std::vector<FieldTuple>& fields) {
+    check_process();
+    Made made{.bytes = std::vector<char>(bytes.c_str(), bytes.c_str() + bytes.size()), .fields = {}};
+    for (const auto& [kind, position, segment, begin, nbytes, crcs] : fields) {
+      if (kind != "segment" && kind != "own" && kind != "torch_id") {
+        throw nb::value_error(("kind: '" + kind + "' is none of segment, own, torch_id").c_str());
+      }
+      const auto of = kind == "segment" ? Made::Field::Kind::segment
+                      : kind == "own"   ? Made::Field::Kind::own
+                                        : Made::Field::Kind::torch_id;
+      made.fields.push_back({of, position, segment, begin, nbytes, crcs});
+    }
+    PyScheduler::Admitted admitted(scheduler, 1);
+    if (!core_->append(std::move(made))) {
+      if (core_->has_ended()) raise_ended();
+      throw nb::value_error("a field does not fit, or names no earlier segment");
+    }
+    admitted.handed_over(1);
+    core_->begin_job();
+  }
+
+  void end(PyScheduler& scheduler, bool truncate, bool sync, bool sync_names) {
+    check_process();
+    PyScheduler::Admitted admitted(scheduler, 1);
+    admitted.handed_over(1);
+    if (!core_->end(RequestOptions{.write = true, .truncate = truncate, .sync = sync, .sync_names = sync_names})) {
+      raise_ended();
+    }
+  }
+
+  // Waits until at most so much is still to be copied.
+  void wait_for_copies(PyScheduler& scheduler, uint64_t uncopied_nbytes) const {
+    check_process();
+    if (core_->wait_until_uncopied_is(uncopied_nbytes, milliseconds(0))) return;  // the GIL stays here
+    PyScheduler::Admitted admitted(scheduler, 1);
+    admitted.handed_over(1);
+    core_->begin_job(true);
+    (void)wait_interruptibly(std::nullopt,
+                             [&](milliseconds slice) { return core_->wait_until_uncopied_is(uncopied_nbytes, slice); });
+  }
+
+  // Until all is written that ever will be.
+  bool wait(std::optional<double> timeout_seconds) const {
+    check_process();
+    return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return core_->wait_until_ended(slice); });
+  }
+
+  // What was given to append() and has been copied since the last call.
+  nb::list take_copied() {
+    nb::list copied;
+    const uint64_t count = core_->copied_segments();
+    while (!owners_.empty() && owners_.front().end <= count) {
+      copied.append(std::move(owners_.front().segments));
+      owners_.pop_front();
+    }
+    return copied;
+  }
+
+  // Nothing is copied any more, and nothing that was given is needed.
+  void abort() {
+    check_process();
+    let_go();
+  }
+
+  nb::object exception() const {
+    const auto fault = core_->fault();
+    return fault ? exception_of(*fault) : nb::none();
+  }
+
+  // For the garbage collector.
+  int traverse(visitproc visit, void* arg) const {
+    for (const auto& owner : owners_) Py_VISIT(owner.segments.ptr());
+    return 0;
+  }
+  void let_go() {
+    if (core_->fork_generation() == fork_generation()) {
+      WithoutGil release;
+      core_->abort();
+    } else {
+      new std::shared_ptr<Stream>(core_);  // whose state a thread of the parent may have held
+    }
+    std::deque<Owner> dropped;  // a destructor may call back
+    dropped.swap(owners_);
+  }
+
+  const Stream& core() const { return *core_; }
+
+ private:
+  struct Owner {
+    uint64_t end;  // of its segments
+    nb::object segments;
+  };
+
+  // Another thread did it while this one was in a call.
+  [[noreturn]] static void raise_ended() { throw nb::value_error("the stream has ended"); }
+
+  void check_process() const {
+    if (core_->fork_generation() != fork_generation()) raise_forked("this stream");
+  }
+
+  std::shared_ptr<Scheduler> scheduler_;
+  std::shared_ptr<Stream> core_;
+  std::deque<Owner> owners_;
+};
+
+namespace {
+
+int traverse_stream(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<PyStream>(self)->traverse(visit, arg) : 0;
+}
+
+int clear_stream(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<PyStream>(self)->let_go();
+  return 0;
+}
+
+PyType_Slot stream_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_stream)},
+                              {Py_tp_clear, reinterpret_cast<void*>(&clear_stream)},
+                              {0, nullptr}};
+
+}  // namespace
+
+void bind_streams(nb::module_& module) {
+  nb::class_<PyStream>(module, "Stream", nb::type_slots(stream_slots))
+      .def(
+          "__init__",
+          [](PyStream* self, PyScheduler& scheduler, const PyFile& file, uint64_t offset, uint64_t chunk_nbytes,
+             bool of_segments, bool background, uint64_t expected_nbytes) {
+            new (self) PyStream(scheduler, file, {offset, chunk_nbytes, of_segments, background, expected_nbytes});
+          },
+          "scheduler"_a, "file"_a, "offset"_a, "chunk_nbytes"_a, "of_segments"_a, "background"_a, "expected_nbytes"_a)
+      .def("append", &PyStream::append, "scheduler"_a, "segments"_a,
+           nb::sig("def append(self, scheduler: Scheduler, segments: Segments) -> None"))
+      .def("append_made", &PyStream::append_made, "scheduler"_a, "data"_a, "fields"_a)
+      .def("end", &PyStream::end, "scheduler"_a, "truncate"_a, "sync"_a, "sync_names"_a)
+      .def("wait_for_copies", &PyStream::wait_for_copies, "scheduler"_a, "uncopied_nbytes"_a)
+      .def("wait", &PyStream::wait, "timeout_seconds"_a.none())
+      .def("take_copied", &PyStream::take_copied, nb::sig("def take_copied(self) -> list[Segments]"))
+      .def("abort", &PyStream::abort)
+      .def("exception", &PyStream::exception, nb::sig("def exception(self) -> tensorferry.errors.StorageError | None"))
+      .def_prop_ro("nbytes", [](const PyStream& stream) { return stream.core().nbytes(); })
+      .def_prop_ro("segment_count", [](const PyStream& stream) { return stream.core().segment_count(); })
+      .def_prop_ro("chunks", [](const PyStream& stream) { return stream.core().chunk_crcs(); })
+      .def_prop_ro("segments", [](const PyStream& stream) { return stream.core().segment_crcs(); });
+}
+
+}  // namespace tensorferry

@@ -1,0 +1,10 @@
+// Streams.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace tensorferry {
+
+void bind_streams(nanobind::module_& module);
+
+}  // namespace tensorferry

@@ -1,0 +1,527 @@
+#include "transfer/stream.h"
+
+#include <errno.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+#include "checksum/checksum.h"
+#include "transfer/reservation.h"
+
+namespace tensorferry {
+namespace {
+
+// What is worth waking a thread for.
+constexpr uint64_t min_job_nbytes = uint64_t{256} << 10;
+constexpr size_t min_job_sources = 256;
+
+// Each takes some memory, however short it is.
+constexpr size_t max_sources = 16384;
+
+// The process's long buffers. Those that came back are kept: memory that is fresh from the system costs more than what
+// is copied into it.
+class Stock {
+ public:
+  // Null: there are as many as there may be. One that is insisted on comes beside them.
+  std::shared_ptr<Allocation> take(bool insist) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!insist && taken_ >= Stream::max_buffers) return nullptr;
+      ++taken_;
+      if (!kept_.empty()) {
+        auto memory = std::move(kept_.back());
+        kept_.pop_back();
+        return memory;
+      }
+    }
+    auto memory = Allocation::create(Stream::max_buffer_nbytes, Locking::none);
+    if (!memory) {
+      std::lock_guard lock(mutex_);
+      --taken_;
+    }
+    return memory;
+  }
+
+  void give_back(std::shared_ptr<Allocation> memory) {
+    std::lock_guard lock(mutex_);
+    --taken_;
+    if (kept_.size() + taken_ < Stream::max_buffers) kept_.push_back(std::move(memory));
+  }
+
+ private:
+  std::mutex mutex_;
+  size_t taken_ = 0;
+  std::vector<std::shared_ptr<Allocation>> kept_;
+};
+
+Stock& stock() {
+  static auto* instance = new ForkSafe<Stock>;
+  return instance->get();
+}
+
+uint64_t buffer_nbytes_for(uint64_t expected_nbytes) {
+  return std::bit_ceil(std::clamp(expected_nbytes, Stream::min_buffer_nbytes, Stream::max_buffer_nbytes));
+}
+
+void put(char* place, uint32_t value) {
+  for (int byte = 0; byte < 4; ++byte) place[byte] = static_cast<char>(value >> (8 * byte));
+}
+
+}  // namespace
+
+Stream::Stream(std::shared_ptr<Scheduler> scheduler, std::shared_ptr<File> file, const StreamOptions& options)
+    : scheduler_(std::move(scheduler)),
+      file_(std::move(file)),
+      options_(options),
+      buffer_nbytes_(buffer_nbytes_for(options.expected_nbytes)),
+      position_(options.offset) {}
+
+Stream::~Stream() {
+  for (auto& [gpu, copier] : copiers_) gpu->give_back(std::move(copier));
+}
+
+Stream::Buffer::~Buffer() {
+  if (memory && memory->nbytes() == max_buffer_nbytes) stock().give_back(std::move(memory));
+}
+
+bool Stream::append(char* memory, uint64_t nbytes, std::shared_ptr<cuda::Gate> gate) {
+  std::lock_guard lock(mutex_);
+  if (closed_) return false;
+  if (stopped()) return true;
+  sources_.push_back({memory, nbytes, std::move(gate)});
+  ++segment_count_;
+  appended_nbytes_ += nbytes;
+  uncopied_nbytes_ += nbytes;
+  return true;
+}
+
+bool Stream::has_ended() const {
+  std::lock_guard lock(mutex_);
+  return closed_;
+}
+
+bool Stream::append(Made made) {
+  std::lock_guard lock(mutex_);
+  if (closed_) return false;
+  const uint64_t size = made.bytes.size();
+  const auto is_known = [&](int64_t crc) { return crc >= 0 || static_cast<uint64_t>(~crc) < segment_count_; };
+  for (const Made::Field& field : made.fields) {
+    const uint64_t nbytes = field.kind == Made::Field::Kind::torch_id ? Made::torch_id_nbytes : 4;
+    if (nbytes > size || field.position > size - nbytes) return false;
+    if (field.begin > size || field.nbytes > size - field.begin) return false;
+    const bool of_segment = field.kind == Made::Field::Kind::segment;
+    if (of_segment && field.segment >= segment_count_) return false;
+    if ((of_segment || !field.crcs.empty()) && !options_.of_segments) return false;
+    if (!std::all_of(field.crcs.begin(), field.crcs.end(), is_known)) return false;
+  }
+  if (stopped()) return true;
+  sources_.push_back({nullptr, size, nullptr, std::make_shared<Made>(std::move(made))});
+  ++segment_count_;
+  appended_nbytes_ += size;
+  uncopied_nbytes_ += size;
+  return true;
+}
+
+void Stream::begin_job(bool now) {
+  {
+    std::lock_guard lock(mutex_);
+    now = now || uncopied_nbytes_ >= min_job_nbytes || sources_.size() >= min_job_sources;
+  }
+  if (now) wake();
+  scheduler_->transfer_over();
+}
+
+bool Stream::end(const RequestOptions& options) {
+  bool first;
+  {
+    std::lock_guard lock(mutex_);
+    first = !closed_;
+    if (first) ending_ = options;
+    closed_ = true;
+  }
+  begin_job(first);
+  return first;
+}
+
+bool Stream::wait_until_uncopied_is(uint64_t nbytes, std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return news_.wait_for(lock, timeout,
+                        [&] { return (uncopied_nbytes_ <= nbytes && sources_.size() <= max_sources) || stopped(); });
+}
+
+bool Stream::wait_until_ended(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return news_.wait_for(lock, timeout, [&] { return (ended_ || stopped()) && in_flight_ == 0 && !running_; });
+}
+
+void Stream::abort() {
+  std::unique_lock lock(mutex_);
+  closed_ = stopping_ = true;
+  news_.notify_all();
+  news_.wait(lock, [&] { return (!running_ || handing_over_) && open_copies_ == 0; });
+  sources_.clear();
+}
+
+std::optional<Fault> Stream::fault() const {
+  std::lock_guard lock(mutex_);
+  return fault_;
+}
+
+uint64_t Stream::segment_count() const {
+  const auto lock = locked();
+  return segment_count_;
+}
+
+uint64_t Stream::copied_segments() const {
+  std::lock_guard lock(mutex_);
+  return copied_segments_;
+}
+
+uint64_t Stream::nbytes() const {
+  const auto lock = locked();
+  return appended_nbytes_;
+}
+
+// A job that is posted, a buffer that is being written and a copy that is watched are outstanding each, so that who
+// closes the scheduler waits for them.
+void Stream::wake() {
+  {
+    std::lock_guard lock(mutex_);
+    again_ = true;
+    if (running_) return;
+    running_ = true;
+  }
+  post();
+}
+
+void Stream::post() {
+  scheduler_->one_more();
+  scheduler_->help([self = shared_from_this()] {
+    self->run();
+    self->scheduler_->transfer_over();
+  });
+}
+
+void Stream::run() {
+  std::unique_lock lock(mutex_);
+  while (std::exchange(again_, false) && !stopped()) {
+    lock.unlock();
+    while (true) {
+      const bool placed = place();
+      const bool copied = copy();
+      if (!placed && !copied && !write_the_rest()) break;
+    }
+    lock.lock();
+  }
+  running_ = false;
+  news_.notify_all();
+}
+
+// Gives sources their places, as far as one buffer goes.
+bool Stream::place() {
+  bool any = false;
+  while (true) {
+    Source* source = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      if (stopped() || sources_.empty()) break;
+      source = &sources_.front();  // where it is, whatever is appended
+    }
+    const bool full = filling_ && filling_->end == buffer_nbytes_;
+    if (full && source->nbytes > 0) {
+      filled_.push_back(std::move(filling_));
+      if (any) break;  // what is being copied into it is watched first
+    }
+    if (!filling_ && !take_buffer()) break;
+    Buffer& buffer = *filling_;
+    Part part{.begin = buffer.end,
+              .nbytes = std::min(source->nbytes - source->placed_nbytes, buffer_nbytes_ - buffer.end)};
+    if (source->gate && part.nbytes > 0) {
+      if (!start_copy(*source, part.nbytes)) break;
+      part.of_gpu = true;
+    } else if (source->made) {
+      part.made = source->made;
+      part.made_begin = source->placed_nbytes;
+    } else {
+      part.memory = source->memory + source->placed_nbytes;
+    }
+    source->placed_nbytes += part.nbytes;
+    buffer.end += part.nbytes;
+    position_ += part.nbytes;
+    part.ends_segment = source->placed_nbytes == source->nbytes;
+    if (part.ends_segment) {
+      std::lock_guard lock(mutex_);
+      sources_.pop_front();
+    }
+    buffer.parts.push_back(std::move(part));
+    any = true;
+  }
+  watch_copies();
+  return any;
+}
+
+bool Stream::take_buffer() {
+  bool insist;
+  {
+    std::lock_guard lock(mutex_);
+    insist = buffer_count_ == 0;
+    if (buffer_count_ == max_buffers) return false;  // one that is being written comes back
+  }
+  auto memory =
+      buffer_nbytes_ == max_buffer_nbytes ? stock().take(insist) : Allocation::create(buffer_nbytes_, Locking::none);
+  if (!memory) {
+    if (insist) fail({.error_number = ENOMEM, .operation = "write", .path = {}, .offset = position_});
+    return false;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    ++buffer_count_;
+  }
+  filling_ = std::make_shared<Buffer>();
+  filling_->memory = std::move(memory);
+  filling_->begin = filling_->end = position_ % buffer_nbytes_;
+  filling_->offset = position_;
+  return true;
+}
+
+// Queues the copy of a part of GPU memory to the end of the buffer. False: it cannot be begun yet, or at all.
+bool Stream::start_copy(Source& source, uint64_t nbytes) {
+  auto passed = source.gate->passed();
+  if (!passed) {
+    fail(passed.fault());
+    return false;
+  }
+  if (!*passed) {
+    {
+      std::lock_guard lock(mutex_);
+      if (std::exchange(gate_watched_, true)) return false;
+    }
+    scheduler_->one_more();
+    scheduler_->watcher().add_gate(source.gate, [self = shared_from_this()](const std::optional<Fault>& fault) {
+      if (fault) self->fail(*fault);
+      {
+        std::lock_guard lock(self->mutex_);
+        self->gate_watched_ = false;
+      }
+      self->wake();
+      self->scheduler_->transfer_over();
+    });
+    return false;
+  }
+  cuda::Gpu& gpu = source.gate->gpu();
+  auto& copier = copiers_[&gpu];
+  if (!copier) {
+    auto taken = gpu.take_copier();
+    if (!taken) {
+      fail(taken.fault());
+      return false;
+    }
+    copier = std::move(*taken);
+  }
+  Buffer& buffer = *filling_;
+  if (!buffer.memory->registered()) (void)buffer.memory->register_with(gpu);  // else the copy takes longer
+  cuda::leave_captures_alone();
+  auto event = copier->start(cuda::Direction::from_gpu, buffer.memory->data() + buffer.end,
+                             reinterpret_cast<cuda::Address>(source.memory + source.placed_nbytes), nbytes);
+  if (!event) {
+    fail(event.fault());
+    return false;
+  }
+  buffer.copies[&gpu] = std::move(*event);  // those before it are over when it is
+  return true;
+}
+
+void Stream::watch_copies() {
+  std::vector<std::shared_ptr<Buffer>> buffers(filled_.begin(), filled_.end());
+  if (filling_) buffers.push_back(filling_);
+  for (const auto& buffer : buffers) {
+    auto copies = std::exchange(buffer->copies, {});
+    for (auto& [gpu, event] : copies) {
+      scheduler_->one_more();
+      {
+        std::lock_guard lock(mutex_);
+        ++open_copies_;
+        ++buffer->open_copies;
+      }
+      scheduler_->watcher().add_copy(std::move(event),
+                                     [self = shared_from_this(), buffer](const std::optional<Fault>& fault) {
+                                       if (fault) self->fail(*fault);
+                                       {
+                                         std::lock_guard lock(self->mutex_);
+                                         --self->open_copies_;
+                                         --buffer->open_copies;
+                                         self->news_.notify_all();
+                                       }
+                                       self->wake();
+                                       self->scheduler_->transfer_over();
+                                     });
+    }
+  }
+}
+
+// Copies and sums what has its place, in order, and hands over what is full.
+bool Stream::copy() {
+  {
+    std::lock_guard lock(mutex_);
+    if (stopped()) return false;  // since write() was called, memory may have gone
+  }
+  const bool front_is_full = !filled_.empty();
+  const auto buffer = front_is_full ? filled_.front() : filling_;
+  if (!buffer) return false;
+  const size_t before = buffer->parts.size();
+  copy_and_sum(*buffer);
+  if (!front_is_full || !buffer->parts.empty()) return buffer->parts.size() < before;
+  {
+    std::lock_guard lock(mutex_);
+    if (stopped() || in_flight_ + spare_buffers >= max_buffers) return buffer->parts.size() < before;
+  }
+  filled_.pop_front();
+  write(buffer, RequestOptions{.write = true, .background = options_.background}, false);
+  return true;
+}
+
+bool Stream::write_the_rest() {
+  RequestOptions options;
+  {
+    std::lock_guard lock(mutex_);
+    if (!ending_ || ended_ || stopped() || !sources_.empty() || in_flight_ > 0 || !filled_.empty()) return false;
+    if (filling_ && !filling_->parts.empty()) return false;
+    options = *std::exchange(ending_, std::nullopt);
+  }
+  if (!filling_) {
+    filling_ = std::make_shared<Buffer>();
+    filling_->offset = position_;
+  }
+  if (chunk_.nbytes > 0) chunk_crcs_.push_back(chunk_.crc);
+  options.write = true;
+  options.background = options_.background;
+  write(std::exchange(filling_, nullptr), options, true);
+  return true;
+}
+
+void Stream::copy_and_sum(Buffer& buffer) {
+  const bool sums = options_.chunk_nbytes > 0 || options_.of_segments;
+  uint64_t copied = 0;
+  uint64_t ended = 0;
+  while (!buffer.parts.empty()) {
+    const Part& part = buffer.parts.front();
+    if (part.of_gpu) {
+      std::lock_guard lock(mutex_);
+      if (buffer.open_copies > 0 || stopped()) break;
+    }
+    if (part.made && part.made_begin == 0) fill_in(*part.made);
+    const char* const from = part.made ? part.made->bytes.data() + part.made_begin : part.memory;
+    char* const to = buffer.memory ? buffer.memory->data() + part.begin : nullptr;
+    for (uint64_t done = 0; done < part.nbytes; done += cached_step_nbytes) {
+      const uint64_t nbytes = std::min(part.nbytes - done, cached_step_nbytes);
+      if (from) std::memcpy(to + done, from + done, nbytes);
+      if (sums) sum(to + done, nbytes);
+    }
+    copied += part.nbytes;
+    if (part.ends_segment) {
+      ++ended;
+      if (options_.of_segments) segment_crcs_.push_back(std::exchange(segment_, {}).crc);
+    }
+    buffer.parts.pop_front();
+  }
+  std::lock_guard lock(mutex_);
+  uncopied_nbytes_ -= copied;
+  copied_segments_ += ended;
+  if (copied + ended > 0) news_.notify_all();
+}
+
+void Stream::sum(const char* bytes, uint64_t nbytes) {
+  RunningCrc32* const chunk = options_.chunk_nbytes > 0 ? &chunk_ : nullptr;
+  while (nbytes > 0) {
+    const uint64_t length = chunk ? std::min(nbytes, options_.chunk_nbytes - chunk->nbytes) : nbytes;
+    add(chunk, options_.of_segments ? &segment_ : nullptr, bytes, length);
+    bytes += length;
+    nbytes -= length;
+    if (!chunk || chunk->nbytes < options_.chunk_nbytes) continue;
+    chunk_crcs_.push_back(std::exchange(chunk_, {}).crc);
+  }
+}
+
+void Stream::fill_in(Made& made) const {
+  for (const Made::Field& field : made.fields) {
+    char* const place = made.bytes.data() + field.position;
+    switch (field.kind) {
+      case Made::Field::Kind::segment: put(place, segment_crcs_[field.segment]); break;
+      case Made::Field::Kind::own: put(place, crc32(0, made.bytes.data() + field.begin, field.nbytes)); break;
+      case Made::Field::Kind::torch_id: {
+        uint64_t seed = 0;
+        for (const int64_t given : field.crcs) {
+          const uint64_t crc = given < 0 ? segment_crcs_[static_cast<size_t>(~given)] : static_cast<uint64_t>(given);
+          seed ^= crc + 0x9E3779B9 + (seed << 6) + (seed >> 2);
+        }
+        for (uint64_t digit = Made::torch_id_nbytes; digit-- > 0; seed /= 10) {
+          place[digit] = static_cast<char>('0' + seed % 10);
+        }
+        break;
+      }
+    }
+  }
+}
+
+// Reserving space may take as long as the drive likes, so abort() does not wait for it.
+void Stream::write(std::shared_ptr<Buffer> buffer, const RequestOptions& options, bool last) {
+  {
+    std::lock_guard lock(mutex_);
+    ++in_flight_;
+    handing_over_ = true;
+    news_.notify_all();
+  }
+  hand_over(std::move(buffer), options, last);
+  std::lock_guard lock(mutex_);
+  handing_over_ = false;
+}
+
+void Stream::hand_over(std::shared_ptr<Buffer> buffer, const RequestOptions& options, bool last) {
+  const uint64_t nbytes = buffer->end - buffer->begin;
+  scheduler_->one_more();  // until it is written
+  const auto request = std::make_shared<Request>(scheduler_, options);
+  TransferSpec spec{.file = file_, .offset = buffer->offset, .write = true};
+  spec.lease = file_->lease();  // first: who closes the file waits, and its descriptor stays its own
+  spec.memory = Segments(buffer->memory ? buffer->memory->data() + buffer->begin : nullptr, nbytes);
+  auto fault = spec.lease ? reserve(*file_, {{buffer->offset, buffer->offset + nbytes}}) : std::nullopt;
+  auto transfer = Result<std::shared_ptr<Transfer>>(Fault{});
+  if (!fault) {
+    transfer = Transfer::create(std::move(spec), request, 0, scheduler_->options().large_block_nbytes);
+    if (!transfer) fault = transfer.fault();
+  }
+  if (fault) {
+    written(std::move(buffer), fault, last);
+    return;
+  }
+  scheduler_->one_more();  // the transfer
+  scheduler_->submit(request, {*transfer}, {file_});
+  request->seal();
+  request->notify([self = shared_from_this(), request = request.get(), buffer = std::move(buffer), last]() mutable {
+    self->written(std::move(buffer), request->fault() ? std::optional(*request->fault()) : std::nullopt, last);
+  });
+}
+
+void Stream::written(std::shared_ptr<Buffer> buffer, const std::optional<Fault>& fault, bool last) {
+  if (fault) fail(*fault);
+  {
+    std::lock_guard lock(mutex_);
+    --in_flight_;
+    if (buffer->memory) --buffer_count_;
+    if (last && !fault) ended_ = true;
+    news_.notify_all();
+  }
+  buffer.reset();  // its memory is there for the next one
+  wake();
+  scheduler_->transfer_over();
+}
+
+void Stream::fail(Fault fault) {
+  std::lock_guard lock(mutex_);
+  if (fault.path.empty()) fault.path = file_->path();
+  if (!fault_ || fault.offset < fault_->offset) fault_ = std::move(fault);
+  news_.notify_all();
+}
+
+}  // namespace tensorferry

@@ -1,0 +1,70 @@
+"""What the examples here share: processes in a memory limit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def run(arguments: list[str], group: Path | None = None) -> dict[str, Any]:
+    """Run a Python program, in a group if there is one, and return the JSON it printed, or that it was killed."""
+
+    def join() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, preexec_fn=join)
+    if group is not None and done.returncode == -signal.SIGKILL:
+        return {"killed": True}
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(arguments)}: exit status {done.returncode}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # libraries print, too
+    return result
+
+
+def memory_nbytes() -> int:
+    """What this process has allocated; its libraries, which are files, are not counted."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line for line in status if line.startswith("RssAnon:"))
+    return int(found.split()[1]) * 1024
+
+
+@contextlib.contextmanager
+def memory_limit(nbytes: int | None) -> Iterator[Path | None]:
+    """A cgroup, of either version, with so much memory; None where there can be none."""
+    group: Path | None = None
+    with contextlib.suppress(OSError):
+        if nbytes is not None:
+            group = _new_group(nbytes)
+    try:
+        yield group
+    finally:
+        if group is not None:
+            group.rmdir()
+
+
+def _new_group(nbytes: int) -> Path:
+    first = Path("/sys/fs/cgroup/memory")
+    top = first if first.is_dir() else Path("/sys/fs/cgroup")
+    group = top / f"tensorferry-example-{os.getpid()}"
+    group.mkdir()
+    try:
+        name = "memory.limit_in_bytes" if top == first else "memory.max"
+        (group / name).write_text(str(nbytes))
+        swap = group / ("memory.memsw.limit_in_bytes" if top == first else "memory.swap.max")
+        if swap.exists():
+            swap.write_text(str(nbytes if top == first else 0))
+    except OSError:
+        group.rmdir()
+        raise
+    return group

@@ -1,0 +1,441 @@
+"""Checkpoints: those of one training, a folder for each step: saved behind it, thinned out, restored from.
+
+A save copies the state, and a thread saves the copy. Ranks act together (:mod:`tensorferry.checkpoint.together`), in a
+process group of their own, which nobody else uses while a save is on its way in its thread: each call waits for that
+first. What is done to the folder (:mod:`tensorferry.checkpoint.folder`) is done by the first rank alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import operator
+import os
+import threading
+import warnings
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
+
+from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.folder import Folder
+from tensorferry.checkpoint.staging import Stager
+from tensorferry.checkpoint.storage.reader import FileSystemReader
+from tensorferry.checkpoint.storage.writer import FileSystemWriter
+from tensorferry.checkpoint.together import Ranks, plain_failures
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable, Iterator
+
+    from tensorferry.checkpoint.storage.savers import Saver
+
+# What the system says of files that are damaged or gone. Its other refusals an older checkpoint would meet as well.
+_DAMAGE = frozenset(
+    [
+        errno.EBADMSG,
+        errno.EIO,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENODATA,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EREMOTEIO,
+        errno.ESTALE,
+        errno.EUCLEAN,
+    ]
+)
+
+
+class Checkpoints:
+    """The checkpoints of one training, in one folder that all ranks see.
+
+    Every rank makes one, and calls :meth:`save` and :meth:`restore` as all others do; without
+    ``torch.distributed.init_process_group`` there is one rank. As a context manager it waits at the end.
+
+    Parameters
+    ----------
+    root : str or PathLike
+        The folder; the first save makes it. The checkpoint of step 1000 is ``root/step_00001000``.
+    keep_last : int, optional
+        Of how many steps checkpoints stay, at least 1; None: of all. After each save those before the last ones go.
+    keep_every : int, optional
+        Checkpoints of steps that are multiples of this stay for good.
+    trust_pickle : bool
+        As for :class:`FileSystemReader`.
+    process_group : ProcessGroup, optional
+        The ranks that save together, if these are not all: a group with a CPU backend (gloo) that nobody else uses.
+
+    Notes
+    -----
+    The drive must hold one checkpoint more than are kept, and host memory a copy of this rank's part of the state.
+    A checkpoint stays, whatever else is said, while a symbolic link in ``root`` or in another checkpoint leads to it.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        trust_pickle: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and _integer(name, value) < 1:
+                raise ValueError(f"{name}: {value} is less than 1")
+        if keep_every is not None and keep_last is None:
+            raise ValueError(f"keep_every: {keep_every}, but without keep_last all stay")
+        self._folder = Folder(Path(root))
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._trust_pickle = trust_pickle
+        self._given_group = process_group
+        self._damaged: set[int] = set()
+        self._restored: int | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have no save on its way: at first, and in a forked child, where none of its parent's threads are."""
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._stager = Stager()
+        self._own_group: tuple[Any, dist.ProcessGroup] | None = None
+        self._flights: list[_Flight] = []  # at most one
+        weakref.finalize(self, _tell_unasked, self._flights, self._process)
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, or would be."""
+        return self._folder.path(_integer("step", step))
+
+    def steps(self) -> list[int]:
+        """Return the steps of which there are checkpoints, in order; none is opened."""
+        return self._folder.steps()
+
+    def latest(self) -> int | None:
+        """Return the last of :meth:`steps`, None if there is none."""
+        return max(self.steps(), default=None)
+
+    def save(
+        self, step: int, state: dict[str, Any], wait: bool = False, *, overwrite: bool = False
+    ) -> None:
+        """Save a state behind the training: when this returns it has been copied, and may change.
+
+        One that is still on its way is waited for. When the new one is whole, older ones are removed.
+
+        Parameters
+        ----------
+        step : int
+            The step, the same on all ranks.
+        state : dict
+            As for ``dcp.save``; objects with ``state_dict`` and ``load_state_dict`` are asked for theirs.
+        wait : bool
+            Return when it has been saved; it takes no copy then.
+        overwrite : bool
+            Whether it may take the place of a checkpoint of the same step, which stays until the new one is whole.
+            After :meth:`restore` it may for steps behind the restored one.
+
+        Raises
+        ------
+        ValueError
+            There is a checkpoint of this step, or ranks differ in it.
+        BaseException
+            What the save before has failed with: this one has not begun. With ``wait``, what this one failed with.
+        """
+        if _integer("step", step) < 0:
+            raise ValueError(f"step: {step} is negative")
+        _check_state(state)
+        with self._turn():
+            self._join()
+            ranks, flight = self._ranks(), _Flight(step)
+            replace = overwrite or (self._restored is not None and step > self._restored)
+            held: dict[str, Any] = {}
+
+            def prepare() -> int:
+                if ranks.is_first:
+                    flight.saver = self._folder.begin(step, replace=replace)
+                return step
+
+            def copy() -> None:
+                plain = _plain(state)
+                held["state"] = plain if wait else self._stager.stage(plain)
+
+            try:
+                # Ranks may do state_dict() together: none begins it where another is refused.
+                if len(steps := set(ranks.call(prepare))) > 1:
+                    raise ValueError(f"step: ranks save different ones: {sorted(steps)}")
+                ranks.call(copy)
+            except BaseException:
+                flight.end()
+                raise
+            flight.work = lambda: self._write(flight, held.pop("state"), ranks)
+            self._flights.append(flight)
+            if wait:
+                flight.run()
+                self._join()
+            else:
+                flight.start()
+
+    def wait(self) -> None:
+        """Wait for the save that is on its way, and raise what it failed with."""
+        with self._turn():
+            self._join()
+
+    def restore(self, state: dict[str, Any], *, step: int | None = None) -> int | None:
+        """Load the newest sound checkpoint into a state, in place as ``dcp.load`` does.
+
+        Of one that is damaged it warns, with what is damaged, and takes the one before, on all ranks.
+
+        Parameters
+        ----------
+        state : dict
+            As for :meth:`save`, with tensors of the shapes that were saved.
+        step : int, optional
+            Of which step, and no other.
+
+        Returns
+        -------
+        int or None
+            The step that has been loaded; None: there is no checkpoint, and nothing has changed.
+
+        Raises
+        ------
+        CheckpointError
+            None is sound. Parts of ``state`` may have changed.
+        FileNotFoundError
+            There is no checkpoint of ``step``.
+        BaseException
+            What a save on its way failed with; what is no damage, as a tensor that the checkpoint does not have.
+        """
+        if step is not None:
+            _integer("step", step)
+        _check_state(state)
+        failed: dict[int, BaseException] = {}
+        with self._turn():
+            self._join()
+            ranks = self._ranks()
+            # Each time anew: another process may have removed what could not be loaded, and saved a newer one.
+            while (chosen := self._choose(ranks, step, failed)) is not None:
+                try:
+                    self._load(ranks, chosen, state)
+                except BaseException as error:
+                    if step is not None or not _is_damage(error):
+                        raise
+                    failed[chosen] = error
+                    _warn(f"the checkpoint of step {chosen} is damaged, and not used: {error}")
+                else:
+                    self._damaged, self._restored = set(failed), chosen
+                    return chosen
+        if not failed:
+            return None
+        what = "; ".join(f"step {each}: {error}" for each, error in failed.items())
+        raise CheckpointError(
+            f"none of its checkpoints is sound, and what was to be restored is undefined now ({what})",
+            str(self._folder.root),
+        ) from next(iter(failed.values()))
+
+    def close(self) -> None:
+        """Wait as :meth:`wait` does, and give back the memory for copies; a later save takes it anew."""
+        try:
+            self.wait()
+        finally:
+            self._stager.close()
+            own, self._own_group = self._own_group, None
+            if own is not None and _world() is own[0]:
+                dist.destroy_process_group(own[1])
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            _warn(f"besides, a save failed: {type(failure).__name__}: {failure}")
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call at a time."""
+        if os.getpid() != self._process:
+            self._begin()
+        if self._owner == threading.get_ident():
+            raise RuntimeError("called within another call of this thread (by a signal handler?)")
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    def _ranks(self) -> Ranks:
+        """Return the ranks that act together, with a group of their own, which all make at the same time."""
+        world = _world()
+        if self._given_group is not None or world is None:
+            return Ranks(self._given_group)
+        if self._own_group is None or self._own_group[0] is not world:
+            self._own_group = world, dist.new_group(backend="gloo")
+        return Ranks(self._own_group[1])
+
+    def _join(self) -> None:
+        """Wait for the save that is on its way; who is interrupted in it waits again the next time."""
+        while self._flights:
+            flight = self._flights[0]
+            if flight.ident is not None:
+                flight.done.wait()  # before Python 3.12, a join() that is interrupted takes the thread for ended
+            flight.end()
+            self._flights.clear()
+            for problem in flight.problems:
+                _warn(f"step {flight.step} has been saved, but not all could be removed: {problem}")
+            if flight.error is not None:
+                raise flight.error
+
+    def _write(self, flight: _Flight, state: dict[str, Any], ranks: Ranks) -> None:
+        """Save, and remove what has become superfluous: to fail in that is no failure of the save."""
+        step, folder = flight.step, self._folder
+        if ranks.is_first:
+            flight.problems += folder.remove()  # the save may need the space
+        writer = FileSystemWriter(folder.path(step), overwrite=True)
+        with plain_failures(_is_damage):
+            save(
+                state,
+                storage_writer=writer,
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+        self._damaged.discard(step)
+        if not ranks.is_first:
+            return
+        try:
+            folder.end(step)
+            if self._keep_last is not None:
+                going = folder.superfluous(step, self._keep_last, self._keep_every, self._damaged)
+                flight.problems += folder.remove(going)
+        except OSError as error:
+            flight.problems.append(error)
+
+    def _choose(
+        self, ranks: Ranks, step: int | None, failed: dict[int, BaseException]
+    ) -> int | None:
+        """Return what all ranks are to load next."""
+
+        def choose() -> tuple[int | None, int | None]:
+            if not ranks.is_first:
+                return step, None
+            there = self.steps()
+            if step is not None and step not in there:
+                raise FileNotFoundError(errno.ENOENT, "no checkpoint", str(self.path(step)))
+            return step, max((each for each in there if each not in failed), default=None)
+
+        answers = ranks.call(choose)
+        if len({asked for asked, _ in answers}) > 1:
+            raise ValueError("step: ranks ask for different ones")
+        return answers[0][1] if step is None else step
+
+    def _load(self, ranks: Ranks, step: int, state: dict[str, Any]) -> None:
+        """Do as torch's load() does, which would leave ranks waiting for one whose object raises."""
+        reader = FileSystemReader(
+            self.path(step), trust_pickle=self._trust_pickle, process_group=ranks.group
+        )
+        plain: dict[str, Any] = {}
+
+        def read() -> None:
+            with plain_failures(_is_damage):
+                load(
+                    plain,
+                    storage_reader=reader,
+                    process_group=ranks.group,
+                    no_dist=ranks.group is None,
+                )
+
+        def give() -> None:
+            for key in plain:
+                if isinstance(state[key], Stateful):
+                    state[key].load_state_dict(plain[key])
+                else:
+                    state[key] = plain[key]
+
+        ranks.call(lambda: plain.update(_plain(state)))
+        ranks.call(read)
+        ranks.call(give)
+
+
+class _Flight(threading.Thread):
+    """A save on its way. It ends before the interpreter does, whether it is waited for or not."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(name=f"tensorferry-save-{step}")
+        self.step = step
+        self.work: Callable[[], None] = lambda: None
+        self.saver: Saver | None = None  # of the first rank
+        self.error: BaseException | None = None
+        self.problems: list[Exception] = []
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        """Save."""
+        try:
+            self.work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.work = lambda: None  # it holds the state
+            self.end()
+            self.done.set()
+
+    def end(self) -> None:
+        """Show others that it is no longer alive."""
+        if self.saver is not None:
+            self.saver.leave()
+
+
+def _is_damage(error: BaseException) -> bool:
+    return isinstance(error, CheckpointError) or (
+        isinstance(error, OSError) and (error.errno is None or error.errno in _DAMAGE)
+    )
+
+
+def _world() -> Any:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: {value!r} is no integer") from None
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise TypeError(f"state: a dict with names is wanted, not a {type(state).__name__}")
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with what its objects give, asked on all ranks in the same order."""
+    return {
+        key: value.state_dict() if isinstance(value, Stateful) else value
+        for key, value in sorted(state.items())
+    }
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _tell_unasked(flights: list[_Flight], process: int) -> None:
+    """Tell of a failure that no call is left to raise."""
+    if os.getpid() == process:
+        for flight in flights:
+            if flight.error is not None:
+                _warn(f"the save of step {flight.step} failed, and nobody asked: {flight.error!r}")

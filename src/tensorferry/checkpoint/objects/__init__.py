@@ -1,0 +1,1 @@
+"""save() and load(): what people do with torch.save and torch.load."""

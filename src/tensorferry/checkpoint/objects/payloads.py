@@ -1,0 +1,320 @@
+"""Reading an archive of torch.save: its directory, and its payloads ahead of their use, each verified.
+
+Records lie one behind the other, so that the directory alone says where each payload is. Each is read into memory of
+its own, past the page cache: a large one by one transfer of the core, small ones many at a time. Their headers are
+compared with the directory, and so are the CRC-32s that the core takes on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+import zipfile
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+import tensorferry
+from tensorferry import _core
+from tensorferry.checkpoint.checksums import crc32
+from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.objects.skeleton import MARK_NBYTES
+from tensorferry.checkpoint.zipformat import zips
+from tensorferry.checksums import Checksums
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Where this process finds the files that it has open, whatever has happened to their names.
+OWN_FILES = "/proc/self/fd/"
+
+_PAGE_NBYTES = 4096
+# Payloads from this size on are read by themselves, and need no copy.
+_LARGE_NBYTES = 1 << 20
+# Small ones are read together up to this.
+_RUN_NBYTES = 4 << 20
+# Payloads are read so far ahead of their use: what they take beyond the result where that is on another device.
+_AHEAD_NBYTES = 256 << 20
+
+# Where zipfile looks for the end of the directory.
+_TAIL_NBYTES = 65557
+
+# What zipfile raises where an archive is damaged.
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    NotImplementedError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    struct.error,
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of an archive, as its directory has it."""
+
+    name: str
+    header: int  # where its local header begins in the file
+    begin: int  # and its data
+    nbytes: int
+    crc: int
+
+    @property
+    def short_name(self) -> str:
+        """The name without that of the archive."""
+        return self.name.partition("/")[2]
+
+    @property
+    def end(self) -> int:
+        """Where its data ends."""
+        return self.begin + self.nbytes
+
+
+class Directory:
+    """What an archive's directory says, and the small records, which are read and verified at once.
+
+    Parameters
+    ----------
+    path : str
+        What the file is called in messages.
+    file : BinaryIO
+        The archive, open as long as this is used.
+
+    Raises
+    ------
+    CheckpointError
+        It is none, or damaged.
+
+    Attributes
+    ----------
+    payloads : list of Record
+        The storages that are long enough for a mark, in the file's order.
+    contents : list of (str, int, bytes)
+        All other records: name, size and data.
+    foreign : bool
+        Whether only torch can make something of it: records are compressed, bytes are in another order, or it is
+        TorchScript.
+    own_path : str
+        Where the file can be opened again, whatever has happened to its name.
+    """
+
+    def __init__(self, path: str, file: BinaryIO) -> None:
+        self.path = path
+        self.own_path = f"{OWN_FILES}{file.fileno()}"
+        self.nbytes = os.fstat(file.fileno()).st_size
+        self.payloads: list[Record] = []
+        self.contents: list[tuple[str, int, bytes]] = []
+        # zipfile takes a failing drive for a file that is no archive.
+        os.pread(file.fileno(), _TAIL_NBYTES, max(0, self.nbytes - _TAIL_NBYTES))
+        try:
+            self._archive = zipfile.ZipFile(file)
+        except _DAMAGE as error:
+            raise CheckpointError(f"damaged or cut short: {error}", path) from error
+        entries = sorted(self._archive.infolist(), key=lambda entry: entry.header_offset)
+        end = self._archive.start_dir
+        self.foreign = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        if not self.foreign:
+            ends = [entry.header_offset for entry in entries[1:]] + [end]
+            self._sort([self._record(entry, end) for entry, end in zip(entries, ends, strict=True)])
+
+    def check_all(self) -> None:
+        """Verify all records, in whatever way they are written."""
+        for entry in self._archive.infolist():
+            if entry.CRC == 0:
+                continue  # for none
+            try:
+                with self._archive.open(entry) as data:
+                    while data.read(_RUN_NBYTES):
+                        pass
+            except _DAMAGE as error:
+                names = (entry.filename,)
+                raise CheckpointError(f"damaged: {error}", self.path, names=names) from error
+
+    def _sort(self, records: list[Record]) -> None:
+        small: list[Record] = []
+        for record in records:
+            is_payload = record.short_name.startswith("data/")
+            (self.payloads if is_payload and record.nbytes >= MARK_NBYTES else small).append(record)
+        for record, data in zip(small, self._read(small), strict=True):
+            self.contents.append((record.name, record.nbytes, data))
+            self.foreign |= record.short_name == "constants.pkl"
+            self.foreign |= record.short_name == "byteorder" and data != sys.byteorder.encode()
+
+    def _read(self, records: list[Record]) -> list[bytes]:
+        """Return the data of records, verified."""
+        buffers = [bytearray(record.end - record.header) for record in records]
+        tensorferry.read_many(
+            [(self.own_path, buffer, r.header) for r, buffer in zip(records, buffers, strict=True)]
+        )
+        for record, buffer in zip(records, buffers, strict=True):
+            view = memoryview(buffer)
+            self.check_header(record, view)
+            self.check_crc(record, crc32(view[record.begin - record.header :]))
+        return [
+            bytes(memoryview(buffer)[record.begin - record.header :])
+            for record, buffer in zip(records, buffers, strict=True)
+        ]
+
+    def check_header(self, record: Record, header: memoryview) -> None:
+        """Compare a record's local header, which begins in the view, with the directory."""
+        with contextlib.suppress(zips.UnknownArchiveError):
+            name, nbytes, _ = zips.local_header(header)
+            if name == record.name.encode() and record.header + nbytes == record.begin:
+                return
+        raise self.damaged(record, "its header is not what the directory says")
+
+    def check_crc(self, record: Record, crc: int) -> None:
+        """Compare a record's CRC-32 with the directory; 0 stands for none (torch's compute_crc32 off)."""
+        if crc != record.crc != 0:
+            raise self.damaged(record, f"its CRC-32 is {crc:08x} instead of {record.crc:08x}")
+
+    def damaged(self, record: Record, problem: str) -> CheckpointError:
+        """Return the exception for a record."""
+        return CheckpointError(
+            f"damaged: {problem}",
+            self.path,
+            names=(record.name,),
+            begin=record.header,
+            end=record.end,
+        )
+
+    def _record(self, entry: zipfile.ZipInfo, end: int) -> Record:
+        """Find an entry's data, which ends, with its descriptor, where the next record begins."""
+        descriptor_nbytes = 0
+        if entry.flag_bits & zips.HAS_DESCRIPTOR and entry.file_size > 0:
+            wide = max(entry.file_size, entry.header_offset) >= zips.MAX_32
+            descriptor_nbytes = 24 if wide else 16
+        begin = end - descriptor_nbytes - entry.file_size
+        record = Record(entry.filename, entry.header_offset, begin, entry.file_size, entry.CRC)
+        if begin < entry.header_offset + zips.LOCAL_HEADER.size + len(entry.filename.encode()):
+            raise self.damaged(record, "there is no room for it before the next one")
+        return record
+
+
+class Payloads:
+    """A context manager that gives the payloads of an archive as storages, and reads ahead in the file's order.
+
+    Parameters
+    ----------
+    directory : Directory
+        The archive's.
+    """
+
+    def __init__(self, directory: Directory) -> None:
+        self._runs = list(_runs(directory))
+        self._run_of = {
+            record: (index, k)
+            for index, run in enumerate(self._runs)
+            for k, record in enumerate(run.records)
+        }
+        self._begun = 0  # of the runs
+        self._taken = 0
+        self._ahead_nbytes = 0
+        self._file = tensorferry.open(directory.own_path)
+
+    def take(self, record: Record) -> Any:
+        """Return a payload once it is read and verified. It can be taken once.
+
+        Raises
+        ------
+        CheckpointError
+            It is damaged.
+        StorageError
+            It could not be read.
+        """
+        index, k = self._run_of.pop(record)
+        while self._taken <= index:
+            self._ahead_nbytes -= self._runs[self._taken].nbytes
+            self._taken += 1
+        while self._begun <= index or (
+            self._begun < len(self._runs) and self._ahead_nbytes < _AHEAD_NBYTES
+        ):
+            run = self._runs[self._begun]
+            run.begin_reading(self._file)
+            self._ahead_nbytes += run.nbytes
+            self._begun += 1
+        return self._runs[index].take(k)
+
+    def __enter__(self) -> Payloads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for run in self._runs[: self._begun]:
+            run.forget()
+        self._file.close()
+
+
+class _Run:
+    """Records next to each other that are read at once."""
+
+    def __init__(self, directory: Directory, records: list[Record]) -> None:
+        self.records = records
+        self.nbytes = records[-1].end - records[0].header
+        self._directory = directory
+        self._headers: list[bytearray] = []
+        self._payloads: list[torch.Tensor | None] = []
+        self._sums = Checksums(segments=True)
+        self._read: tensorferry.Future | None = None
+        self._is_checked = False
+
+    def begin_reading(self, file: tensorferry.File) -> None:
+        """Have all records read."""
+        segments: list[Any] = []
+        at = self.records[0].header
+        for record in self.records:
+            self._headers.append(bytearray(record.begin - record.header))
+            self._payloads.append(_memory_for(record))
+            # Between them is the checksum that torch writes behind data.
+            segments += [record.header - at, self._headers[-1], self._payloads[-1]]
+            at = record.end
+        self._read = file.read_into(segments, self.records[0].header, checksums=self._sums)
+
+    def take(self, index: int) -> Any:
+        """Return the storage for a record when all of them are here and verified."""
+        if self._read is not None:
+            self._read.result()
+            self._read = None
+        if not self._is_checked:
+            crcs = self._sums.segments[2::3]
+            for record, header, crc in zip(self.records, self._headers, crcs, strict=True):
+                self._directory.check_header(record, memoryview(header))
+                self._directory.check_crc(record, crc)
+            self._is_checked = True
+        payload, self._payloads[index] = self._payloads[index], None  # it may go to another device
+        assert payload is not None
+        return payload.untyped_storage()
+
+    def forget(self) -> None:
+        """Wait for what is on its way; nobody will ask for what failed."""
+        if self._read is not None:
+            self._read.exception()
+
+
+def _memory_for(record: Record) -> torch.Tensor:
+    """Return memory for a payload: if that is large, lying in its pages as the payload does in those of the file."""
+    if record.nbytes < _LARGE_NBYTES:
+        return torch.empty(record.nbytes, dtype=torch.uint8)
+    start = record.begin % _PAGE_NBYTES
+    memory, _ = _core.allocate(start + record.nbytes, False)
+    return torch.frombuffer(memoryview(memory)[start : start + record.nbytes], dtype=torch.uint8)
+
+
+def _runs(directory: Directory) -> Iterator[_Run]:
+    together: list[Record] = []
+    for record in directory.payloads:
+        large = record.nbytes >= _LARGE_NBYTES
+        if together and (large or record.end - together[0].header > _RUN_NBYTES):
+            yield _Run(directory, together)
+            together = []
+        if large:
+            yield _Run(directory, [record])
+        else:
+            together.append(record)
+    if together:
+        yield _Run(directory, together)

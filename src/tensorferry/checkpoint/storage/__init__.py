@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint's classes: writing and reading a directory of a checkpoint."""

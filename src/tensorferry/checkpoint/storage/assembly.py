@@ -1,0 +1,147 @@
+"""Tensors from wherever their parts lie, written one after the other to a new file, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.storage.reader import Lent, Load
+from tensorferry.checkpoint.storage.reading import Reading
+from tensorferry.checkpoint.zipformat.ranges import slabs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.planner import ReadItem
+
+    from tensorferry.checkpoint.storage.contents import Item
+    from tensorferry.checkpoint.storage.reading import DataFile, Want
+    from tensorferry.new_file import NewFile
+
+# So much is read at a time, while what was read before is being written; no box has more.
+_BATCH_NBYTES = 24 << 20
+_BOX_NBYTES = 8 << 20
+_BATCH_COUNT = 1024
+
+
+class Source(Protocol):
+    """Files in which parts of tensors lie."""
+
+    def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
+        """Return the items of each file."""
+
+    def read(
+        self,
+        reading: Reading,
+        by_file: dict[str, list[Item]],
+        begin: Callable[[Item, DataFile], Iterator[Want]],
+    ) -> None:
+        """Read items."""
+
+
+def write_tensors(
+    file: NewFile,
+    names: Iterable[str],
+    tensors: Mapping[str, TensorStorageMetadata],
+    source: Source,
+    count: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Write tensors, whole and in C order, one after the other.
+
+    Parameters
+    ----------
+    file : NewFile
+        Where to.
+    names : iterable of str
+        Which, in their order.
+    tensors : mapping of str to TensorStorageMetadata
+        Of what parts they are.
+    source : Source
+        Where these lie.
+    count : function of an int, optional
+        Told of bytes that have been read.
+
+    Raises
+    ------
+    CheckpointError
+        A part is missing, or damaged.
+    StorageError
+        Something could not be read or written.
+    """
+    boxes: list[torch.Tensor] = []
+    requests: list[tuple[ReadItem, torch.Tensor]] = []
+    nbytes = 0
+
+    def flush() -> None:
+        nonlocal nbytes
+        _read(source, requests)
+        # The stream's own buffers are what is being written while the next ones are read.
+        file.write(boxes)
+        file.wait_until_copied()
+        count(nbytes)
+        boxes.clear()
+        requests.clear()
+        nbytes = 0
+
+    for name in names:
+        for box, wanted in _boxes(name, tensors[name]):
+            if nbytes + box.nbytes > _BATCH_NBYTES or len(boxes) >= _BATCH_COUNT:
+                flush()
+            boxes.append(box)
+            requests += wanted
+            nbytes += box.nbytes
+    if boxes:
+        flush()
+
+
+def read_box(
+    name: str, described: TensorStorageMetadata, chunk: ChunkStorageMetadata, source: Source
+) -> torch.Tensor:
+    """Return a part of a tensor, read into new memory; errors as for :func:`write_tensors`."""
+    box, requests = _box(name, described, chunk)
+    _read(source, requests)
+    return box
+
+
+def _boxes(
+    name: str, described: TensorStorageMetadata
+) -> Iterator[tuple[torch.Tensor, list[tuple[ReadItem, torch.Tensor]]]]:
+    """Return memory for a tensor's elements, in their order, and what is to be read into its parts."""
+    sizes, dtype = tuple(described.size), described.properties.dtype
+    whole = (0,) * len(sizes), sizes
+    for slab in slabs(sizes, *whole, max_span=max(1, _BOX_NBYTES // dtype.itemsize), max_gap=0):
+        chunk = ChunkStorageMetadata(torch.Size(slab.offsets), torch.Size(slab.lengths))
+        yield _box(name, described, chunk)
+
+
+def _box(
+    name: str, described: TensorStorageMetadata, chunk: ChunkStorageMetadata
+) -> tuple[torch.Tensor, list[tuple[ReadItem, torch.Tensor]]]:
+    box = torch.empty(chunk.sizes, dtype=described.properties.dtype)
+    wanted = []
+    for request in create_read_items_for_chunk_list(name, described, [chunk]):
+        place = tuple(
+            slice(offset, offset + length)
+            for offset, length in zip(request.dest_offsets, request.lengths, strict=True)
+        )
+        wanted.append((request, box[place] if place else box))
+    if sum(math.prod(request.lengths) for request, _ in wanted) < box.numel():
+        raise CheckpointError(
+            f"parts of it are missing: of {list(chunk.sizes)} at {list(chunk.offsets)} not all is there",
+            names=(name,),
+        )
+    return box, wanted
+
+
+def _read(source: Source, requests: list[tuple[ReadItem, torch.Tensor]]) -> None:
+    contents: Any = source
+    planner: Any = Lent(requests)
+    with Reading() as reading:
+        load = Load(contents, reading, planner, lambda _: None)
+        source.read(reading, source.locate([request for request, _ in requests]), load.begin)

@@ -1,0 +1,95 @@
+"""Our writer and reader in the place of torch's, for programs and libraries that do not let one choose.
+
+``dcp.save(state, checkpoint_id=path)`` takes torch's own FileSystemWriter; Lightning saves like that, and accelerate
+(Transformers' Trainer) takes it by its name in ``torch.distributed.checkpoint``. Both find ours after :func:`install`.
+
+``dcp.async_save`` asks for a writer only once it has staged the state by other means, or in another process, that knows
+nothing of :func:`install`; so it is given ours from the beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from typing import Any
+
+from torch.distributed.checkpoint import filesystem, state_dict_saver
+
+from tensorferry.checkpoint.staging import Stager
+from tensorferry.checkpoint.storage.reader import FileSystemReader
+from tensorferry.checkpoint.storage.writer import FileSystemWriter
+
+_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint._storage_utils")
+_HUGGING_FACE_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.hf_storage")
+_SAVER_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict_saver")
+
+_torchs_async_save: Any = state_dict_saver.async_save
+# Of all asynchronous saves that name only a folder: the memory for the copy is kept from one to the next.
+_stager: Stager | None = None
+
+
+def install() -> None:
+    """Have torch.distributed.checkpoint use our writer and reader by default. Calling it again does nothing.
+
+    Modules that have imported torch's classes, or ``async_save``, by name before keep these. Writers and readers that
+    are given to ``dcp.save`` and ``dcp.load`` are used as before.
+
+    Notes
+    -----
+    Asynchronous saves that name only a folder share a :class:`Stager`, which keeps its memory until :func:`uninstall`.
+    """
+    # Its classes derive from what they find at its import, and are to go on with torch's.
+    with contextlib.suppress(ImportError):
+        ours: Any = importlib.import_module("tensorferry.checkpoint.storage.huggingface")
+        _put_hugging_face(ours.HuggingFaceStorageWriter, ours.HuggingFaceStorageReader)
+    _put(FileSystemWriter, FileSystemReader, _async_save)
+
+
+def uninstall() -> None:
+    """Put torch's own classes back."""
+    global _stager
+    _put(filesystem.FileSystemWriter, filesystem.FileSystemReader, _torchs_async_save)
+    with contextlib.suppress(ImportError):
+        ours: Any = importlib.import_module("tensorferry.checkpoint.storage.huggingface")
+        _put_hugging_face(ours.TorchsWriter, ours.TorchsReader)
+    if _stager is not None:
+        _stager.close()
+        _stager = None
+
+
+def installed() -> bool:
+    """Return whether ours are the default."""
+    module: Any = importlib.import_module(_PLACES[0])
+    return module.FileSystemWriter is FileSystemWriter
+
+
+@functools.wraps(_torchs_async_save)
+def _async_save(*arguments: Any, **options: Any) -> Any:
+    folder = options.get("checkpoint_id")
+    if (
+        options.get("storage_writer") is None
+        and folder
+        and FileSystemWriter.validate_checkpoint_id(folder)
+    ):
+        global _stager
+        _stager = _stager or Stager()
+        writer = options["storage_writer"] = FileSystemWriter(folder)
+        writer._stager = _stager
+    return _torchs_async_save(*arguments, **options)
+
+
+def _put_hugging_face(writer: Any, reader: Any) -> None:
+    for name in _HUGGING_FACE_PLACES:
+        module: Any = importlib.import_module(name)
+        if hasattr(module, "HuggingFaceStorageWriter"):
+            module.HuggingFaceStorageWriter, module.HuggingFaceStorageReader = writer, reader
+
+
+def _put(writer: Any, reader: Any, async_save: Any) -> None:
+    for name in _PLACES:
+        module: Any = importlib.import_module(name)
+        module.FileSystemWriter, module.FileSystemReader = writer, reader
+    for name in _SAVER_PLACES:
+        module = importlib.import_module(name)
+        module.async_save = async_save

@@ -1,0 +1,257 @@
+"""How the bytes of an item get into their destination: what is wanted of a file, with sinks.
+
+Bytes that lie in a tensor as they do in the file, in one range or in long enough rows, are wanted right there, on a GPU
+as on the host. Others come to slabs, small boxes of the stored tensor in temporary memory, which torch then copies,
+converts and lays out as the destination wants it; by the thread that loads, as all that concerns destinations.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tensorferry.checkpoint.checksums import crc32_combine
+from tensorferry.checkpoint.storage.reading import GAP_NBYTES, Want
+from tensorferry.checkpoint.zipformat.ranges import (
+    contiguous_run,
+    is_inside,
+    rows,
+    slabs,
+    strides_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tensorferry.checkpoint.zipformat.blobs import Payload
+    from tensorferry.checkpoint.zipformat.ranges import Slab
+
+_SLAB_NBYTES = 1 << 20
+# Shorter rows are collected in slabs: to copy them costs less than to ask for each.
+_MIN_ROW_NBYTES = 64 << 10
+
+
+class Delivery:
+    """Counts an item's bytes; when all are where they belong, from :meth:`begin` on, ``finish`` is called.
+
+    Parameters
+    ----------
+    nbytes : int
+        How many it has.
+    finish : function without arguments, optional
+        Called once.
+    count : function of an int, optional
+        Told of bytes that have arrived.
+    takes_crc : bool
+        Whether to have the CRC-32 of all its bytes, which lie in one range of the file.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        finish: Callable[[], None] = lambda: None,
+        count: Callable[[int], None] = lambda _: None,
+        *,
+        takes_crc: bool = False,
+    ) -> None:
+        self.takes_crc = takes_crc
+        self._missing_nbytes = nbytes
+        self._finish = finish
+        self._count = count
+        self._crcs: list[tuple[int, int, int]] = []
+
+    @property
+    def crc(self) -> int:
+        """The CRC-32, when all has arrived."""
+        total = 0
+        for _, nbytes, crc in sorted(self._crcs):
+            total = crc32_combine(total, crc, nbytes)
+        return total
+
+    def begin(self, wants: Iterator[Want]) -> Iterator[Want]:
+        """Return what is wanted; if there is nothing to wait for, finish."""
+        if self._missing_nbytes == 0:
+            self._end()
+        return wants
+
+    def add_crc(self, begin: int, end: int, crc: int) -> None:
+        """Take note of the CRC-32 of a part."""
+        if self.takes_crc:
+            self._crcs.append((begin, end - begin, crc))
+
+    def arrived(self, nbytes: int) -> None:
+        """Take note that so many more bytes are where they belong."""
+        self._missing_nbytes -= nbytes
+        self._count(nbytes)
+        if self._missing_nbytes == 0:
+            self._end()
+
+    def _end(self) -> None:
+        # It may refer to this object, and to memory that is to go as soon as nobody else needs it.
+        finish, self._finish = self._finish, _nothing
+        finish()
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class Memory:
+    """A sink that is memory: bytes from ``begin`` in the file on. Without any, bytes are verified only."""
+
+    def __init__(self, delivery: Delivery, begin: int = 0, memory: Any = None) -> None:
+        self.takes_crc = delivery.takes_crc
+        self._delivery = delivery
+        self._begin = begin
+        self._memory = memory
+
+    def memory(self, begin: int, end: int) -> Any:
+        """Return the place of bytes."""
+        if self._memory is None:
+            return None
+        return self._memory[begin - self._begin : end - self._begin]
+
+    def arrived(self, begin: int, end: int, crc: int) -> None:
+        """Count them."""
+        self._delivery.add_crc(begin, end, crc)
+        self._delivery.arrived(end - begin)
+
+
+class _SlabSink:
+    """A slab on its way into a tensor."""
+
+    def __init__(
+        self, delivery: Delivery, slab: Slab, begin: int, payload: Payload, target: torch.Tensor
+    ) -> None:
+        self.takes_crc = delivery.takes_crc
+        self._delivery = delivery
+        self._slab = slab
+        self._begin = begin
+        self._missing_nbytes = slab.span * payload.dtype.itemsize
+        self._payload = payload
+        self._target = target
+        self._box: torch.Tensor | None = None
+
+    def memory(self, begin: int, end: int) -> Any:
+        """Return the place of bytes in temporary memory."""
+        if self._box is None:
+            self._box = torch.empty(self._slab.span, dtype=self._payload.dtype)
+        return _bytes_of(self._box)[begin - self._begin : end - self._begin]
+
+    def arrived(self, begin: int, end: int, crc: int) -> None:
+        """Copy the slab when all are there."""
+        self._delivery.add_crc(begin, end, crc)
+        self._missing_nbytes -= end - begin
+        if self._missing_nbytes == 0:
+            self._copy()
+
+    def _copy(self) -> None:
+        assert self._box is not None
+        _, _, offsets, lengths = self._slab
+        place = tuple(
+            slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)
+        )
+        box = self._box.as_strided(lengths, strides_of(self._payload.ordered_sizes))
+        with torch.no_grad():
+            (self._target[place] if place else self._target).copy_(box)
+        self._box = None
+        self._delivery.arrived(box.numel() * box.element_size())
+
+
+def deliver(
+    delivery: Delivery,
+    payload: Payload,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    target: torch.Tensor,
+    gap_nbytes: int,
+) -> Iterator[Want]:
+    """Return what puts a slice into a plain strided tensor of the slice's size.
+
+    ``gap_nbytes`` unwanted bytes in a row are not worth a transfer more.
+    """
+    order = payload.order
+    sizes, itemsize = payload.ordered_sizes, payload.dtype.itemsize
+    offsets = [offsets[dim] for dim in order]
+    lengths = [lengths[dim] for dim in order]
+    target = target.permute(order)
+    as_it_is = target.dtype == payload.dtype and _can_be_read_into(target)
+    found = rows(sizes, offsets, lengths, target.stride()) if as_it_is else None
+    if found is not None and (found.dims == 0 or found.length * itemsize >= _MIN_ROW_NBYTES):
+        for index in itertools.product(*map(range, lengths[: found.dims])):
+            begin = payload.begin + found.place(index) * itemsize
+            memory = _bytes_of(target[index])
+            yield Want(begin, begin + memory.numel(), Memory(delivery, begin, memory))
+        return
+    for slab in _slabs(payload, offsets, lengths, gap_nbytes):
+        begin = payload.begin + slab.begin * itemsize
+        sink = _SlabSink(delivery, slab, begin, payload, target)
+        yield Want(begin, begin + slab.span * itemsize, sink)
+
+
+def collected(
+    parts: Sequence[tuple[int, int, bytearray]],
+    finish: Callable[[], None],
+    count: Callable[[int], None] = lambda _: None,
+) -> Iterator[Want]:
+    """Return what has ranges (begin, end, memory) of a file read, and ``finish`` called when all of them are there."""
+    whole = Delivery(sum(end - begin for begin, end, _ in parts), finish, count)
+    return whole.begin(
+        Want(begin, end, Memory(whole, begin, memoryview(data)))
+        for begin, end, data in parts
+        if data
+    )
+
+
+def verification(
+    payload: Payload, offsets: Sequence[int], lengths: Sequence[int], gap_nbytes: int
+) -> Iterator[Want]:
+    """Return what has the bytes verified that :func:`deliver` would want."""
+    sizes, itemsize = payload.ordered_sizes, payload.dtype.itemsize
+    offsets = [offsets[dim] for dim in payload.order]
+    lengths = [lengths[dim] for dim in payload.order]
+    assert is_inside(sizes, offsets, lengths)
+    run = contiguous_run(sizes, offsets, lengths)
+    ranges = [run] if run is not None else _slabs(payload, offsets, lengths, gap_nbytes)
+    nowhere = Memory(Delivery(0))
+    for place, count, *_ in ranges:
+        begin = payload.begin + place * itemsize
+        if count:
+            yield Want(begin, begin + count * itemsize, nowhere)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether parts of a tensor can be copied into by themselves."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_meta
+    )
+
+
+def _can_be_read_into(tensor: torch.Tensor) -> bool:
+    """Return whether the core can reach a tensor's memory."""
+    return tensor.is_cpu or (tensor.is_cuda and torch.version.cuda is not None)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _slabs(
+    payload: Payload, offsets: Sequence[int], lengths: Sequence[int], gap_nbytes: int
+) -> Iterator[Slab]:
+    itemsize = payload.dtype.itemsize
+    return slabs(
+        payload.ordered_sizes,
+        offsets,
+        lengths,
+        max_span=_SLAB_NBYTES // itemsize,
+        max_gap=max(gap_nbytes, GAP_NBYTES) // itemsize,
+    )

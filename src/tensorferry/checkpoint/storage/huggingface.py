@@ -1,0 +1,787 @@
+"""torch's Hugging Face storage: torch.distributed.checkpoint's checkpoints in the format of safetensors.
+
+There are two ways of saving. Rank 0 writes all, in files as Hugging Face's libraries know them, with an index; or each
+rank writes its parts (``save_distributed``), of which the coordinator may then make such files
+(``enable_consolidation``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import math
+import os
+import re
+import secrets
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader as TorchsReader,
+)
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageWriter as TorchsWriter,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+import tensorferry
+from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.progress import Meter, checked_listener
+from tensorferry.checkpoint.storage.assembly import write_tensors
+from tensorferry.checkpoint.storage.contents import Item
+from tensorferry.checkpoint.storage.reader import Load
+from tensorferry.checkpoint.storage.reading import DataFile, Reading
+from tensorferry.checkpoint.storage.writer import is_of_state
+from tensorferry.checkpoint.zipformat.blobs import Payload
+from tensorferry.checkpoint.zipformat.ranges import is_inside
+from tensorferry.replacement import make_directory
+from tensorferry.safetensors import checksums, dtypes, header, index
+from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.saving import Entry
+from tensorferry.safetensors.sharded import INDEX_NAME, Model, is_aside
+from tensorferry.safetensors.version import Version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch.distributed.checkpoint.planner import (
+        LoadPlan,
+        LoadPlanner,
+        ReadItem,
+        SavePlan,
+        SavePlanner,
+        WriteItem,
+    )
+
+    from tensorferry.checkpoint.progress import Listener, Throughput
+    from tensorferry.checkpoint.storage.assembly import Source
+    from tensorferry.checkpoint.storage.reading import Want
+
+# What torch's writer puts into headers of files that have parts of tensors (_hf_utils).
+_PARTS, _VERSION_KEY, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
+# And ours into those of ranks: which files were saved together.
+_SAVE = "tensorferry_save"
+_OFFSETS = "saved_offsets"
+_SHARDED = "sharded"
+_OF_A_RANK = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors", re.ASCII)
+_SUFFIX = ".safetensors"
+
+
+class HuggingFaceStorageWriter(TorchsWriter):
+    """Saves checkpoints in the format of safetensors, as torch's HuggingFaceStorageWriter does.
+
+    Files have torch's names and contents. Each is whole or not there, and durable when a save has ended. Where rank 0
+    writes all, and where files are consolidated, the index names the files of the old checkpoint or of the new one at
+    every moment.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        The directory; it is made if it is missing.
+    fqn_to_index_mapping : dict of str to int, optional
+        The number of each tensor's file, from 1 on; by default there is one.
+    thread_count, thread_count_consolidation : int
+        Without effect: speed does not depend on them.
+    save_distributed : bool
+        Whether each rank saves its own parts, else rank 0 all.
+    enable_consolidation : bool
+        Whether rank 0 puts the parts together when all have been saved: those go to the folder "sharded". It takes no
+        more memory than a save.
+    progress : function of a Progress, optional
+        As for :class:`FileSystemWriter`.
+    **options
+        Further arguments of torch's class.
+
+    Attributes
+    ----------
+    last_save : Throughput or None
+        How many bytes this rank's part of the last save had, and in what time it was written; None if it failed.
+
+    Raises
+    ------
+    TypeError
+        The installed torch has no such argument.
+
+    Notes
+    -----
+    What is no tensor is refused: torch's writes it in front of the header, and nothing reads such a file.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        fqn_to_index_mapping: dict[str, int] | None = None,
+        thread_count: int = 1,
+        save_distributed: bool = False,
+        enable_consolidation: bool = False,
+        thread_count_consolidation: int = 1,
+        *,
+        progress: Listener | None = None,
+        **options: Any,
+    ) -> None:
+        checked_listener(progress)
+        wanted = {
+            "fqn_to_index_mapping": fqn_to_index_mapping,
+            "thread_count": thread_count,
+            "save_distributed": save_distributed,
+            "enable_consolidation": enable_consolidation,
+            "thread_count_consolidation": thread_count_consolidation,
+        }
+        super().__init__(os.fspath(path), **_known(TorchsWriter, wanted), **options)
+        self.last_save: Throughput | None = None
+        self._progress = progress
+        self._of_thread = threading.local()
+        self._place(Path(path))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Save to another directory next, if one is given."""
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self._place(Path(checkpoint_id))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the directory, and refuse what the format cannot hold."""
+        if type(self.fs) is not filesystem.FileSystem:
+            raise TypeError(
+                f"{type(self).__name__} sets fs, and tensorferry writes to local files by itself"
+            )
+        self._abandon()
+        objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        if objects:
+            raise CheckpointError(
+                "the format of safetensors holds tensors only, and these are none",
+                names=tuple(objects),
+            )
+        make_directory(Path(self.path))
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank which files are its own."""
+        if not self.save_distributed and sum(bool(plan.items) for plan in plans) > 1:
+            raise CheckpointError(
+                "several ranks have tensors to save, and without save_distributed=True their files would have the same "
+                "names"
+            )
+        self._of_thread.is_coordinator = True
+        save = secrets.token_hex(8)
+        return [
+            dataclasses.replace(plan, storage_data={**(plan.storage_data or {}), _SAVE: save})
+            for plan in super().prepare_global_plan(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors to new files; none of them stays if anything fails.
+
+        Raises
+        ------
+        CheckpointError
+            A tensor comes twice in a file, or is not as planned.
+        SafetensorError
+            The format has no such dtype.
+        StorageError
+            The file system's refusal, with the file's name.
+        """
+        self.last_save = None
+        storage_data: dict[str, Any] = plan.storage_data or {}
+        mapping = storage_data.get("fqn_to_index_mapping")
+        shard = storage_data.get("shard_index")
+        highest = max(mapping.values()) if mapping else 1
+        meter = Meter(self._progress, total_nbytes=sum(map(_nbytes, plan.items)))
+        results: list[WriteResult] = []
+        model = Model(self.path, sync=self.sync_files)
+        try:
+            for number, items in self._by_file(mapping, plan.items).items():
+                name = file_name(number, highest, shard)
+                # A cached plan has the name of an earlier save, and not on all ranks.
+                cached = getattr(planner, "_enable_plan_caching", False)
+                save = None if shard is None or cached else storage_data.get(_SAVE)
+                results += _write_file(model, name, items, planner, meter, save)
+            if shard is None and getattr(self._of_thread, "is_coordinator", False):
+                self._of_thread.model = model  # they take their places with the index
+            else:
+                model.place()
+        except BaseException:
+            model.abort()
+            raise
+        self.last_save = meter.finish()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the checkpoint the new one: put files in their places, or together.
+
+        Raises
+        ------
+        CheckpointError
+            Parts are missing.
+        StorageError, OSError
+            Something could not be read or written.
+        """
+        names = {
+            result.index.fqn: result.storage_data.relative_path
+            for written in results
+            for result in written
+        }
+        files = {result.storage_data.relative_path for written in results for result in written}
+        if self.save_distributed:
+            if self.enable_consolidation:
+                mapping = self.fqn_to_index_mapping or dict.fromkeys(
+                    metadata.state_dict_metadata, 1
+                )
+                assert self.consolidated_output_path is not None
+                consolidate(
+                    [Path(self.path) / name for name in sorted(files)],
+                    self.consolidated_output_path,
+                    mapping,
+                    sync=self.sync_files,
+                )
+            # Readers look at all files: those of ranks that there are no more would be taken for parts.
+            for path in Path(self.path).iterdir():
+                if _OF_A_RANK.fullmatch(path.name) and path.name not in files:
+                    for each in (Path(checksums.path_of(path)), path):
+                        with contextlib.suppress(OSError):
+                            each.unlink()
+            return
+        total = sum(result.storage_data.length for written in results for result in written)
+        model: Model | None = getattr(self._of_thread, "model", None)
+        self._of_thread.model = None
+        with model or Model(self.path, sync=self.sync_files) as model:
+            # Where the coordinator has no tensors another rank has put them in their places.
+            model.commit(_index(names, total), files)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_of_thread": None, "_progress": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _of_thread=threading.local())
+
+    def _place(self, path: Path) -> None:
+        """Take the directory that files go to."""
+        self.path = path
+        if self.enable_consolidation:
+            self.consolidated_output_path = os.fspath(path)
+            self.path = path / _SHARDED
+
+    def _abandon(self) -> None:
+        """Give up the files of a save that failed on another rank: nobody told its writer."""
+        model: Model | None = getattr(self._of_thread, "model", None)
+        self._of_thread.model, self._of_thread.is_coordinator = None, False
+        if model is not None:
+            model.abort()
+
+    def _by_file(
+        self, mapping: Mapping[str, int] | None, items: list[WriteItem]
+    ) -> dict[int, list[WriteItem]]:
+        found: dict[int, list[WriteItem]] = {}
+        for item in items:
+            if mapping is not None and item.index.fqn not in mapping:
+                raise CheckpointError(
+                    "fqn_to_index_mapping does not say which file it belongs to",
+                    names=(item.index.fqn,),
+                )
+            found.setdefault(1 if mapping is None else mapping[item.index.fqn], []).append(item)
+        return found
+
+
+class HuggingFaceStorageReader(TorchsReader):
+    """Loads checkpoints in the format of safetensors, as torch's HuggingFaceStorageReader does: only what is wanted.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        The folder: all its safetensors files, of one writer or of several ranks.
+    thread_count : int
+        Without effect: speed does not depend on it.
+    progress : function of a Progress, optional
+        As for :class:`FileSystemReader`.
+
+    Attributes
+    ----------
+    nbytes_read : int
+        Bytes that the last load has read from files, without headers.
+    last_load : Throughput or None
+        How many bytes the last load has given to tensors, and in what time; None if it failed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        thread_count: int = 1,
+        *,
+        progress: Listener | None = None,
+    ) -> None:
+        wanted = {"thread_count": thread_count}
+        super().__init__(os.fspath(path), **_known(TorchsReader, wanted))
+        self.nbytes_read = 0
+        self.last_load: Throughput | None = None
+        self._progress = checked_listener(progress)
+
+    def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
+        """Read and check all headers.
+
+        Raises
+        ------
+        SafetensorError
+            A file breaks a rule of the format, parts of a tensor do not go together, or ranks' files are of different
+            saves, of which one was killed.
+        FileNotFoundError
+            There are no files.
+        StorageError
+            A file cannot be read.
+        """
+        paths = files_of_model(self.path)
+        tensors, places = scan(paths, owners_in(self.path, paths))
+        metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=places)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for into the planner's tensors, converted to their dtypes.
+
+        Raises
+        ------
+        CheckpointError
+            A file is not the one whose header was read.
+        StorageError
+            Something could not be read.
+        AssertionError
+            A destination has another size than what is to be read into it.
+        """
+        self.nbytes_read = 0
+        self.last_load = None
+        contents: Any = SafetensorsFiles(self.storage_data)
+        by_file = contents.locate(plan.items)
+        meter = Meter(self._progress)
+        meter.expect(sum(item.nbytes for items in by_file.values() for item in items), len(by_file))
+        with Reading(lambda: meter.add(0, files=1)) as reading:
+            load = Load(contents, reading, planner, meter.add, converts=True)
+            contents.read(reading, by_file, load.begin)
+            self.nbytes_read = reading.nbytes_read
+        self.last_load = meter.finish()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a part of a tensor lies, with the attributes of torch's own class for that.
+
+    Attributes
+    ----------
+    relative_path : str
+        The file's path.
+    shape, dtype
+        The part's, as torch has them.
+    offset, length : int
+        Its bytes in the file.
+    identity : Version
+        Which file it was whose header said so.
+    order : tuple of int, optional
+        The order of its dimensions in which it is in C order; by default it is.
+    """
+
+    relative_path: str
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: int
+    length: int
+    identity: Version
+    order: tuple[int, ...] | None = None
+
+
+class SafetensorsFiles:
+    """The data of safetensors files: what :mod:`tensorferry.checkpoint.storage.contents` has of a checkpoint's."""
+
+    def __init__(self, places: Mapping[MetadataIndex, Place]) -> None:
+        self._places = places
+
+    def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
+        """Return the items of each file, in the order in which they lie there."""
+        by_file: dict[str, list[Item]] = {}
+        for request in requests:
+            place = self._places.get(request.storage_index)
+            if place is None:
+                raise CheckpointError(
+                    "no file has this part of it", names=(request.storage_index.fqn,)
+                )
+            sizes = tuple(place.shape)
+            order = tuple(range(len(sizes))) if place.order is None else place.order
+            payload = Payload(place.offset, place.length, place.dtype, sizes, order)
+            info: Any = place
+            by_file.setdefault(place.relative_path, []).append(Item(request, info, payload))
+        for items in by_file.values():
+            items.sort(key=lambda item: item.begin)
+        return by_file
+
+    def read(
+        self,
+        reading: Reading,
+        by_file: dict[str, list[Item]],
+        begin: Callable[[Item, DataFile], Iterator[Want]],
+    ) -> None:
+        """Read items; of each, ``begin`` is asked what it wants of the file shortly before that is read."""
+        for path, items in by_file.items():
+            file = DataFile(path, path, None, lambda *_: ())
+            reading.begin_file(file)
+            place: Any = items[0].info
+            if Version.at(path) != place.identity:
+                raise CheckpointError("it is not the file whose header was read: load again", path)
+            for item in items:
+                request, payload = item.request, item.payload
+                assert payload is not None
+                file.require(payload.begin + payload.nbytes)
+                if not is_inside(payload.sizes, request.storage_offsets, request.lengths):
+                    raise CheckpointError(
+                        f"it has the size {list(payload.sizes)}, in which there are no {list(request.lengths)} at "
+                        f"{list(request.storage_offsets)}",
+                        path,
+                        names=(request.storage_index.fqn,),
+                    )
+            for item in items:
+                reading.advance(item.begin)
+                reading.add(begin(item, file))
+        reading.finish()
+
+    def has_only_payload_crc(self, *_: Any) -> bool:
+        """Return False: the format has no checksums."""
+        return False
+
+
+def files_of_model(folder: str | os.PathLike[str]) -> list[str]:
+    """Return the safetensors files of a folder that are the model.
+
+    Raises
+    ------
+    FileNotFoundError
+        There are none.
+    """
+    directory = Path(folder)
+    found = sorted(path for path in directory.iterdir() if path.name.endswith(_SUFFIX))
+    aside = [path for path in found if is_aside(path.name)]
+    if aside:
+        # A save was killed while files took their places: the index says which are the model.
+        with contextlib.suppress(OSError, SafetensorError):
+            named = set(index.read(directory / INDEX_NAME)[0].values())
+            if any(path.name in named for path in aside):
+                return [os.fspath(path) for path in found if path.name in named]
+        found = [path for path in found if path not in aside]
+    if not found:
+        raise FileNotFoundError(f"there are no safetensors files in the folder {str(directory)!r}")
+    return [os.fspath(path) for path in found]
+
+
+def owners_in(folder: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, str]:
+    """Return which of a folder's files the index says has each tensor, for those that are in several of them.
+
+    They are where a save was killed before it had removed what is no part of the model any more. Files of ranks have no
+    index: they are newer than one that is there.
+    """
+    names = {Path(path).name for path in paths}
+    if any(map(_OF_A_RANK.fullmatch, names)):
+        return {}
+    try:
+        weights, _ = index.read(Path(folder) / INDEX_NAME)
+    except (OSError, SafetensorError):
+        return {}
+    return {tensor: name for tensor, name in weights.items() if name in names}
+
+
+def scan(
+    paths: Iterable[str | os.PathLike[str]], owners: Mapping[str, str] | None = None
+) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, Place]]:
+    """Return what tensors files have, each of them whole or in parts, and where.
+
+    Where ``owners`` gives a tensor to a file by its name, what others have of it is passed over.
+
+    Raises
+    ------
+    SafetensorError
+        A file breaks a rule of the format, or parts of a tensor do not go together.
+    StorageError
+        A file cannot be read.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, Place] = {}
+    saves: dict[str | None, str] = {}  # of ranks' files, by what they say
+    for each in paths:
+        path = os.fspath(each)
+        identity = Version.at(path)
+        with tensorferry.open(path) as file:
+            found = header.read(file)
+        offsets_of = _offsets(found, path)
+        own_name = Path(path).name
+        if _OF_A_RANK.fullmatch(own_name):
+            saves.setdefault((found.metadata or {}).get(_SAVE), path)
+            if len(saves) > 1:
+                other = next(iter(saves.values()))
+                raise SafetensorError(
+                    f"it is not of the same save as {other!r}: one was killed, or is on its way",
+                    path,
+                )
+        for name, tensor in found.tensors.items():
+            if owners and owners.get(name, own_name) != own_name:
+                continue
+            dtype = dtypes.torch_dtype(tensor.dtype)
+            shape = torch.Size(dtypes.torch_shape(tensor.dtype, tensor.shape, path, name))
+            offsets = offsets_of(name, len(shape))
+            index = MetadataIndex(name, torch.Size(offsets))
+            place = Place(path, shape, dtype, tensor.begin, tensor.nbytes, identity)
+            places[index] = place
+            chunk = ChunkStorageMetadata(torch.Size(offsets), shape)
+            end = torch.Size([size + offset for size, offset in zip(shape, offsets, strict=True)])
+            known = tensors.get(name)
+            if known is None:
+                tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), end, [chunk])
+                continue
+            if known.properties.dtype != dtype or len(known.size) != len(shape):
+                raise SafetensorError(
+                    f"it is {dtype} of {len(shape)} dimensions here, and {known.properties.dtype} of "
+                    f"{len(known.size)} in another file",
+                    path,
+                    name=name,
+                )
+            known.size = torch.Size(map(max, known.size, end))
+            known.chunks = [each for each in known.chunks if each.offsets != chunk.offsets]
+            known.chunks.append(chunk)
+    return tensors, places
+
+
+def headers_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape of torch's as headers have it."""
+    bits = dtypes.DTYPES[dtype].bits
+    return tuple(shape) if bits >= 8 or not shape else (*shape[:-1], shape[-1] * 8 // bits)
+
+
+def consolidate(
+    paths: Iterable[str | os.PathLike[str]],
+    directory: str | os.PathLike[str],
+    mapping: Mapping[str, int],
+    *,
+    sync: bool = True,
+) -> None:
+    """Make files of whole tensors, and an index, from files that ranks have saved; in bounded memory.
+
+    Parameters
+    ----------
+    paths : iterable of paths
+        The files, as ``save_distributed=True`` writes them.
+    directory : str or PathLike
+        Where to.
+    mapping : mapping of str to int
+        The number of each tensor's file, from 1 on.
+    sync : bool
+        Whether all has survived a power cut once this returns.
+
+    Raises
+    ------
+    CheckpointError
+        A tensor, or a part of one, is missing; or there is one more.
+    SafetensorError, StorageError, OSError
+        Something is damaged, or could not be read or written. What was there has stayed.
+    """
+    tensors, places = scan(paths)
+    if tensors.keys() != mapping.keys():
+        wrong = tuple(sorted(tensors.keys() ^ mapping.keys()))
+        raise CheckpointError(
+            "what has been saved is not what fqn_to_index_mapping names", names=wrong
+        )
+    source = SafetensorsFiles(places)
+    by_file: dict[int, list[str]] = {}
+    for name, number in mapping.items():
+        by_file.setdefault(number, []).append(name)
+    highest = max(by_file, default=1)
+    with Model(directory, sync=sync) as model:
+        model.check_count(len(by_file))
+        total = 0
+        weights: dict[str, str] = {}
+        for number, names in by_file.items():
+            name = file_name(number, highest)
+            total += write_whole(model, name, {each: tensors[each] for each in names}, source)
+            weights |= dict.fromkeys(names, name)
+        model.commit(_index(weights, total))
+
+
+def write_whole(
+    model: Model,
+    name: str,
+    tensors: Mapping[str, TensorStorageMetadata],
+    source: Source,
+    count: Callable[[int], object] = lambda _: None,
+) -> int:
+    """Write a file of a model with whole tensors, and return how many bytes these have."""
+    begin, order, nbytes = laid_out(tensors)
+    with model.add(name, len(begin) + nbytes) as file:
+        file.write_bytes(begin)
+        write_tensors(file, order, tensors, source, count)
+    return nbytes
+
+
+def laid_out(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[bytes, list[str], int]:
+    """Return a file's header, the order of its tensors, and how many bytes these have."""
+    entries = entries_of(tensors)
+    begin, order = header.build([entry[:3] for entry in entries], {"format": "pt"})
+    return begin, order, sum(entry.nbytes for entry in entries)
+
+
+def entries_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[Entry]:
+    """Return what headers have of tensors.
+
+    Raises
+    ------
+    SafetensorError
+        The format has no such dtype.
+    """
+    entries = []
+    for name, described in tensors.items():
+        dtype = dtype_of(name, described.properties.dtype)
+        entries.append(Entry(name, dtype, headers_shape(dtype, described.size), None))
+    return entries
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> str:
+    """Return the format's dtype for a tensor; SafetensorError that names it if there is none."""
+    try:
+        return dtypes.of_torch(dtype)
+    except SafetensorError as error:
+        raise SafetensorError(error.reason, name=name) from None
+
+
+def file_name(number: int, highest: int, shard: int | None = None) -> str:
+    """Return what torch calls a file."""
+    name = f"model-{number:05d}-of-{highest:05d}{_SUFFIX}"
+    return name if shard is None else f"shard-{shard:05d}-{name}"
+
+
+def _write_file(
+    model: Model,
+    name: str,
+    items: list[WriteItem],
+    planner: SavePlanner,
+    meter: Meter,
+    save: str | None,
+) -> list[WriteResult]:
+    """Write a file with the parts of tensors that a rank has of it, and the name of the save."""
+    by_name: dict[str, WriteItem] = {}
+    entries = []
+    for item in items:
+        assert item.tensor_data is not None
+        each = item.index.fqn
+        if each in by_name:
+            raise CheckpointError(
+                "two parts of it would be in one file, which may have one of each name",
+                names=(each,),
+            )
+        by_name[each] = item
+        dtype = dtype_of(each, item.tensor_data.properties.dtype)
+        entries.append((each, dtype, headers_shape(dtype, item.tensor_data.chunk.sizes)))
+    parts = {
+        each: {_OFFSETS: list(item.tensor_data.chunk.offsets)}  # type: ignore[union-attr]
+        for each, item in by_name.items()
+    }
+    metadata = {_PARTS: json.dumps(parts), _VERSION_KEY: _VERSION, "format": "pt"}
+    if save is not None:
+        metadata[_SAVE] = save
+    begin, order = header.build(entries, metadata)
+    with model.add(name, len(begin) + sum(map(_nbytes, items))) as file:
+        file.write_bytes(begin)
+        for each in order:
+            item = by_name[each]
+            tensor = _resolved(item, planner)
+            kept = tensor.device.type in ("cpu", "cuda") and is_of_state(tensor, item, planner)
+            if tensor.numel():
+                file.write(
+                    tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu(), kept=kept
+                )
+            del tensor
+            if not kept:  # it may be memory that the planner fills again for the next one
+                file.wait_until_copied()
+            meter.add(_nbytes(item))
+    meter.add(0, files=1)
+    return [
+        WriteResult(item.index, _nbytes(item), _StorageInfo(name, 0, _nbytes(item)))
+        for item in items
+    ]
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """Return what is to be written, if it is what was planned."""
+    tensor, planned = planner.resolve_data(item), item.tensor_data
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{item.index.fqn}: the planner gives {type(tensor)} for a tensor")
+    assert planned is not None
+    sizes, dtype = planned.chunk.sizes, planned.properties.dtype
+    if tensor.size() != sizes or tensor.dtype != dtype:
+        raise CheckpointError(
+            f"the planner gives {tensor.dtype} of size {list(tensor.size())} instead of {dtype} of {list(sizes)}",
+            names=(item.index.fqn,),
+        )
+    return tensor.detach()
+
+
+def _nbytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _index(weights: Mapping[str, str], total_nbytes: int) -> str:
+    """Return the text of an index, as torch writes it."""
+    return json.dumps({"metadata": {"total_size": total_nbytes}, "weight_map": weights}, indent=2)
+
+
+def _offsets(found: header.Header, path: str) -> Callable[[str, int], Sequence[int]]:
+    """Return a function that says where in its whole tensor a part begins, checked."""
+    text = (found.metadata or {}).get(_PARTS)
+    if not text:
+        return lambda _, dims: (0,) * dims
+    try:
+        parts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SafetensorError(f"its {_PARTS} cannot be read: {error}", path) from None
+
+    def offsets_of(name: str, dims: int) -> Sequence[int]:
+        part = parts.get(name) if isinstance(parts, dict) else None
+        offsets = part.get(_OFFSETS) if isinstance(part, dict) else None
+        if (
+            not isinstance(offsets, list)
+            or len(offsets) != dims
+            or not all(type(each) is int and 0 <= each < 1 << 62 for each in offsets)
+        ):
+            raise SafetensorError(f"its {_PARTS} do not say where it begins", path, name=name)
+        return offsets
+
+    return offsets_of
+
+
+def _known(kind: type, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments that a class of the installed torch takes; the others must have their defaults."""
+    taken = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    own = inspect.signature(
+        HuggingFaceStorageWriter.__init__
+        if kind is TorchsWriter
+        else HuggingFaceStorageReader.__init__
+    ).parameters
+    for name, value in wanted.items():
+        if name not in taken and value != own[name].default:
+            raise TypeError(
+                f"{name}: torch {torch.__version__}'s {kind.__name__} has no such argument"
+            )
+    return {name: value for name, value in wanted.items() if name in taken}

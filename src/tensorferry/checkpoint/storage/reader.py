@@ -1,0 +1,505 @@
+"""Loading: torch's FileSystemReader, at the drive's speed, and verified.
+
+All that a load needs of the files is asked for in the order in which it lies there. Planners are asked for destinations
+only shortly before their bytes come, and told when they are there, by the thread that loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.progress import Meter, checked_listener
+from tensorferry.checkpoint.storage import delivery, sharing
+from tensorferry.checkpoint.storage.contents import Contents, Item
+from tensorferry.checkpoint.storage.metadata import check_metadata, metadata_path, read_metadata
+from tensorferry.checkpoint.storage.reading import Reading
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    import torch.distributed as dist
+
+    from tensorferry.checkpoint.progress import Listener, Throughput
+    from tensorferry.checkpoint.storage.reading import DataFile, Want
+    from tensorferry.checkpoint.zipformat.blobs import Payload
+
+Verify = Literal["read", "before", "off"]
+_LEVELS = ("read", "before", "off")
+
+
+class FileSystemReader(filesystem.FileSystemReader):
+    """Reads checkpoints of :class:`FileSystemWriter` and of torch's, for ``torch.distributed.checkpoint.load``.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        The checkpoint's folder.
+    _extension_registry : optional
+        As torch's (from 2.7 on). What went through extensions is read by torch's own code.
+    thread_count : int, optional
+        As versions of torch to come have it. Without effect: speed does not depend on it.
+    verify : "read", "before" or "off"
+        "read": all that is read is verified on its way, and nothing that is damaged gets into a tensor; but tensors
+        loaded before the damage is met keep what they got. "before": all ranks verify what they need before any of
+        them changes its first tensor, which reads it twice. "off": no checksums are computed.
+    trust_pickle : bool
+        Let `.metadata` and what is no tensor be any object (which may run any code when it is read), and data files be
+        links that lead out of the folder. Else objects are plain values: numbers, text, bytes, None, containers of the
+        standard library, times, NumPy's arrays and scalars, tensors; anything else is refused, by name.
+    progress : function of a Progress, optional
+        Called by the thread that loads, at most every 0.1 seconds and once at the end, with how far this rank has come.
+        What it raises ends the load.
+    broadcast : "auto", True or False
+        Whether tensors that several ranks of a node want are read by one of them, in parts, and handed on by the
+        process group. "auto": where the group moves memory of GPUs (NCCL), or the folder is on no local drive. All
+        ranks must say the same.
+    process_group : ProcessGroup, optional
+        The one that ``load()`` is given; by default that of all ranks.
+
+    Attributes
+    ----------
+    nbytes_read : int
+        Bytes that the last load has read from data files.
+    last_load : Throughput or None
+        How many bytes the last load has given to tensors and objects of this rank, and in what time; None if it failed.
+
+    Notes
+    -----
+    Checkpoints that torch wrote have a checksum for each tensor, but none for parts of it. Of those, "read" verifies
+    tensors that are read whole, after their bytes have been copied; "before" verifies all.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: Any = None,
+        thread_count: int | None = None,  # noqa: ARG002 (what torch takes)
+        *,
+        verify: Verify = "read",
+        trust_pickle: bool = False,
+        progress: Listener | None = None,
+        broadcast: sharing.Broadcast = "auto",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if verify not in _LEVELS:
+            raise ValueError(f"verify: {verify!r} is none of {', '.join(_LEVELS)}")
+        super().__init__(path, *(() if _extension_registry is None else (_extension_registry,)))
+        self.nbytes_read = 0
+        self.last_load: Throughput | None = None
+        self._verify = verify
+        self._trust_pickle = trust_pickle
+        self._progress = checked_listener(progress)
+        self._broadcast = sharing.checked(broadcast)
+        self._group = process_group
+        self._metadata: Metadata | None = None
+        self._checked: Metadata | None = None
+        self._global_error: Exception | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Read from another folder next, if one is given."""
+        super().reset(checkpoint_id)
+        self._metadata = self._checked = self._global_error = None
+
+    def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
+        """Read and check `.metadata`, or that of one ``rank``.
+
+        Raises
+        ------
+        CheckpointError
+            It is damaged, or holds what torch does not put there.
+        """
+        self._check_hooks()
+        rank = kwargs.get("rank")
+        try:
+            return self._read_metadata(rank)
+        except Exception as error:
+            if rank is None:
+                raise
+            # torch would catch it, and raise an AssertionError, which says nothing in torch 2.9.
+            unread: Any = _Unread(error)
+            return unread  # type: ignore[no-any-return]
+
+    def _read_metadata(self, rank: int | None) -> Metadata:
+        path = metadata_path(self.path, rank)
+        try:
+            metadata = read_metadata(path, trust_pickle=self._trust_pickle)
+        except FileNotFoundError:
+            if rank is None or self._global_error is None:
+                raise
+            # torch looks here when it could not read the metadata of all ranks; why not is what matters.
+            raise self._global_error from None
+        except CheckpointError as error:
+            self._global_error = error
+            raise
+        storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        storage_meta.load_id = self.load_id
+        metadata.storage_meta = storage_meta
+        self._checked = metadata
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the metadata that loads will go by."""
+        self._check_hooks()
+        if isinstance(metadata, _Unread):
+            raise metadata.error
+        if metadata is not self._checked:
+            check_metadata(metadata, str(self.path))
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Verify what this rank is going to read, with ``verify="before"``: a failure ends the load on all ranks."""
+        if self._verify == "before":
+            self._contents().verify(plan.items)
+        plan = super().prepare_local_plan(plan)
+        offer = sharing.offer(self._broadcast, self._group, self.path)
+        return plan if offer is None else dataclasses.replace(plan, storage_data=offer)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Find what ranks are to share."""
+        return sharing.shared(super().prepare_global_plan(plans), self._contents())
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for into the planner's tensors.
+
+        Raises
+        ------
+        CheckpointError
+            Something is damaged, or not there.
+        StorageError
+            Something could not be read.
+        AssertionError
+            A destination has another size than what is to be read into it.
+        """
+        self.nbytes_read = 0
+        self.last_load = None
+        share = plan.storage_data if isinstance(plan.storage_data, sharing.Share) else None
+        meter = Meter(self._progress)
+        if share is None:
+            self._read_own(plan, planner, meter)
+        else:
+            self._read_shared(share, plan, planner, meter)
+        self.last_load = meter.finish()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_own(self, plan: LoadPlan, planner: LoadPlanner, meter: Meter) -> None:
+        """Read what this rank has for itself."""
+        contents = self._contents()
+        by_torch = contents.transformed(plan.items)
+        if by_torch and self._verify != "off":
+            contents.verify(by_torch)
+        chosen = {id(request) for request in by_torch}
+        by_file = contents.locate([each for each in plan.items if id(each) not in chosen])
+        nbytes_by_torch = contents.nbytes_of(by_torch)
+        nbytes = sum(item.nbytes for items in by_file.values() for item in items)
+        meter.expect(nbytes + nbytes_by_torch, files=len(by_file))
+        with Reading(lambda: meter.add(0, files=1)) as reading:
+            contents.read(reading, by_file, Load(contents, reading, planner, meter.add).begin)
+            self.nbytes_read = reading.nbytes_read
+        if by_torch:
+            checked: Any = planner if self._trust_pickle else _Checked(planner, contents)
+            super().read_data(dataclasses.replace(plan, items=by_torch), checked).wait()
+            meter.add(nbytes_by_torch)
+
+    def _read_shared(
+        self, share: sharing.Share, plan: LoadPlan, planner: LoadPlanner, meter: Meter
+    ) -> None:
+        """Read what this rank has for itself, then its part of what ranks share."""
+        contents = self._contents()
+        shared = sharing.shared_items(share, plan)
+        chosen = {id(item) for item in shared}
+
+        def read(boxes: list[tuple[sharing.Piece, torch.Tensor]]) -> None:
+            requests = [(piece.request, box) for piece, box in boxes]
+            by_file = contents.locate([request for request, _ in requests])
+            lent: Any = Lent(requests)
+            with Reading() as reading:
+                load = Load(contents, reading, lent, lambda _: None)
+                contents.read(reading, by_file, load.begin)
+                self.nbytes_read += reading.nbytes_read
+
+        arrivals = sharing.Arrivals(
+            shared, functools.partial(_resolved, planner), planner.commit_tensor, meter.add
+        )
+        exchange = sharing.Exchange(share, self._group, read, arrivals.add)
+        failure: BaseException | None = None
+        try:
+            meter.expect(sharing.nbytes_of(share), files=0)
+            own = [item for item in plan.items if id(item) not in chosen]
+            self._read_own(dataclasses.replace(plan, items=own), planner, meter)
+        except BaseException as error:
+            failure = error
+        exchange.run(failure)
+
+    def _check_hooks(self) -> None:
+        """Refuse what torch's reader would use, and this one does not."""
+        if type(self.fs) is not filesystem.FileSystem:
+            raise TypeError(
+                f"{type(self).__name__} sets fs to a {type(self.fs).__name__}, but tensorferry's FileSystemReader "
+                "reads local files by itself; derive from "
+                "torch.distributed.checkpoint.filesystem.FileSystemReader"
+            )
+
+    def _contents(self) -> Contents:
+        if self._metadata is None:
+            raise RuntimeError("set_up_storage_reader() has not been called")
+        return Contents(
+            self.path, self._metadata, verify=self._verify != "off", trusted=self._trust_pickle
+        )
+
+
+class _Unread:
+    """What stands for metadata that could not be read, until torch uses it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.error
+
+
+class Lent:
+    """A planner that lends memory for pieces of tensors."""
+
+    def __init__(self, requests: list[tuple[ReadItem, torch.Tensor]]) -> None:
+        self._requests = requests  # which keeps the ids
+        self._memory = {id(request): memory for request, memory in requests}
+
+    def resolve_tensor(self, request: ReadItem) -> torch.Tensor:
+        """Return the memory for an item."""
+        return self._memory[id(request)]
+
+    def commit_tensor(self, request: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing is to be done."""
+
+
+class Load:
+    """Reads items to where a planner wants them; ``converts`` says whether they may have another dtype there."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        reading: Reading,
+        planner: LoadPlanner,
+        count: Callable[[int], None],
+        *,
+        converts: bool = False,
+    ) -> None:
+        self._contents = contents
+        self._converts = converts
+        self._reading = reading
+        self._planner = planner
+        self._count = count
+        self._held = _HeldMemory()
+
+    def begin(self, item: Item, file: DataFile) -> Iterator[Want]:
+        """Return what an item wants of its file."""
+        request, payload = item.request, item.payload
+        if request.type == LoadItemType.BYTE_IO:
+            return self._blob(item, file, lambda data: self._load_bytes(request, data))
+        stored = None if payload is None or self._converts else payload.dtype
+        target = _resolved(self._planner, request, stored)
+        if payload is None:
+            return self._blob(
+                item, file, lambda data: self._copy_by_torch(item, file, data, target)
+            )
+        return self._tensor(item, payload, file, target)
+
+    def _tensor(
+        self, item: Item, payload: Payload, file: DataFile, target: torch.Tensor
+    ) -> Iterator[Want]:
+        plain = delivery.is_plain(target)
+        if plain and self._held.overlaps(target):
+            # Two items for the same memory: the later one wins, and a planner may lend the same memory twice.
+            self._reading.drain()
+        held = self._held.add(target) if plain else None
+        request = item.request
+        inner = target if plain else torch.empty(request.lengths, dtype=payload.dtype)
+        takes_crc = item.is_whole and self._contents.has_only_payload_crc(item, file)
+
+        def finish() -> None:
+            if takes_crc:
+                self._contents.check_payload(item, file, whole.crc)
+            if held is None:
+                target.copy_(inner)
+            else:
+                self._held.remove(held)
+                _mark_changed(target)
+            self._planner.commit_tensor(request, target)
+
+        whole = delivery.Delivery(item.nbytes, finish, self._count, takes_crc=takes_crc)
+        offsets, lengths = request.storage_offsets, request.lengths
+        return whole.begin(
+            delivery.deliver(whole, payload, offsets, lengths, inner, file.gap_nbytes)
+        )
+
+    def _blob(
+        self, item: Item, file: DataFile, use: Callable[[io.BytesIO], None]
+    ) -> Iterator[Want]:
+        """Read a blob into memory, and call ``use`` with a file of it."""
+        data = bytearray(item.info.length)
+
+        def finish() -> None:
+            stream = io.BytesIO(data)
+            self._contents.check_blob(item, file, stream)
+            stream.seek(0)
+            use(stream)
+
+        begin = item.info.offset
+        return delivery.collected([(begin, begin + len(data), data)], finish, self._count)
+
+    def _load_bytes(self, request: ReadItem, data: io.BytesIO) -> None:
+        checked: Any = self._contents.harmless(request.storage_index, data)
+        self._planner.load_bytes(request, checked)
+
+    def _copy_by_torch(
+        self, item: Item, file: DataFile, data: io.BytesIO, target: torch.Tensor
+    ) -> None:
+        """Do as torch's reader does, with what it alone knows to read."""
+        request = item.request
+        self._contents.check_tensor_blob(item, file, data)
+        tensor = torch.load(data, map_location="cpu", weights_only=True)
+        for dim, (offset, length) in enumerate(
+            zip(request.storage_offsets, request.lengths, strict=True)
+        ):
+            if tensor.size(dim) != length:
+                tensor = tensor.narrow(dim, offset, length)
+        if target.size() != tensor.size():
+            raise AssertionError(
+                f"req {request.storage_index} mismatch sizes {target.size()} vs {tensor.size()}"
+            )
+        target.copy_(tensor)
+        self._planner.commit_tensor(request, target)
+
+
+class _Checked:
+    """A planner that gets no blob unchecked from torch's code."""
+
+    def __init__(self, planner: LoadPlanner, contents: Contents) -> None:
+        self._planner = planner
+        self._contents = contents
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        checked: Any = self._contents.harmless(read_item.storage_index, value)
+        self._planner.load_bytes(read_item, checked)
+
+
+class _HeldMemory:
+    """The memory of destinations that are being filled."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[tuple[str, int], set[tuple[int, int, int]]] = {}
+        self._count = 0
+
+    def add(self, target: torch.Tensor) -> tuple[tuple[str, int], tuple[int, int, int]]:
+        """Hold the memory of a tensor."""
+        key, begin, end = _memory_of(target)
+        self._count += 1
+        held = (begin, end, self._count)
+        self._ranges.setdefault(key, set()).add(held)
+        return key, held
+
+    def remove(self, held: tuple[tuple[str, int], tuple[int, int, int]]) -> None:
+        """Let go of it."""
+        key, entry = held
+        self._ranges[key].discard(entry)
+        if not self._ranges[key]:
+            del self._ranges[key]
+
+    def overlaps(self, target: torch.Tensor) -> bool:
+        """Return whether some of a tensor's memory is held."""
+        key, begin, end = _memory_of(target)
+        return any(
+            begin < other_end and other_begin < end
+            for other_begin, other_end, _ in self._ranges.get(key, ())
+        )
+
+
+def _resolved(planner: LoadPlanner, request: ReadItem, stored: torch.dtype | None) -> torch.Tensor:
+    """Return where the planner wants an item; what cannot go there is refused."""
+    target = planner.resolve_tensor(request).detach()
+    if stored is not None and target.dtype != stored:
+        _refuse_as_torch_does(request, target.dtype, stored)
+    if target.size() != torch.Size(request.lengths):
+        raise AssertionError(
+            f"req {request.storage_index} mismatch sizes {target.size()} vs {torch.Size(request.lengths)}"
+        )
+    return target
+
+
+def _refuse_as_torch_does(request: ReadItem, wanted: torch.dtype, stored: torch.dtype) -> None:
+    """Refuse a tensor of another dtype where torch's reader does; versions up to 2.15 convert it."""
+    kind = _torchs_refusal()
+    if kind is not None:
+        raise kind(f"req {request.storage_index} mismatch dtypes {wanted} vs {stored}")
+
+
+@functools.cache
+def _torchs_refusal() -> type[Exception] | None:
+    """Have torch's reader load one number into another dtype, and return what it raises."""
+
+    class Memory(filesystem.FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, *_arguments: Any) -> Any:
+            yield io.BytesIO(blob.getvalue())
+
+    class Planner(DefaultLoadPlanner):
+        dtype = torch.float32
+
+        def resolve_tensor(self, _item: ReadItem) -> torch.Tensor:
+            return torch.zeros(1, dtype=self.dtype)
+
+    torch.save(torch.zeros(1), blob := io.BytesIO())
+    origin, size = torch.Size([0]), torch.Size([1])
+    index = MetadataIndex("a", origin)
+    item = ReadItem(LoadItemType.TENSOR, index, origin, index, origin, size)
+    reader = filesystem.FileSystemReader("")
+    reader.fs = Memory()
+    reader.storage_data = {index: filesystem._StorageInfo("a", 0, len(blob.getvalue()))}
+    plan, planner = LoadPlan([item]), Planner()
+    try:
+        reader.read_data(plan, planner).wait()
+    except Exception:  # it is not about dtypes, then
+        return None
+    planner.dtype = torch.float64
+    try:
+        reader.read_data(plan, planner).wait()
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
+    """Return what tells storages apart, and the bytes of it that a tensor has."""
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    end = begin + (int(span) * tensor.element_size() if tensor.numel() else 0)
+    return (str(tensor.device), tensor.untyped_storage().data_ptr()), begin, end
+
+
+def _mark_changed(target: torch.Tensor) -> None:
+    """Tell autograd that a tensor has changed, which it does not see where bytes are copied."""
+    if not target.is_inference():
+        torch.autograd.graph.increment_version(target)

@@ -1,0 +1,92 @@
+"""What looks at checkpoints and files without loading them; for a path where there is none, without torch."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from tensorferry.checkpoint.errors import NotACheckpointError
+from tensorferry.checkpoint.tools.kinds import Kind, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tensorferry.checkpoint.progress import Progress
+    from tensorferry.checkpoint.tools.findings import Entry, Report
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    trust_pickle: bool = False,
+    write_checksums: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Read a whole checkpoint, a file that :func:`save` or torch.save has written, or safetensors files, and verify it.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        The checkpoint's folder, or the file; of safetensors a file, a sharded model's index, or a folder with either.
+    trust_pickle : bool
+        As for :class:`tensorferry.checkpoint.FileSystemReader`; no code of a single file is ever run.
+    write_checksums : bool
+        Keep checksums beside safetensors files that have none; see :mod:`tensorferry.safetensors.checksums`.
+    progress : function of a Progress, optional
+        Called now and then, and at the end: bytes and files done, and in all.
+
+    Returns
+    -------
+    Report
+        Damage does not raise; it is in ``problems``. What has no checksum is in ``unverified``.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is nothing, or a folder without a checkpoint.
+    CheckpointError
+        It is a file of another kind, or one of torch.save before torch 1.6, in which nothing can be verified; or
+        checksums are to be written of what is no safetensors file.
+    OSError
+        It cannot be read.
+    """
+    text = os.fsdecode(path)
+    kind = kind_of(text)
+    if kind is Kind.SAFETENSORS:
+        from tensorferry.checkpoint.tools import safetensors_files
+
+        return safetensors_files.verify(text, write_checksums=write_checksums, progress=progress)
+    if write_checksums:
+        raise NotACheckpointError("it is no safetensors file: it has checksums of its own", text)
+    if kind is Kind.CHECKPOINT:
+        from tensorferry.checkpoint.tools import audit
+
+        return audit.verify(text, trust_pickle=trust_pickle, progress=progress)
+    from tensorferry.checkpoint.tools import files
+
+    return files.verify(text, progress=progress)
+
+
+def entries(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> list[Entry]:
+    """Return what is in a checkpoint, by name, or the tensors of files of torch.save's or safetensors, in their order.
+
+    Raises
+    ------
+    FileNotFoundError, OSError
+        As for :func:`verify`.
+    CheckpointError
+        As for :func:`verify`, or what says what there is is damaged, or holds what torch does not put there.
+    """
+    text = os.fsdecode(path)
+    kind = kind_of(text)
+    if kind is Kind.SAFETENSORS:
+        from tensorferry.checkpoint.tools import safetensors_files
+
+        return safetensors_files.entries(text)
+    if kind is Kind.CHECKPOINT:
+        from tensorferry.checkpoint.tools import listing
+
+        return listing.list_checkpoint(text, trust_pickle=trust_pickle)
+    from tensorferry.checkpoint.tools import files
+
+    return files.tensors(text)

@@ -1,0 +1,331 @@
+"""Looking into files of torch.save's, and of :func:`tensorferry.checkpoint.save`, without loading them.
+
+Such a file is a zip archive of records, one for each storage, and a CRC-32 of each, which torch never looks at. The
+core reads the file from end to end and takes the CRC-32s on the way, so that no data come to Python. Which tensors a
+storage belongs to says the pickle, which is read only where something has to be named, or listed; only that needs
+torch.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import tensorferry
+from tensorferry.checkpoint.checksums import crc32, crc32_combine
+from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.progress import Progress
+from tensorferry.checkpoint.tools.findings import Entry, Report, Shard
+from tensorferry.checkpoint.zipformat import zips
+from tensorferry.checkpoint.zipformat.zips import Place, UnknownArchiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import BinaryIO
+
+    from tensorferry.checkpoint.zipformat.blobs import Payload, Tensor
+
+# What is read at once, in pieces of which each is retried by itself where something cannot be read.
+_BATCH_NBYTES, _BATCH_PIECES, _PIECE_NBYTES = 256 << 20, 4096, 64 << 20
+_MAX_PICKLE_NBYTES = 256 << 20
+_MAX_NBYTES, _MAX_DIMS = (1 << 63) - 1, 1000
+_TAIL_NBYTES = 1 << 16
+_SHOWN_TENSORS = 4
+
+
+def verify(path: str, *, progress: Callable[[Progress], None] | None = None) -> Report:
+    """Verify a file; see :func:`tensorferry.checkpoint.verify`."""
+    with open(path, "rb", buffering=0) as file:
+        return _Audit(path, file, progress).run()
+
+
+def tensors(path: str) -> list[Entry]:
+    """Return the tensors of a file in the order of its pickle, then the payloads of which it says nothing.
+
+    Raises
+    ------
+    OSError
+        It cannot be read.
+    CheckpointError
+        What says which tensors there are is damaged.
+    """
+    with open(path, "rb", buffering=0) as file:
+        archive = _Archive(path, file)
+        try:
+            places = archive.places()
+            found = archive.tensors(places)
+        except OSError as error:
+            error.filename = error.filename or path
+            raise
+    payloads = {
+        _short(place.name): place for place in places if _short(place.name).startswith("data/")
+    }
+    entries = [_entry(name, tensor, path, payloads.get(_key(tensor))) for name, tensor in found]
+    known = {_key(tensor) for _, tensor in found}
+    for name, place in payloads.items():
+        if name not in known:
+            shard = Shard((), (), Path(path).name, place.begin, place.begin + place.nbytes)
+            entries.append(Entry(place.name, None, (), place.nbytes, (shard,)))
+    return entries
+
+
+def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
+    """Return where in a file each tensor's elements lie, and the names of what is no tensor.
+
+    Raises
+    ------
+    OSError
+        It cannot be read.
+    CheckpointError
+        What says which tensors there are is damaged; or elements do not fill the memory they lie in, or are in the
+        order of another kind of machine.
+    """
+    from tensorferry.checkpoint.zipformat.blobs import Payload
+    from tensorferry.checkpoint.zipformat.ranges import memory_order
+
+    others: list[str] = []
+    with open(path, "rb", buffering=0) as file:
+        archive = _Archive(path, file)
+        by_name = {_short(place.name): place for place in archive.places()}
+        found = archive.tensors(list(by_name.values()), others)
+        order = by_name.get("byteorder")
+        if order and archive.read(order.begin, order.begin + order.nbytes) != b"little":
+            raise CheckpointError("its bytes are in the order of big-endian machines", path)
+    payloads: dict[str, Payload] = {}
+    for name, tensor in found:
+        if name in payloads:
+            raise CheckpointError("two tensors would have this name", path, names=(name,))
+        entry = _entry(name, tensor, path, by_name.get(_key(tensor)))
+        (shard,) = entry.shards
+        dims = tuple(range(len(tensor.sizes)))
+        if entry.nbytes:
+            if shard.file is None:
+                raise CheckpointError("its bytes are not in the file", path, names=(name,))
+            dims = memory_order(tensor.sizes, tensor.strides) or ()
+            if len(dims) != len(tensor.sizes):
+                reason = "its elements lie apart, or are one: save a contiguous copy of it"
+                raise CheckpointError(reason, path, names=(name,))
+        payloads[name] = Payload(shard.begin, entry.nbytes, tensor.dtype, tensor.sizes, dims)
+    return payloads, others
+
+
+def _entry(name: str, tensor: Tensor, path: str, place: Place | None) -> Entry:
+    """Return what is listed of a tensor, whose storage is a place of the file."""
+    _, storage_dtype, _, _, count = tensor.storage
+    itemsize, sizes = tensor.dtype.itemsize, tensor.sizes
+    numbers = (count, tensor.offset, *sizes, *tensor.strides)
+    if max(numbers) > _MAX_NBYTES or len(sizes) > _MAX_DIMS:  # and so many take long to multiply
+        raise CheckpointError("it is larger than a tensor can be", path, names=(name,))
+    nbytes = math.prod(sizes) * itemsize
+    span = 1 + sum((n - 1) * step for n, step in zip(sizes, tensor.strides, strict=True))
+    first = tensor.offset * itemsize
+    end = first + (span if nbytes else 0) * itemsize
+    if nbytes > _MAX_NBYTES or end > count * storage_dtype.itemsize:
+        raise CheckpointError("it lies beyond its storage", path, names=(name,))
+    if place is not None and place.nbytes != count * storage_dtype.itemsize:
+        reason = f"the record {place.name!r} has another size than the pickle says"
+        raise CheckpointError(reason, path, names=(name,))
+    kind = str(tensor.dtype).removeprefix("torch.")
+    offsets = (0,) * len(sizes)
+    if place is None:
+        shard = Shard(offsets, sizes, None)
+    else:
+        shard = Shard(offsets, sizes, Path(path).name, place.begin + first, place.begin + end)
+    return Entry(name, kind, sizes, nbytes, (shard,))
+
+
+class _Archive:
+    """An open file."""
+
+    def __init__(self, path: str, file: BinaryIO) -> None:
+        self.path = path
+        self.descriptor = file.fileno()
+        self.read, self.nbytes = zips.reading(self.descriptor)
+
+    def places(self, damaged: Callable[[str, int, int, str], None] | None = None) -> list[Place]:
+        """Return where the records lie; for ``damaged`` see :func:`zips.layout`."""
+        try:
+            return zips.layout(self.read, self.nbytes, damaged)
+        except (UnknownArchiveError, struct.error) as error:
+            raise CheckpointError(
+                self._torn() or f"its directory is damaged: {error}", self.path
+            ) from None
+
+    def tensors(
+        self, places: list[Place], others: list[str] | None = None
+    ) -> list[tuple[str, Tensor]]:
+        """Return what the pickle says."""
+        from tensorferry.checkpoint.tools.trees import named_tensors
+
+        pickles = [place for place in places if place.name.partition("/")[2] == "data.pkl"]
+        if len(pickles) != 1 or pickles[0].nbytes > _MAX_PICKLE_NBYTES:
+            raise CheckpointError(
+                "it has no pickle, or one that is too large to look at", self.path
+            )
+        name, begin, nbytes, crc = pickles[0]
+        data = self.read(begin, begin + nbytes)
+        if crc != 0 and crc32(data) != crc:
+            reason = f"its CRC-32 is {crc32(data):08x} instead of {crc:08x}"
+            raise CheckpointError(reason, self.path, names=(name,), begin=begin, end=begin + nbytes)
+        return named_tensors(data, self.path, others)
+
+    def _torn(self) -> str | None:
+        """Say so if the end is missing, or is not where it should be."""
+        begin = max(0, self.nbytes - _TAIL_NBYTES)
+        tail = self.read(begin, self.nbytes)
+        if zips.ends(tail):
+            return None
+        at = zips.find_end(tail)
+        if at < 0:
+            return "its end is missing: it was cut short, or its writing never came to an end"
+        if at + zips.END.size > len(tail):
+            return "its last bytes are missing: it was cut short"
+        return f"{len(tail) - at - zips.END.size} bytes stand behind its end"
+
+
+class _Piece(NamedTuple):
+    """Bytes in a row that are read at once: of a place, or what is between places."""
+
+    place: int | None
+    begin: int
+    nbytes: int
+
+
+class _Audit:
+    def __init__(
+        self, path: str, file: BinaryIO, progress: Callable[[Progress], None] | None
+    ) -> None:
+        self._report = Report(path)
+        self._archive = _Archive(path, file)
+        self._progress = progress
+        self._damage: list[tuple[int, int, str, str]] = []  # begin, end, record, reason
+
+    def run(self) -> Report:
+        try:
+            places = self._archive.places(self._damaged)
+        except (CheckpointError, OSError) as error:
+            if isinstance(error, OSError):
+                error.filename = error.filename or self._report.path
+            self._report.problems.append(error)
+            return self._report
+        self._report.entries = len(places) + len(self._damage)
+        unverified = []
+        for place, crc in zip(places, self._crcs(places), strict=True):
+            if crc is None:
+                continue
+            if crc == place.crc:
+                self._report.nbytes += place.nbytes
+            elif place.crc == 0:  # torch's compute_crc32 was off
+                unverified.append(place.name)
+            else:
+                problem = f"its CRC-32 is {crc:08x} instead of {place.crc:08x}"
+                self._damaged(place.name, place.begin, place.begin + place.nbytes, problem)
+        names = self._names(places) if self._damage or unverified else {}
+        for begin, end, record, reason in sorted(self._damage):
+            self._report.problems.append(
+                CheckpointError(
+                    reason,
+                    self._report.path,
+                    names=(record, *names.get(_short(record), ())),
+                    begin=begin,
+                    end=end,
+                )
+            )
+        for record in unverified:
+            known = names.get(_short(record), [])[:_SHOWN_TENSORS]
+            self._report.unverified.append(f"{record} ({', '.join(known)})" if known else record)
+        return self._report
+
+    def _damaged(self, record: str, begin: int, end: int, reason: str) -> None:
+        self._damage.append((begin, end, record, reason))
+
+    def _crcs(self, places: list[Place]) -> list[int | None]:
+        """Return the CRC-32 of each place, None where it cannot be read, which is noted."""
+        crcs: list[int | None] = [0] * len(places)
+        own_path = f"/proc/self/fd/{self._archive.descriptor}"
+        with tensorferry.open(own_path) as file:
+            for batch in _batches(places):
+                for (index, begin, nbytes), crc in self._read(file, batch):
+                    before = None if index is None else crcs[index]
+                    if index is None or before is None:
+                        continue
+                    if isinstance(crc, int):
+                        crcs[index] = crc32_combine(before, crc, nbytes)
+                    else:
+                        crcs[index] = None
+                        reason = f"it cannot be read: {crc.strerror}"
+                        self._damaged(places[index].name, begin, begin + nbytes, reason)
+                self._tell(batch[-1].begin + batch[-1].nbytes, 0)
+        self._tell(self._archive.nbytes, 1)
+        return crcs
+
+    def _read(
+        self, file: tensorferry.File, batch: list[_Piece]
+    ) -> Iterator[tuple[_Piece, int | OSError]]:
+        """Return the CRC-32 of each piece, or why it cannot be read."""
+        sums = tensorferry.Checksums(segments=True)
+        # Numbers are passed over, but for their checksums; there must be an array, if one of no bytes.
+        wanted: list[int | bytearray] = [*(piece.nbytes for piece in batch), bytearray()]
+        try:
+            file.read(wanted, batch[0].begin, checksums=sums)
+        except OSError as error:
+            if len(batch) == 1:
+                yield batch[0], error
+                return
+            for piece in batch:
+                yield from self._read(file, [piece])
+            return
+        yield from zip(batch, sums.segments[:-1], strict=True)
+
+    def _tell(self, nbytes: int, files: int) -> None:
+        if self._progress is not None:
+            self._progress(Progress(nbytes, self._archive.nbytes, files, 1))
+
+    def _names(self, places: list[Place]) -> dict[str, list[str]]:
+        """Return the names of the tensors in each record, as far as the pickle can be read."""
+        names: dict[str, list[str]] = {}
+        try:
+            found = self._archive.tensors(places)
+        except (CheckpointError, OSError, ImportError):
+            return names
+        for name, tensor in found:
+            names.setdefault(_key(tensor), []).append(name)
+        return names
+
+
+def _batches(places: list[Place]) -> Iterator[list[_Piece]]:
+    """Cut a file into what is read at once, from the first place to the last."""
+    batch: list[_Piece] = []
+    nbytes = 0
+    for piece in _pieces(places):
+        batch.append(piece)
+        nbytes += piece.nbytes
+        if nbytes >= _BATCH_NBYTES or len(batch) >= _BATCH_PIECES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(places: list[Place]) -> Iterator[_Piece]:
+    at = places[0].begin if places else 0
+    for index, place in enumerate(places):
+        if place.begin > at:
+            yield _Piece(None, at, place.begin - at)
+        at, end = place.begin, place.begin + place.nbytes
+        while at < end:
+            nbytes = min(_PIECE_NBYTES, end - at)
+            yield _Piece(index, at, nbytes)
+            at += nbytes
+
+
+def _short(record: str) -> str:
+    """Return a record's name without that of the archive."""
+    return record.partition("/")[2]
+
+
+def _key(tensor: Tensor) -> str:
+    """Return the short name of the record with a tensor's storage."""
+    return f"data/{tensor.storage[2]}"

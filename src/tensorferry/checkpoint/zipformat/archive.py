@@ -1,0 +1,285 @@
+"""What torch.save writes around payloads: bytes that torch itself makes, with the checksums filled in later.
+
+torch.save writes a zip archive in which payloads (the storages' bytes) are stored as they are. Nothing before a
+payload depends on its bytes. What depends on them is their CRC-32: in the record's descriptor right behind the
+payload, in the central directory at the end of the archive, and in the record `.data/serialization_id`, half of which
+is a hash of the CRC-32s of all records, and which has a CRC-32 of its own.
+
+So torch is asked once, with `torch.serialization.skip_data`, for an archive without payloads, and the places of those
+numbers in it are found. That they are what is said here is checked on each archive: where torch wrote other numbers
+than it would have to, the archive is refused, and the caller saves by torch itself.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import io
+import math
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tensorferry.checkpoint.checksums import crc32
+from tensorferry.checkpoint.zipformat import zips
+from tensorferry.checkpoint.zipformat.ranges import memory_order
+from tensorferry.checkpoint.zipformat.zips import UnknownArchiveError as UnknownArchiveError
+from tensorferry.streams import Field
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+# An archive takes about 1.6 KB beside the payload. More than this only where a tensor has dozens of dimensions.
+MAX_OVERHEAD_NBYTES = 4096
+
+_CRC = struct.Struct("<L")
+_DIGITS = 20  # of each half of the serialization id
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive without its payloads.
+
+    Attributes
+    ----------
+    pieces : tuple of bytes
+        ``pieces[k]`` stands before payload k, the last one behind the last payload; CRC-32s of payloads are not in
+        them yet.
+    payload_nbytes : tuple of int
+        The payloads' sizes.
+    payload_keys: tuple of str
+        What the pickle calls the payloads' storages: torch before 2.7 writes them in the order of these as text.
+    """
+
+    pieces: tuple[bytes, ...]
+    payload_nbytes: tuple[int, ...]
+    payload_keys: tuple[str, ...]
+    _descriptors: tuple[int, ...]  # where in pieces[k + 1] the CRC-32 of payload k stands
+    _entries: tuple[int, ...]  # where in the last piece it stands again
+    _crcs: tuple[int | None, ...]  # of all records that the id is made of; None: the next payload's
+    _id: _Identity | None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole archive."""
+        return sum(map(len, self.pieces)) + sum(self.payload_nbytes)
+
+    def fields(self, index: int, segments: Sequence[int]) -> list[Field]:
+        """Return what is to be put into ``pieces[index]``; payloads are those segments of the stream."""
+        if index == 0:
+            return []
+        fields = [Field("segment", self._descriptors[index - 1], segment=segments[index - 1])]
+        if index == len(self.pieces) - 1:
+            fields += [
+                Field("segment", position, segment=segment)
+                for position, segment in zip(self._entries, segments, strict=True)
+            ]
+            if self._id is not None:
+                payloads = iter(segments)
+                crcs = [~next(payloads) if crc is None else crc for crc in self._crcs]
+                fields += self._id.fields(crcs)
+        return fields
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """Where in the last piece the serialization id and its two CRC-32s stand."""
+
+    content: int
+    descriptor: int
+    entry: int
+
+    def fields(self, crcs: Sequence[int]) -> list[Field]:
+        nbytes = 2 * _DIGITS
+        return [
+            Field("torch_id", self.content + _DIGITS, crcs=crcs),
+            Field("own", self.descriptor, begin=self.content, nbytes=nbytes),
+            Field("own", self.entry, begin=self.content, nbytes=nbytes),
+        ]
+
+
+def archive_of(obj: Any, pickle_module: Any = pickle) -> Archive:
+    """Return the archive that torch.save would write, without the payloads.
+
+    Raises
+    ------
+    UnknownArchiveError
+        This torch cannot leave payloads out, or writes archives in another way than is known here.
+    """
+    skip_data = getattr(torch.serialization, "skip_data", None)
+    if skip_data is None:  # torch 2.4
+        raise UnknownArchiveError("this torch has no skip_data")
+    sink = _Sink()
+    with skip_data():
+        torch.save(obj, sink, pickle_module)  # type: ignore[arg-type]
+    return sink.archive()
+
+
+def tensor_archive(dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> Archive:
+    """Return the archive of a plain dense CPU tensor, which has one payload of all its elements in memory order.
+
+    Raises
+    ------
+    UnknownArchiveError
+        As for :func:`archive_of`.
+    """
+    return _tensor_archive(dtype, tuple(size), tuple(stride), _settings())
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_archive(
+    dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], _made_with: object
+) -> Archive:
+    # Memory that is never touched takes none.
+    archive = archive_of(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+    if archive.payload_nbytes != (math.prod(size) * dtype.itemsize,):
+        raise UnknownArchiveError(f"payloads of {archive.payload_nbytes} bytes")
+    return archive
+
+
+def _settings() -> object:
+    """Return what else an archive depends on."""
+    try:
+        from torch.utils.serialization import config
+    except ImportError:  # before torch 2.7
+        return None
+    return getattr(config.save, "storage_alignment", None)
+
+
+def plain_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the bytes of a tensor that :func:`tensor_archive` describes, in memory order; None if it is not one.
+
+    It may be on a GPU: its archive is that of the same tensor in host memory, which is what torch saves.
+    """
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.device.type not in ("cpu", "cuda")
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.requires_grad
+        or tensor.numel() == 0
+        or tensor.__dict__
+        or not (tensor.is_contiguous() or memory_order(tensor.size(), tensor.stride()) is not None)
+    ):
+        return None
+    begin = tensor.storage_offset() * tensor.element_size()
+    return bytes_of(tensor.untyped_storage())[begin : begin + tensor.nbytes]
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a storage's bytes, where they are."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class _Sink(io.RawIOBase):
+    """The file that torch.save writes to: it keeps bytes, and sizes of what is left out."""
+
+    def __init__(self) -> None:
+        self._pieces = [bytearray()]
+        self._gaps: list[int] = []
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self._pieces[-1] += view
+        return view.nbytes
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence != io.SEEK_CUR or offset < 0:
+            raise UnknownArchiveError(f"seek({offset}, {whence})")
+        if offset:
+            self._gaps.append(offset)
+            self._pieces.append(bytearray())
+        return 0
+
+    def archive(self) -> Archive:
+        """Find the numbers that depend on payloads."""
+        try:
+            return _parse(self._pieces, self._gaps)
+        except (struct.error, IndexError, ValueError) as error:
+            raise UnknownArchiveError(f"no archive: {error}") from error
+
+
+def _parse(pieces: list[bytearray], gaps: list[int]) -> Archive:
+    starts = [0]
+    for piece, gap in zip(pieces, gaps, strict=False):
+        starts.append(starts[-1] + len(piece) + gap)
+    payloads = {start - gap: k for k, (start, gap) in enumerate(zip(starts[1:], gaps, strict=True))}
+    last, last_start = pieces[-1], starts[-1]
+
+    def find(position: int, nbytes: int) -> tuple[int, int]:
+        """Return the piece in which bytes of the archive lie, and where in it."""
+        index = bisect.bisect_right(starts, position) - 1
+        if position + nbytes > starts[index] + len(pieces[index]):
+            raise UnknownArchiveError("bytes that should be there are left out")
+        return index, position - starts[index]
+
+    descriptors: list[int] = []
+    entries: list[int] = []
+    keys: list[str] = []
+    crcs: list[int | None] = []
+    written: list[int] = []
+    identity: _Identity | None = None
+    for record in zips.last_entries(last, last_start):
+        if record.nbytes == 0:  # it has no descriptor, and no part in the id
+            continue
+        index, position = find(record.header, zips.LOCAL_HEADER.size)
+        data = record.header + zips.local_header(pieces[index], position)[1]
+        descriptor_piece, descriptor = find(data + record.nbytes, 8)
+        if not zips.is_descriptor(pieces[descriptor_piece][descriptor : descriptor + 4]):
+            raise UnknownArchiveError("a record without a descriptor")
+        descriptor += zips.DESCRIPTOR_CRC
+        entry = record.at + zips.ENTRY_CRC
+        if record.name.endswith(b"/.data/serialization_id"):
+            content_piece, content = find(data, 2 * _DIGITS)
+            if content_piece != len(pieces) - 1 or record.nbytes != 2 * _DIGITS:
+                raise UnknownArchiveError("an unknown serialization id")
+            identity = _Identity(content, descriptor, entry)
+            break  # it is the last record, and no part of itself
+        written.append(record.crc)
+        payload = payloads.get(data)
+        if payload is not None:
+            if payload != len(entries) or gaps[payload] != record.nbytes:
+                raise UnknownArchiveError("payloads in another order than their records")
+            descriptors.append(descriptor)
+            entries.append(entry)
+            keys.append(record.name.decode().partition("/data/")[2])
+            crcs.append(None)
+            continue
+        content_piece, content = find(data, record.nbytes)
+        crc = crc32(pieces[content_piece][content : content + record.nbytes])
+        if record.crc not in (crc, 0):
+            raise UnknownArchiveError("a checksum that is not its record's")
+        # Where torch was told to leave them out (compute_crc32) they are put in: they cost nothing here.
+        _CRC.pack_into(pieces[descriptor_piece], descriptor, crc)
+        _CRC.pack_into(last, entry, crc)
+        crcs.append(crc)
+    if len(entries) != len(gaps):
+        raise UnknownArchiveError("a payload that is no record")
+    if identity is not None:
+        digits = last[identity.content + _DIGITS : identity.content + 2 * _DIGITS]
+        if int(digits) != _hash(written):
+            raise UnknownArchiveError("an unknown serialization id")
+    return Archive(
+        tuple(map(bytes, pieces)),
+        tuple(gaps),
+        tuple(keys),
+        tuple(descriptors),
+        tuple(entries),
+        tuple(crcs),
+        identity,
+    )
+
+
+def _hash(crcs: Sequence[int]) -> int:
+    """Return torch's hash of all records' CRC-32s (c10::hash_combine, inline_container.cc)."""
+    seed = 0
+    for crc in crcs:
+        seed ^= crc + 0x9E3779B9 + (seed << 6 & (1 << 64) - 1) + (seed >> 2)
+        seed &= (1 << 64) - 1
+    return seed

@@ -1,0 +1,455 @@
+"""A pickle read without trust: a small machine that makes plain values, and what a table says of each name in it.
+
+Python's unpicklers look a name up, call it, and set attributes of whatever there is. Here a name becomes a
+:class:`Maker`, which only this machine can use, so that nothing of the process is ever in the hands of a pickle.
+Nothing takes more memory or time than the pickle is long: the memo is a dict, memory is taken for bytes that are
+there, and what is hashed is small.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_WORD, _LONG_WORD = struct.Struct("<I").unpack_from, struct.Struct("<Q").unpack_from
+_SIGNED, _DOUBLE = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
+# In the keys of dicts: tuples of tuples are hashed again and again, and without a limit of depth; frozensets of
+# frozensets are compared so.
+_MAX_KEY_NODES = 256
+_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.Size, torch.dtype, frozenset)
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+
+
+class RefusedError(Exception):
+    """A class or function that is in no table."""
+
+
+class MalformedError(Exception):
+    """No pickle, or one that what it names does not have."""
+
+
+class Maker:
+    """What stands for a class or function.
+
+    Parameters
+    ----------
+    name : str
+        Its full name.
+    make : function
+        Makes what it would make; called with what the pickle gives it, of any type.
+    build : function of (what was made, a state), optional
+        Takes a state, as ``__setstate__`` does.
+    kind : type, optional
+        What is made, where there is such a function.
+    """
+
+    __slots__ = ("build", "kind", "make", "name")
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., Any],
+        build: Callable[[Any, Any], None] | None = None,
+        kind: type | None = None,
+    ) -> None:
+        self.name = name
+        self.make = make
+        self.build = build
+        self.kind = kind
+
+    def __reduce__(self) -> Any:
+        raise RefusedError(self.name)
+
+
+def record(name: str, kind: type, build: Callable[[Any, Any], None] | None = None) -> Maker:
+    """Return what makes instances of a plain class, that have only what is in their state."""
+
+    def make(*arguments: Any) -> Any:
+        if arguments:
+            raise MalformedError(f"a {kind.__name__} made of arguments")
+        return object.__new__(kind)
+
+    return Maker(name, make, build or _update, kind)
+
+
+def table(makers: list[Maker]) -> dict[str, Maker]:
+    """Return them by name."""
+    return {maker.name: maker for maker in makers}
+
+
+def find(names: Mapping[str, Maker], module: Any, name: Any) -> Any:
+    """Return what stands for a name, or one of torch's constants."""
+    full_name = f"{_text(module)}.{_text(name)}"
+    maker = names.get(full_name)
+    if maker is not None:
+        return maker
+    if module == "torch":
+        value = vars(torch).get(name)
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return value
+    raise RefusedError(full_name)
+
+
+def loads(
+    data: bytes,
+    names: Mapping[str, Maker],
+    persistent: Callable[[Any], Any] | None = None,
+    older: Mapping[str, str] | None = None,
+    begin: int = 0,
+) -> tuple[Any, int]:
+    """Read a pickle of protocol 2 or later.
+
+    Parameters
+    ----------
+    data : bytes
+        It, and anything behind it.
+    names : mapping of str to Maker
+        What it may name.
+    persistent : function of an identity, optional
+        Makes what lies outside of the pickle.
+    older : mapping of str to str, optional
+        Modules that had other names.
+    begin : int
+        Where it begins.
+
+    Returns
+    -------
+    object, int
+        What it holds, and where it ends.
+
+    Raises
+    ------
+    RefusedError
+        It names something else.
+    MalformedError
+        It is no pickle.
+    """
+    try:
+        return _run(data, names, persistent, older or {}, begin)
+    except (RefusedError, MalformedError):
+        raise
+    except (LookupError, struct.error, TypeError, AttributeError) as error:
+        raise MalformedError(f"{type(error).__name__}: {error}") from None
+    except (ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
+        raise MalformedError(f"{type(error).__name__}: {error}") from None
+
+
+class Blank:
+    """Whatever a class or function would have made.
+
+    Attributes
+    ----------
+    inside : list
+        What it was made of, and its state, where whoever makes it keeps them.
+    """
+
+    inside: list[Any]
+
+
+class _Anything(dict[str, Maker]):
+    """Every name there may be."""
+
+    def get(self, name: str, _default: Any = None) -> Maker:
+        return Maker(name, _not_by_number if name.endswith(".bytearray") else _blank)
+
+
+def _not_by_number(*arguments: Any) -> Blank:
+    if any(type(each) is int for each in arguments):
+        raise MalformedError("memory that is asked for by a number")
+    return Blank()
+
+
+def _blank(*_arguments: Any) -> Blank:
+    return Blank()
+
+
+def screen(data: bytes, count: int = 1) -> None:
+    """Refuse a pickle that would crash torch's unpickler: deep keys are hashed without a limit, memory taken by number.
+
+    Raises
+    ------
+    MalformedError
+        It is no pickle, or such a one.
+    """
+    names = _Anything(blank=Maker("", _blank, lambda _instance, _state: None, Blank))
+    at = 0
+    for _ in range(count):
+        at = loads(data, names, _blank, begin=at)[1]
+
+
+def _run(
+    data: bytes,
+    names: Mapping[str, Maker],
+    persistent: Callable[[Any], Any] | None,
+    older: Mapping[str, str],
+    at: int,
+) -> tuple[Any, int]:
+    builders = {maker.kind: maker.build for maker in names.values() if maker.build is not None}
+    memo: dict[int, Any] = {}
+    found: dict[tuple[str, str], Any] = {}
+    stack: list[Any] = []
+    marks: list[list[Any]] = []
+    nbytes = len(data)
+
+    def named(module: Any, name: Any) -> Any:
+        if type(module) is not str or type(name) is not str:
+            raise MalformedError("a name that is no text")
+        value = found.get((module, name))
+        if value is None:
+            value = found[module, name] = find(names, older.get(module, module), name)
+        return value
+
+    # In the order of how frequent they are. A value that is cut short ends behind the data, and so does the loop.
+    while at < nbytes:
+        code = data[at]
+        at += 1
+        if code == 0x94:  # MEMOIZE
+            memo[len(memo)] = stack[-1]
+        elif code == 0x68:  # BINGET
+            stack.append(memo[data[at]])
+            at += 1
+        elif code == 0x6A:  # LONG_BINGET
+            stack.append(memo[_WORD(data, at)[0]])
+            at += 4
+        elif code == 0x4B:  # BININT1
+            stack.append(data[at])
+            at += 1
+        elif code == 0x8C:  # SHORT_BINUNICODE
+            end = at + 1 + data[at]
+            stack.append(data[at + 1 : end].decode("utf-8", "surrogatepass"))
+            at = end
+        elif code == 0x28:  # MARK
+            marks.append(stack)
+            stack = []
+        elif code == 0x81 or code == 0x52:  # NEWOBJ, REDUCE
+            arguments, maker = stack.pop(), stack[-1]
+            if type(maker) is not Maker or type(arguments) is not tuple:
+                raise MalformedError("a call of what cannot be called")
+            stack[-1] = maker.make(*arguments)
+        elif code == 0x62:  # BUILD
+            state = stack.pop()
+            build = builders.get(type(stack[-1]))
+            if build is None:
+                raise MalformedError(f"a {type(stack[-1]).__name__} that is given a state")
+            build(stack[-1], state)
+        elif code == 0x75:  # SETITEMS
+            items, stack = stack, marks.pop()
+            _set(stack[-1], items)
+        elif code == 0x85:  # TUPLE1
+            stack[-1] = (stack[-1],)
+        elif code == 0x86:  # TUPLE2
+            stack[-2:] = [(stack[-2], stack[-1])]
+        elif code == 0x29:  # EMPTY_TUPLE
+            stack.append(())
+        elif code == 0x7D:  # EMPTY_DICT
+            stack.append({})
+        elif code == 0x5D:  # EMPTY_LIST
+            stack.append([])
+        elif code == 0x61:  # APPEND
+            value = stack.pop()
+            _extend(stack[-1], [value])
+        elif code == 0x4E:  # NONE
+            stack.append(None)
+        elif code == 0x4A:  # BININT
+            stack.append(_SIGNED(data, at)[0])
+            at += 4
+        elif code == 0x4D:  # BININT2
+            stack.append(data[at] | data[at + 1] << 8)
+            at += 2
+        elif code == 0x71:  # BINPUT
+            memo[data[at]] = stack[-1]
+            at += 1
+        elif code == 0x72:  # LONG_BINPUT
+            memo[_WORD(data, at)[0]] = stack[-1]
+            at += 4
+        elif code == 0x8A:  # LONG1
+            end = at + 1 + data[at]
+            stack.append(int.from_bytes(data[at + 1 : end], "little", signed=True))
+            at = end
+        elif code == 0x74:  # TUPLE
+            items, stack = stack, marks.pop()
+            stack.append(tuple(items))
+        elif code == 0x87:  # TUPLE3
+            stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+        elif code == 0x58:  # BINUNICODE
+            end = at + 4 + _WORD(data, at)[0]
+            stack.append(data[at + 4 : end].decode("utf-8", "surrogatepass"))
+            at = end
+        elif code == 0x88 or code == 0x89:  # NEWTRUE, NEWFALSE
+            stack.append(code == 0x88)
+        elif code == 0x65:  # APPENDS
+            items, stack = stack, marks.pop()
+            _extend(stack[-1], items)
+        elif code == 0x73:  # SETITEM
+            value, key = stack.pop(), stack.pop()
+            _set(stack[-1], [key, value])
+        elif code == 0x95:  # FRAME
+            at += 8
+        elif code == 0x93:  # STACK_GLOBAL
+            name, module = stack.pop(), stack.pop()
+            stack.append(named(module, name))
+        elif code == 0x63:  # GLOBAL
+            end = data.find(b"\n", at)
+            if end < 0 or data.find(b"\n", end + 1) < 0:
+                raise MalformedError("a name without an end")
+            module, name = (
+                data[at:end].decode(),
+                data[end + 1 : data.find(b"\n", end + 1)].decode(),
+            )
+            at = data.find(b"\n", end + 1) + 1
+            stack.append(named(module, name))
+        elif code == 0x51:  # BINPERSID
+            if persistent is None:
+                raise RefusedError("a persistent object")
+            stack[-1] = persistent(stack[-1])
+        elif code == 0x47:  # BINFLOAT
+            stack.append(_DOUBLE(data, at)[0])
+            at += 8
+        elif code == 0x43:  # SHORT_BINBYTES
+            end = at + 1 + data[at]
+            stack.append(data[at + 1 : end])
+            at = end
+        elif code == 0x42:  # BINBYTES
+            end = at + 4 + _WORD(data, at)[0]
+            stack.append(data[at + 4 : end])
+            at = end
+        elif code == 0x8E:  # BINBYTES8
+            end = at + 8 + _LONG_WORD(data, at)[0]
+            stack.append(data[at + 8 : end])
+            at = end
+        elif code == 0x8D:  # BINUNICODE8
+            end = at + 8 + _LONG_WORD(data, at)[0]
+            stack.append(data[at + 8 : end].decode("utf-8", "surrogatepass"))
+            at = end
+        elif code == 0x96:  # BYTEARRAY8
+            end = at + 8 + _LONG_WORD(data, at)[0]
+            stack.append(bytearray(data[at + 8 : end]))
+            at = end
+        elif code == 0x8F:  # EMPTY_SET
+            stack.append(set())
+        elif code == 0x90:  # ADDITEMS
+            items, stack = stack, marks.pop()
+            add_all(stack[-1], items)
+        elif code == 0x91:  # FROZENSET
+            items, stack = stack, marks.pop()
+            stack.append(frozenset(checked_keys(items)))
+        elif code == 0x8B:  # LONG4
+            end = at + 4 + _WORD(data, at)[0]
+            stack.append(int.from_bytes(data[at + 4 : end], "little", signed=True))
+            at = end
+        elif code == 0x80:  # PROTO
+            if data[at] > 5:
+                raise MalformedError(f"a pickle of protocol {data[at]}")
+            at += 1
+        elif code == 0x55:  # SHORT_BINSTRING, Python 2's
+            end = at + 1 + data[at]
+            stack.append(data[at + 1 : end].decode("latin-1"))
+            at = end
+        elif code == 0x54:  # BINSTRING
+            end = at + 4 + _WORD(data, at)[0]
+            stack.append(data[at + 4 : end].decode("latin-1"))
+            at = end
+        elif code == 0x30:  # POP
+            stack.pop()
+        elif code == 0x31:  # POP_MARK
+            stack = marks.pop()
+        elif code == 0x32:  # DUP
+            stack.append(stack[-1])
+        elif code == 0x2E:  # STOP
+            return stack[-1], at
+        elif code in _REFUSED_CODES:
+            raise RefusedError(_REFUSED_CODES[code])
+        else:
+            raise MalformedError(f"no pickle, or one of protocol 0 or 1 (code {code:#x})")
+    raise MalformedError("it is cut short")
+
+
+_REFUSED_CODES = {
+    0x50: "a persistent object",
+    0x69: "an instance of an old class",
+    0x6F: "an instance of an old class",
+    0x82: "an extension of copyreg",
+    0x83: "an extension of copyreg",
+    0x84: "an extension of copyreg",
+    0x92: "a class made by keywords",
+    0x97: "a buffer outside of it",
+    0x98: "a buffer outside of it",
+}
+
+
+def checked_keys(values: Any) -> Any:
+    """Return what may be hashed: nothing that takes long to hash, or that this machine cannot know.
+
+    Raises
+    ------
+    MalformedError
+        It may not.
+    """
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN and kind is not frozenset:
+            continue
+        todo, count = [value], 0
+        while todo:
+            each = todo.pop()
+            count += 1
+            if type(each) in (tuple, frozenset) and count + len(each) <= _MAX_KEY_NODES:
+                todo += each
+            elif type(each) in (tuple, frozenset) or not (
+                type(each) in (*_PLAIN, Blank) or _is_index(each)
+            ):
+                raise MalformedError(f"a key of type {type(each).__name__}")
+    return values
+
+
+def add_all(target: Any, values: list[Any]) -> None:
+    """Put values into a set."""
+    if type(target) is not set and type(target) is not Blank:
+        raise MalformedError(f"a {type(target).__name__} used as a set")
+    checked_keys(values)
+    if type(target) is set:
+        target.update(values)
+
+
+def _is_index(value: Any) -> bool:
+    """Return whether it is a MetadataIndex that is as plain as its parts."""
+    if type(value).__name__ != "MetadataIndex":
+        return False
+    fields = vars(value)
+    return type(fields.get("fqn")) is str and type(fields.get("offset")) in (type(None), torch.Size)
+
+
+def _set(target: Any, items: list[Any]) -> None:
+    if type(target) not in (*_DICTS, Blank) or len(items) % 2:
+        raise MalformedError(f"a {type(target).__name__} used as a dict")
+    keys = items[::2]
+    checked_keys(keys)
+    if type(target) is Blank:
+        return
+    for key, value in zip(keys, items[1::2], strict=True):
+        target[key] = value
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    if type(target) is list or type(target) is deque:
+        target.extend(items)
+    elif type(target) is not Blank:
+        raise MalformedError(f"a {type(target).__name__} used as a list")
+
+
+def _update(instance: Any, state: Any) -> None:
+    if type(state) is not dict or not set(map(type, state)) <= {str}:
+        raise MalformedError(f"the state of a {type(instance).__name__} is no dict of attributes")
+    instance.__dict__.update(state)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise MalformedError(f"{type(value).__name__} instead of text")
+    return value

@@ -1,0 +1,70 @@
+"""``tensorferry convert``: from one format of checkpoints to another."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from tensorferry.cli.checkpoint_arguments import TrustPickle, looking_at_checkpoints
+from tensorferry.cli.consoles import bytes_bar, make_console, say
+from tensorferry.cli.leaving import FAILED, UNUSABLE, leaving_with, printable
+
+
+class Format(str, Enum):
+    """What a folder gets."""
+
+    AUTO = "auto"
+    DCP = "dcp"
+    SAFETENSORS = "safetensors"
+
+
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A checkpoint's folder, a file of torch.save's, or a safetensors file or folder."
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(help="The new folder; or the new file, if the name ends in .safetensors."),
+    ],
+    to: Annotated[
+        Format,
+        typer.Option(help="What the folder gets; auto: dcp of safetensors, and safetensors else."),
+    ] = Format.AUTO,
+    max_shard: Annotated[
+        str, typer.Option(help="The most that one safetensors file of a folder has (GB of 10^9).")
+    ] = "5GB",
+    tensors_only: Annotated[
+        bool, typer.Option("--tensors-only", help="Leave out what is no tensor.")
+    ] = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Convert a checkpoint of torch.distributed.checkpoint to safetensors or back, or a file of torch.save's to either.
+
+    Takes about 100 MB of memory, whatever the size. What is at the target is replaced when all is written. Exit codes:
+    0 done, 1 something is damaged, cannot be written, or cannot be held by the new format, 2 there is nothing to
+    convert, or a bad argument.
+    """
+    with (
+        leaving_with(UNUSABLE, ValueError),
+        looking_at_checkpoints(),
+        leaving_with(FAILED, NotADirectoryError),  # of the target
+        bytes_bar("converting") as progress,
+    ):
+        from tensorferry.checkpoint.tools.convert import convert
+
+        moved = convert(
+            source,
+            target,
+            to=to.value,
+            max_shard_nbytes=max_shard,
+            tensors_only=tensors_only,
+            trust_pickle=trust_pickle,
+            progress=progress,
+        )
+    words = f"{moved.nbytes:,} bytes of tensors, {moved.gb_per_second:.2f} GB/s"
+    say(make_console(), printable(f"{target}: {words}"))

@@ -1,0 +1,58 @@
+"""Locks of open files (F_OFD_SETLK), which the kernel drops with their holder.
+
+Other than a process's locks they tell threads apart, and are not dropped when some other descriptor of the file is
+closed. A forked child must close what it has inherited.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import struct
+
+# struct flock: type, whence, start, length (0: to the end of all files), process.
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def open_lock_file(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor of a regular file, made if missing; for reading only where it is another user's."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # another user's: it can be shared, but not had alone
+        descriptor = os.open(path, flags | os.O_RDONLY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", os.fspath(path))
+    return descriptor
+
+
+def set_lock(descriptor: int, kind: int, begin: int = 0, nbytes: int = 0) -> bool:
+    """Set a lock, or return False: another one is in the way, and what was there before remains."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, begin, nbytes, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def lock_directory(descriptor: int) -> bool | None:
+    """Lock an open directory (flock(2)); False: somebody else has, None: there are no such locks, as on NFS."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def is_locked(descriptor: int) -> bool:
+    """Return whether another one has the file for itself; nothing is locked by asking."""
+    asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

@@ -1,0 +1,149 @@
+"""What training and inference keep on drives, in a number of bytes of memory: optimizers' state, models' weights."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+import torch
+
+from tensorferry.errors import StorageError
+from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError, OffloadError
+from tensorferry.offload.optimizer import OffloadedOptimizer, of_this_rank
+from tensorferry.offload.plan import check_params
+from tensorferry.offload.saved import Saved
+from tensorferry.offload.weights import WeightsMap, WeightStream, stream_weights
+from tensorferry.sizes import checked_nbytes
+from tensorferry.store import TensorStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tensorferry.offload.optimizer import Commit, StepDevice
+    from tensorferry.transfers import Path
+
+__all__ = [
+    "MemoryBudgetError",
+    "NotSeparableError",
+    "OffloadError",
+    "OffloadedOptimizer",
+    "WeightStream",
+    "WeightsMap",
+    "offload_optimizer",
+    "stream_weights",
+]
+
+
+def offload_optimizer(
+    optimizer: torch.optim.Optimizer,
+    directories: Path | Sequence[Path],
+    *,
+    memory_budget: int | str,
+    master_dtype: torch.dtype | None = None,
+    commit: Commit = "none",
+    weights: Sequence[float] | None = None,
+    endurance: int | str | None = None,
+    step_device: StepDevice = "param",
+) -> OffloadedOptimizer:
+    """Return an optimizer that does what another does, bit for bit, with its state on drives.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Any whose step treats each parameter by itself; from now on it is used by what is returned, alone.
+    directories : path, or a list of paths
+        Where the state goes, in files without names that are gone with the process; several should be on several
+        drives.
+    memory_budget : int or str
+        Bytes of memory for state: ``8 << 30``, or ``"8GiB"``. What fits stays in memory; with enough for all nothing is
+        moved.
+    master_dtype : torch.dtype, optional
+        Parameters of another dtype are stepped as copies of this one (``torch.float32``, for bfloat16 parameters),
+        which are state, too: ``state[param]["master"]``.
+    commit : "none", "step" or "fsync"
+        With "step" each step is committed before ``step()`` returns: however the process ends, ``resume()`` of the next
+        one finds parameters, state and groups' values as the last whole step has left them. That takes files with
+        names, twice the space, and a write of everything in each step; the directories are for one process alone.
+        "fsync" makes steps last through a power cut, too.
+    weights : sequence of positive numbers, optional
+        How much of the bytes each directory takes, for drives that are not equally fast.
+    step_device : "param" or "cpu"
+        Where the arithmetic is done: where the parameters are, or in host memory, with copies of parameters and
+        gradients. With parameters on a GPU and "param", three buckets are there beside them, and ``memory_budget`` is
+        page-locked host memory.
+    endurance : int or str, optional
+        Bytes that the drives are rated to be written (TBW): ``"1200T"``. Then :meth:`OffloadedOptimizer.stats` says how
+        much of it has been used.
+
+    Raises
+    ------
+    NotSeparableError
+        The optimizer cannot be stepped piece by piece with the same result; the message says why.
+    MemoryBudgetError
+        The budget is too small; ``needed_nbytes`` would do.
+    StorageError
+        The directories have no space for all state, or cannot be used.
+    ValueError, TypeError
+        An argument is not usable.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: {type(optimizer).__name__} is no torch.optim.Optimizer")
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise ValueError("optimizer: it is offloaded already")
+    nbytes = checked_nbytes(memory_budget, "memory_budget")
+    endurance_nbytes = None if endurance is None else checked_nbytes(endurance, "endurance")
+    check_params(optimizer.param_groups)
+    if master_dtype is not None:
+        _check_master(optimizer, master_dtype)
+    if step_device not in ("param", "cpu"):
+        raise ValueError(f'step_device: {step_device!r} is neither "param" nor "cpu"')
+    if commit not in ("none", "step", "fsync"):
+        raise ValueError(f'commit: {commit!r} is none of "none", "step", "fsync"')
+    paths = directories if commit == "none" else of_this_rank(directories)
+    store = TensorStore(paths, weights=weights, temporary=commit == "none")
+    earlier = None
+    try:
+        if commit != "none":
+            earlier = _committed(of_this_rank(directories))
+        return OffloadedOptimizer(
+            optimizer,
+            store,
+            nbytes,
+            master_dtype=master_dtype,
+            commit=commit,
+            earlier=earlier,
+            endurance_nbytes=endurance_nbytes,
+            step_device=step_device,
+        )
+    except BaseException:
+        if earlier is not None:
+            earlier.close()
+        store.close()
+        raise
+
+
+def _committed(paths: list[str]) -> Saved | None:
+    """Return what an earlier run has committed in directories."""
+    try:
+        store = TensorStore.open(paths)
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+    try:
+        return Saved(store, paths[0])
+    except BaseException:
+        store.close()
+        raise
+
+
+def _check_master(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"master_dtype: {dtype!r} is no torch.dtype")
+    if not dtype.is_floating_point:
+        raise ValueError(f"master_dtype: {dtype} is not floating-point")
+    for number, group in enumerate(optimizer.param_groups):
+        if any(param.is_complex() for param in group["params"]):
+            raise ValueError(
+                f"master_dtype: param_groups[{number}] has a complex parameter, and {dtype} is real"
+            )

@@ -1,0 +1,65 @@
+"""Which bytes of one piece of memory are whose: arithmetic only.
+
+What comes and goes takes the lowest place that fits, what is to stay the highest: so the first kind finds room in one
+piece as long as the second does not grow.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+ALIGN_NBYTES = 4096
+
+
+class Arena:
+    """Places in ``nbytes`` bytes, each known by its owner."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._free: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []  # begin, end
+        self._taken: dict[Any, tuple[int, int]] = {}
+
+    @property
+    def taken_nbytes(self) -> int:
+        """Bytes that have owners."""
+        return sum(end - begin for begin, end in self._taken.values())
+
+    def take(self, owner: Hashable, nbytes: int, *, stays: bool = False) -> int | None:
+        """Return where an owner's bytes, which are rounded up to whole pages, begin; None where no place is as long."""
+        nbytes = rounded(nbytes)
+        order = range(len(self._free) - 1, -1, -1) if stays else range(len(self._free))
+        for index in order:
+            begin, end = self._free[index]
+            if end - begin < nbytes:
+                continue
+            at = end - nbytes if stays else begin
+            left = (begin, at) if stays else (at + nbytes, end)
+            self._free[index : index + 1] = [left] if left[1] > left[0] else []
+            self._taken[owner] = (at, at + nbytes)
+            return at
+        return None
+
+    def give_back(self, owner: Hashable) -> None:
+        """Let others have an owner's bytes."""
+        begin, end = self._taken.pop(owner)
+        index = bisect.bisect(self._free, (begin, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == begin:
+            index -= 1
+            begin = self._free.pop(index)[0]
+        if end > begin:
+            self._free.insert(index, (begin, end))
+
+    def clear(self) -> None:
+        """Forget all owners."""
+        self.__init__(self.nbytes)  # type: ignore[misc]
+
+
+def rounded(nbytes: int) -> int:
+    """Return a number of bytes rounded up to whole pages."""
+    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES

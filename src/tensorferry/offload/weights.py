@@ -1,0 +1,396 @@
+"""Models larger than memory: their weights are read from their safetensors files ahead of the forward pass."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import tensorferry
+from tensorferry.offload import scan
+from tensorferry.offload.errors import MemoryBudgetError
+from tensorferry.offload.matching import WHOLE, match, matched, told, users
+from tensorferry.offload.streaming import Streaming, Weight
+from tensorferry.safetensors.sources import stored_tensors
+from tensorferry.sizes import checked_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from tensorferry.offload.matching import Matched
+    from tensorferry.safetensors.sources import Source
+
+
+_ONE_THREAD = "another thread runs the model: parts of it can be called by one thread at a time"
+
+
+def stream_weights(
+    model: nn.Module,
+    files: Source,
+    *,
+    memory_budget: int | str,
+    device: torch.device | str | int = "cpu",
+    blocks: Sequence[type[nn.Module]] = (),
+) -> WeightStream:
+    """Have a model run whose weights stay in their files: each is read ahead of the module that uses it.
+
+    What the budget can keep stays in memory, always the same part of the weights; the others are read once in each
+    forward pass, in the order of the last one, as far ahead as the budget allows. The model may be on the meta device:
+    there is never more of it in memory than the budget. For inference: call ``model.requires_grad_(False)`` before.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its parameters, on whatever device, are given up: unless their module runs, something stands for them that has
+        their shape, and that no operation takes. Persistent buffers are read at once. Other buffers must be on the
+        device already.
+    files : path or sequence of paths
+        Safetensors files, a sharded model's index, or a directory with either. Names are those of ``state_dict()``;
+        parameters that are tied need one of theirs.
+    memory_budget : int or str
+        Bytes of memory for weights: ``8 << 30``, or ``"8GiB"``. What one module needs is the least; with a few times
+        that, reading and computing overlap.
+    device : torch.device, str or int
+        Where the weights are when they are used: the CPU, or a GPU, into whose memory they are read.
+    blocks : sequence of classes
+        Modules whose ``forward`` uses parameters of modules below them without calling these: all of theirs are there
+        while one runs. Torch's attention and transformer layers are known.
+
+    Returns
+    -------
+    WeightStream
+        A context manager; closing it gives the model back as it was, with its parameters on the meta device.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument is not usable: a parameter is missing in the files or has another shape there, or requires
+        gradients. No weight has been read.
+    MemoryBudgetError
+        The budget is too small for one module; ``needed_nbytes`` would do.
+    SafetensorError, StorageError
+        A file is wrong, or cannot be read.
+
+    Notes
+    -----
+    Parameters have the dtype that they have in the files. Names in the files that the model has no place for are warned
+    of.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} is no torch.nn.Module")
+    if isinstance(vars(model).get("forward"), _Forward):
+        raise ValueError("model: its weights are streamed already")
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: {where} is neither a CPU nor a CUDA device")
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    whole = tuple(blocks)
+    for one in whole:
+        if not (isinstance(one, type) and issubclass(one, nn.Module)):
+            raise TypeError(f"blocks: {one!r} is no class of modules")
+    budget_nbytes = checked_nbytes(memory_budget, "memory_budget")
+    return WeightStream(model, files, budget_nbytes, where, (*WHOLE, *whole))
+
+
+class WeightStream:
+    """A model whose weights are streamed, made by :func:`stream_weights`. A context manager.
+
+    Forward passes of several threads are done one after the other. After an exception in one, or Ctrl-C, the next one
+    begins anew.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        files: Source,
+        budget_nbytes: int,
+        device: torch.device,
+        whole: tuple[type[nn.Module], ...],
+    ) -> None:
+        found, unexpected = match(model, stored_tensors(files))
+        fixed = [one for one in found if one.buffer or not one.nbytes]
+        self._weights = [
+            Weight(number, one)
+            for number, one in enumerate(one for one in found if not one.buffer and one.nbytes)
+        ]
+        modules, steps = self._steps(model, whole)
+        fixed_nbytes = sum(one.nbytes for one in fixed)
+        nbytes = {weight.number: weight.nbytes for weight in self._weights}
+        needed = fixed_nbytes + scan.needed_nbytes(steps, nbytes)
+        if needed > budget_nbytes:
+            _, name = max(
+                (scan.needed_nbytes([step], nbytes), str(type(module).__name__))
+                for module, step in zip(modules, steps, strict=True)
+            )
+            raise MemoryBudgetError(
+                f"memory_budget: {budget_nbytes} bytes are not enough: {name} needs {needed} at the same time",
+                needed,
+            )
+        if unexpected:
+            warnings.warn(f"files: the model has no place for {told(unexpected)}", stacklevel=3)
+        self._model = model
+        self._lock = threading.RLock()
+        self._owner: int | None = None
+        self._parts_lock = threading.Lock()
+        self._parts_owner: int | None = None  # who has called a part of the model last
+        self._passes = 0
+        self._seconds = 0.0
+        self._closed = False
+        self._hooks: list[Any] = []
+        self._root_step: int | None = None
+        self._fixed = fixed
+        self._streaming = Streaming(self._weights, steps, budget_nbytes - fixed_nbytes, device)
+        self._total_nbytes = sum(one.nbytes for one in found)
+        try:
+            _read_fixed(fixed, device)
+            self._take_over(modules)
+        except BaseException:
+            self.close()
+            raise
+
+    def stats(self) -> dict[str, float]:
+        """Return what has been done so far.
+
+        Returns
+        -------
+        dict of str to int or float
+            ``passes`` and the ``seconds`` they took; ``read_nbytes``, how often it was waited for a read (``waits``)
+            and how long (``wait_seconds``); ``unexpected_steps``, which came out of order; and of the weights' bytes
+            (``weights_nbytes``) those that stay in memory (``kept_nbytes``), and how much memory there is for
+            all (``memory_nbytes``).
+        """
+        counters = self._streaming.counters
+        return {
+            "passes": self._passes,
+            "seconds": self._seconds,
+            "read_nbytes": counters.read_nbytes,
+            "waits": counters.waits,
+            "wait_seconds": counters.wait_seconds,
+            "unexpected_steps": counters.unexpected_steps,
+            "weights_nbytes": self._total_nbytes,
+            "kept_nbytes": self._streaming.kept_nbytes,
+            "memory_nbytes": self._streaming.memory_nbytes,
+        }
+
+    def close(self) -> None:
+        """Wait for what is on its way, and give the model back. Not while it runs."""
+        if self._owner == threading.get_ident():
+            raise RuntimeError("the model runs: its weights cannot be taken from it now")
+        self._after_fork()
+        with self._lock:
+            self._check_parts()
+            self._closed = True
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            ours = vars(self._model).get("forward")
+            if isinstance(ours, _Forward) and ours.stream is self:
+                if ours.was_own:
+                    self._model.forward = ours.forward
+                else:
+                    del self._model.forward
+            self._streaming.reset(reopen=False)
+            for weight in self._weights:
+                assert weight.matched.original is not None
+                weight.put(weight.matched.original)
+            for one in self._fixed:
+                _put_fixed(one, one.original)
+
+    def __enter__(self) -> WeightStream:
+        if self._closed:
+            raise ValueError("this stream of weights is closed")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _steps(
+        self, model: nn.Module, whole: tuple[type[nn.Module], ...]
+    ) -> tuple[list[nn.Module], list[list[int]]]:
+        """Return the modules that want weights, and which."""
+        of_module: dict[int, list[Weight]] = {}
+        for weight in self._weights:
+            for module, _ in weight.matched.places:
+                of_module.setdefault(id(module), []).append(weight)
+        modules: list[nn.Module] = []
+        steps: list[list[int]] = []
+        for module, own, above in users(model, whole):
+            wanted = [weight for one in own for weight in of_module.get(id(one), ())]
+            if not wanted:
+                continue
+            for weight in dict.fromkeys(wanted):
+                weight.steps.append(len(modules))
+            meanwhile = [weight for one in above for weight in of_module.get(id(one), ())]
+            modules.append(module)
+            steps.append([weight.number for weight in dict.fromkeys([*wanted, *meanwhile])])
+        return modules, steps
+
+    def _take_over(self, modules: list[nn.Module]) -> None:
+        for weight in self._weights:
+            original = weight.matched.original
+            assert original is not None
+            if not original.is_meta:  # emptied: it is not to be in memory twice
+                original = nn.Parameter(torch.empty_like(original, device="meta"), False)
+            weight.matched.original = original
+            weight.put(weight.away)
+        for step, module in enumerate(modules):
+            if module is self._model:
+                self._root_step = step
+                continue
+            enter = functools.partial(self._enter, step)
+            leave = functools.partial(self._leave, step)
+            self._hooks += [
+                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+        self._model.forward = _Forward(self, self._model)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Do a forward pass."""
+        if self._owner == threading.get_ident():  # the model calls itself
+            return forward(*args, **kwargs)
+        self._after_fork()
+        with self._lock:
+            if self._closed:
+                raise ValueError("this stream of weights is closed")
+            with self._parts_lock:
+                self._check_parts()
+                self._owner = threading.get_ident()
+            whole = False
+            began = time.perf_counter()
+            try:
+                self._streaming.begin_pass()
+                if self._root_step is not None:
+                    _check_no_gradients(args, kwargs)
+                    self._streaming.acquire(self._root_step)
+                result = forward(*args, **kwargs)
+                whole = True
+            finally:
+                self._owner = None
+                self._streaming.end_pass(whole=whole)
+                self._passes += whole
+                self._seconds += time.perf_counter() - began
+            return result
+
+    def _enter(self, step: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        _check_no_gradients(args, kwargs)
+        if self._owner == threading.get_ident():
+            self._streaming.acquire(step)
+            return
+        self._after_fork()
+        with self._parts_lock:  # until the weights are held: then others are refused
+            if self._owner is not None:
+                raise RuntimeError(_ONE_THREAD)
+            self._check_parts()
+            self._parts_owner = threading.get_ident()
+            self._streaming.acquire(step)
+
+    def _leave(self, step: int, *_: Any) -> None:
+        running = self._parts_owner if self._owner is None else self._owner
+        if running == threading.get_ident():
+            self._streaming.release(step)
+
+    def _check_parts(self) -> None:
+        """Refuse to take weights from a part of the model that another thread runs."""
+        if self._parts_owner in (None, threading.get_ident()) or not self._streaming.in_use:
+            return
+        if any(thread.ident == self._parts_owner for thread in threading.enumerate()):
+            raise RuntimeError(_ONE_THREAD)
+
+    def _after_fork(self) -> None:
+        if self._streaming.is_of_parent:
+            self._lock, self._owner = threading.RLock(), None
+            self._parts_lock, self._parts_owner = threading.Lock(), None
+
+
+class _Forward:
+    """What a model has as its ``forward`` meanwhile."""
+
+    def __init__(self, stream: WeightStream, model: nn.Module) -> None:
+        self.stream = stream
+        self.was_own = "forward" in vars(model)
+        self.forward: Callable[..., Any] = model.forward
+        functools.update_wrapper(self, self.forward, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.stream._run(self.forward, args, kwargs)
+
+
+class WeightsMap(Mapping[str, torch.Tensor]):
+    """The tensors of safetensors files by name, each read when it is asked for.
+
+    For libraries that take a mapping of weights, such as accelerate's ``attach_align_device_hook(weights_map=...)``.
+    Each look-up reads the tensor; none is kept here. Prefer :func:`stream_weights`, which reads ahead and keeps what it
+    can.
+
+    Parameters
+    ----------
+    files : path or sequence of paths
+        As for :func:`stream_weights`.
+    device : torch.device, str or int
+        Where tensors go.
+    """
+
+    def __init__(self, files: Source, *, device: torch.device | str | int = "cpu") -> None:
+        self._stored = stored_tensors(files)
+        self._device = torch.device(device)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return _read(matched(name, self._stored[name]), self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored  # without reading it
+
+
+def _read_fixed(fixed: list[Matched], device: torch.device) -> None:
+    for one in fixed:
+        tensor = _read(one, device)
+        _put_fixed(one, tensor if one.buffer else nn.Parameter(tensor, requires_grad=False))
+
+
+def _put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:
+    for module, name in one.places:
+        if one.buffer:
+            module._buffers[name] = tensor
+        else:
+            module._parameters[name] = tensor  # type: ignore[assignment]
+
+
+def _read(one: Matched, device: torch.device) -> torch.Tensor:
+    tensor = torch.empty(one.shape, dtype=one.dtype, device=device)
+    if tensor.numel():
+        raw = tensor.view(-1).view(torch.uint8)
+        with tensorferry.open(one.stored.path) as file:
+            one.stored.check(file)
+            file.read(raw, one.stored.tensor.begin)
+    return tensor
+
+
+def _check_no_gradients(args: Any, kwargs: Any) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise RuntimeError(
+                "streamed weights are for inference: an input requires gradients; run the model under "
+                "torch.no_grad() or torch.inference_mode()"
+            )

@@ -1,0 +1,104 @@
+"""Tensors that are asked for one by one, as most libraries do: those that follow in the file are read meanwhile.
+
+It begins with the second of two neighbours, and only where the file is read: what is mapped costs nothing to wait for.
+Who goes another way gets each tensor as it asks for it, and what was read for nothing is let go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+from tensorferry import _core
+from tensorferry.safetensors.loading import Coming, Source, begin_bytes
+from tensorferry.safetensors.version import Version
+
+if TYPE_CHECKING:
+    from tensorferry.futures import Future
+    from tensorferry.safetensors.frameworks import Framework
+    from tensorferry.safetensors.header import Tensor
+
+# What is on its way, or there and not asked for: at most so much, and as much as was asked for in order so far.
+_AHEAD_NBYTES = 64 << 20
+_AHEAD_TENSORS = 64
+# Threads that share a handle ask for neighbours in any order. What lies further back is not asked for any more.
+_BEHIND_TENSORS = 8
+
+
+class Ahead:
+    """What of one file comes next, for a framework. Any number of threads may use it; a forked child needs its own."""
+
+    def __init__(self, source: Source, framework: Framework) -> None:
+        self.generation = _core.fork_generation()
+        self._source = source
+        self._framework = framework
+        self._lock = threading.RLock()  # who handles a signal may ask for a tensor, too
+        self._tensors = [each for each in source.header.tensors.values() if each.nbytes > 0]
+        self._places = {tensor.name: at for at, tensor in enumerate(self._tensors)}
+        self._coming: dict[int, Coming] = {}  # by place
+        self._version: Version | None = None  # of the file, when the first of them was begun
+        self._next = -1  # the place behind the last that was asked for
+        self._run_nbytes = 0  # asked for in order
+        self._closed = False
+
+    def bytes(self, tensor: Tensor) -> Any:
+        """Return a tensor's bytes, which nobody else gets unless they are mapped."""
+        place = self._places.get(tensor.name)
+        if place is None or not self._framework.on_host:
+            return self._begin(tensor).result()
+        with self._lock:
+            if self._coming and self._version != Version.of(self._source.file):
+                self._drop()  # it has been written to: who asks now gets what there is now
+            coming = self._coming.pop(place, None)
+            in_order = coming is not None or place == self._next
+            if not in_order:
+                self._drop()
+            self._next = place + 1 if coming is None else max(self._next, place + 1)
+            self._run_nbytes += tensor.nbytes
+            if coming is None:
+                coming = self._begin(tensor)
+            if in_order and coming.future is not None:
+                self._go_ahead(place)
+        return coming.result()
+
+    def close(self, *, wait: bool) -> None:
+        """Let go of what nobody has asked for, and read no more ahead; ``wait``: until memory and file are free."""
+        with self._lock:
+            self._closed = True
+            dropped = self._drop()
+        for future in dropped if wait else ():
+            with contextlib.suppress(Exception):
+                future.exception()
+
+    def _drop(self) -> list[Future[Any]]:
+        dropped, self._coming = self._coming, {}
+        self._run_nbytes = 0
+        futures = [coming.future for coming in dropped.values() if coming.future is not None]
+        for future in futures:
+            future._abandon()
+        return futures
+
+    def _go_ahead(self, place: int) -> None:
+        if min(self._coming, default=place) < place - _BEHIND_TENSORS:
+            self._drop()
+        if self._closed:
+            return
+        if not self._coming:
+            self._version = Version.of(self._source.file)
+        room = min(_AHEAD_NBYTES, self._run_nbytes)
+        room -= sum(self._tensors[at].nbytes for at in tuple(self._coming))
+        for at in range(place + 1, min(place + 1 + _AHEAD_TENSORS, len(self._tensors))):
+            if at in self._coming:
+                continue
+            tensor = self._tensors[at]
+            room -= tensor.nbytes
+            if room < 0:
+                return
+            try:
+                self._coming[at] = self._begin(tensor)
+            except Exception:  # who asks for it will meet it
+                return
+
+    def _begin(self, tensor: Tensor) -> Coming:
+        return begin_bytes(self._source, tensor, tensor.begin, tensor.end, self._framework)

@@ -1,0 +1,154 @@
+"""The dtypes of the format, and what torch and NumPy call them; neither is imported before it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tensorferry.safetensors.errors import SafetensorError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+class Dtype(NamedTuple):
+    """A dtype of the format.
+
+    Attributes
+    ----------
+    name : str
+        As headers have it.
+    bits : int
+        Of one element, as shapes count them.
+    numpy, torch : str or None
+        The attribute of either library; None where it has no such dtype. torch's ``float4_e2m1fn_x2`` has two
+        elements: its last dimension is half that of the header.
+    """
+
+    name: str
+    bits: int
+    numpy: str | None
+    torch: str | None
+
+
+# In the order of the reference's enumeration: its writer puts later ones first.
+DTYPES: dict[str, Dtype] = {
+    each.name: each
+    for each in (
+        Dtype("BOOL", 8, "bool_", "bool"),
+        Dtype("F4", 4, None, "float4_e2m1fn_x2"),
+        Dtype("F6_E2M3", 6, None, None),
+        Dtype("F6_E3M2", 6, None, None),
+        Dtype("U8", 8, "uint8", "uint8"),
+        Dtype("I8", 8, "int8", "int8"),
+        Dtype("F8_E5M2", 8, None, "float8_e5m2"),
+        Dtype("F8_E4M3", 8, None, "float8_e4m3fn"),
+        Dtype("F8_E8M0", 8, None, "float8_e8m0fnu"),
+        Dtype("F8_E4M3FNUZ", 8, None, "float8_e4m3fnuz"),
+        Dtype("F8_E5M2FNUZ", 8, None, "float8_e5m2fnuz"),
+        Dtype("I16", 16, "int16", "int16"),
+        Dtype("U16", 16, "uint16", "uint16"),
+        Dtype("F16", 16, "float16", "float16"),
+        Dtype("BF16", 16, None, "bfloat16"),
+        Dtype("I32", 32, "int32", "int32"),
+        Dtype("U32", 32, "uint32", "uint32"),
+        Dtype("F32", 32, "float32", "float32"),
+        Dtype("C64", 64, "complex64", "complex64"),
+        Dtype("F64", 64, "float64", "float64"),
+        Dtype("I64", 64, "int64", "int64"),
+        Dtype("U64", 64, "uint64", "uint64"),
+    )
+}
+
+_OF_TORCH = {each.torch: each.name for each in DTYPES.values() if each.torch}
+_OF_NUMPY = {each.numpy: each.name for each in DTYPES.values() if each.numpy} | {"bool": "BOOL"}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype for one of the format.
+
+    Raises
+    ------
+    SafetensorError
+        The format has none of this name, or this torch has none for it.
+    """
+    import torch
+
+    attribute = _known(name).torch
+    dtype: Any = getattr(torch, attribute, None) if attribute else None
+    if dtype is None:
+        raise SafetensorError(f"torch {torch.__version__} has no dtype for {name}")
+    return dtype  # type: ignore[no-any-return]
+
+
+def torch_shape(dtype: str, shape: tuple[int, ...], path: str, name: str) -> tuple[int, ...]:
+    """Return the shape that torch gives a tensor of the header's: two elements of F4 are one of torch's.
+
+    Raises
+    ------
+    SafetensorError
+        Its last dimension is odd.
+    """
+    if dtype != "F4":
+        return shape
+    if not shape or shape[-1] % 2:
+        raise SafetensorError(
+            f"F4 has two elements in one of torch's: the last dimension of {list(shape)} would need to be even",
+            path,
+            name=name,
+        )
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def of_torch(dtype: torch.dtype) -> str:
+    """Return the format's name for a dtype of torch's.
+
+    Raises
+    ------
+    SafetensorError
+        The format has none for it.
+    """
+    name = _OF_TORCH.get(str(dtype).removeprefix("torch."))
+    if name is None:
+        raise SafetensorError(f"the format has no dtype for {dtype}")
+    return name
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return NumPy's dtype, little-endian, for one of the format.
+
+    Raises
+    ------
+    SafetensorError
+        The format has none of this name, or NumPy has none for it.
+    """
+    import numpy as np
+
+    attribute = _known(name).numpy
+    if attribute is None:
+        raise SafetensorError(f"NumPy has no dtype for {name}")
+    dtype: np.dtype[Any] = np.dtype(attribute.removesuffix("_")).newbyteorder("<")
+    return dtype
+
+
+def of_numpy(dtype: Any) -> str:
+    """Return the format's name for a dtype of NumPy's, of either byte order.
+
+    Raises
+    ------
+    SafetensorError
+        The format has none for it.
+    """
+    import numpy as np
+
+    name = _OF_NUMPY.get(np.dtype(dtype).name)
+    if name is None:
+        raise SafetensorError(f"the format has no dtype for {dtype}")
+    return name
+
+
+def _known(name: str) -> Dtype:
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        raise SafetensorError(f"{name!r} is no dtype of the format")
+    return dtype

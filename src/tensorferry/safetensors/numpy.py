@@ -1,0 +1,76 @@
+"""``safetensors.numpy``, by the same names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tensorferry.safetensors import saving
+from tensorferry.safetensors.frameworks import framework_of
+from tensorferry.safetensors.memory import arrays_of
+from tensorferry.safetensors.opened import safe_open
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    import numpy as np
+
+    from tensorferry.transfers import Path
+
+__all__ = ["load", "load_file", "save", "save_file"]
+
+
+def load_file(
+    filename: str | bytes | os.PathLike[str],
+    *,
+    backend: str = "mmap",
+    direct: str = "auto",
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Load all tensors of a file, in the order of their bytes.
+
+    Parameters
+    ----------
+    filename, backend, direct
+        As for :class:`tensorferry.safetensors.safe_open`.
+
+    Returns
+    -------
+    dict of str to numpy.ndarray
+        Each one's memory is free again with its last reference, whatever becomes of the others.
+
+    Raises
+    ------
+    FileNotFoundError, SafetensorError, StorageError
+        As for ``safe_open``; SafetensorError also where NumPy has no dtype for a tensor (bfloat16, float8).
+    """
+    with safe_open(filename, "np", backend=backend, direct=direct) as file:
+        return file.get_tensors()
+
+
+def load(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
+    """Load all tensors of a file's bytes; they are copies.
+
+    Raises
+    ------
+    SafetensorError
+        The bytes break a rule of the format, or NumPy has no such dtype.
+    """
+    return arrays_of(data, framework_of("np", "cpu"))
+
+
+def save_file(
+    tensor_dict: Mapping[str, np.ndarray[Any, Any]],
+    filename: Path,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    sync: bool = False,
+) -> None:
+    """Save arrays to a file; see :func:`tensorferry.safetensors.saving.save_file`."""
+    saving.save_file(tensor_dict, filename, metadata, sync=sync)
+
+
+def save(
+    tensor_dict: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the bytes of a file with these arrays; see :func:`tensorferry.safetensors.saving.save`."""
+    return saving.save(tensor_dict, metadata)

@@ -1,0 +1,419 @@
+"""Models over several files, with an index: as transformers and huggingface_hub write them, and whole at every moment.
+
+All files are written first, without names. Then they take their places, one rename after the other, and the index comes
+last: it says which files are the model. Where a new file takes the place of one that the old index names, the old file
+gets another name before, and an index that says so: thus every index that is ever there names the files of one model.
+What belonged to the old one is removed last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tensorferry.errors import StorageError
+from tensorferry.file_locks import lock_directory
+from tensorferry.replacement import Replacement, make_directory, sync_directory
+from tensorferry.runtime import descriptor_limit
+from tensorferry.safetensors import index
+from tensorferry.safetensors.checksums import SUFFIX
+from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.saving import (
+    checked_metadata,
+    entries_of,
+    laid_out,
+    replacing,
+    without_duplicates,
+    write_entries,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from types import TracebackType
+
+    from tensorferry.checksums import Checksums
+    from tensorferry.safetensors.saving import Entry
+    from tensorferry.transfers import Path as AnyPath
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+# In an interim index: files of the model that was to come, which nobody else names.
+_COMING = "tensorferry_coming"
+# Files that a save has set aside, as long as the index names them.
+_ASIDE = re.compile(r"\.old-[0-9a-f]{8}\.safetensors$", re.ASCII)
+_DESCRIPTORS = 2  # of each file that has no place yet
+# A turn is waited for so long: it is some operations with names.
+_MAX_WAIT_SECONDS = 60.0
+_POLL_SECONDS = 0.005
+
+
+def save_sharded(
+    state: Mapping[str, Any],
+    directory: AnyPath,
+    max_shard_nbytes: int | str = "5GB",
+    metadata: Mapping[str, str] | None = None,
+    *,
+    sync: bool = False,
+) -> dict[str, str]:
+    """Save a model's tensors to files of limited size, with an index, as transformers' save_pretrained does.
+
+    Parameters
+    ----------
+    state : dict of str to torch.Tensor or numpy.ndarray
+        Of torch's tensors that are the same memory one is saved, and metadata tell the others' names; those that are
+        not contiguous are saved as if they were.
+    directory : str, bytes or PathLike
+        Where; it is made if it is missing. Other files in it are left alone.
+    max_shard_nbytes : int or str
+        The most that the tensors of one file have; "5GB" is 5 * 10**9. A larger tensor gets a file of its own.
+    metadata : dict of str to str, optional
+        For each file's header, beside ``format``.
+    sync : bool
+        Whether all has survived a power cut once this returns.
+
+    Returns
+    -------
+    dict of str to str
+        The name of each tensor's file: "model.safetensors" if there is one, else "model-00001-of-00004.safetensors".
+
+    Raises
+    ------
+    ValueError
+        No dict of tensors, or a size that is none.
+    RuntimeError
+        Tensors share memory, and none of them has all of it.
+    SafetensorError, StorageError, OSError
+        As for :func:`tensorferry.safetensors.saving.save_file`. The model that was there has stayed.
+
+    Notes
+    -----
+    Whatever ends the process, the index names the files of the old model or the new one. Others that read the old model
+    meanwhile must have opened its files before. Of two saves to one directory at the same time the one that ends last
+    counts; each is whole. (On file systems without flock() on directories, such as NFS, they are not told apart.)
+    """
+    limit = shard_nbytes(max_shard_nbytes)
+    checked_metadata(metadata)
+    own = {"format": "pt" if _is_torchs(state) else "np", **(metadata or {})}
+    if _is_torchs(state):
+        state, own = without_duplicates(state, own)  # type: ignore[assignment]
+    shards = split(entries_of(state, contiguous=False), limit)
+    with Model(directory, sync=sync) as model:
+        model.check_count(len(shards))
+        for name, entries in shards.items():
+            header, ordered, nbytes = laid_out(entries, own)
+            with model.add(name, nbytes) as file:
+                write_entries(file, header, ordered)
+        weight_map = {entry.name: name for name, entries in shards.items() for entry in entries}
+        total_nbytes = sum(entry.nbytes for entries in shards.values() for entry in entries)
+        model.commit(None if len(shards) == 1 else index_of(weight_map, total_nbytes))
+    return weight_map
+
+
+def split(entries: Iterable[Entry], limit: int) -> dict[str, list[Entry]]:
+    """Return the tensors of each file by its name, as huggingface_hub splits them: in their order."""
+    shards: list[list[Entry]] = []
+    current: list[Entry] = []
+    nbytes = 0
+    for entry in entries:
+        if entry.nbytes > limit:
+            shards.append([entry])
+            continue
+        if nbytes + entry.nbytes > limit:
+            shards.append(current)
+            current, nbytes = [], 0
+        current.append(entry)
+        nbytes += entry.nbytes
+    if current or not shards:
+        shards.append(current)
+    names = shard_names(len(shards))
+    return dict(zip(names, shards, strict=True))
+
+
+def shard_names(count: int) -> list[str]:
+    """Return what the files of a model are called."""
+    if count == 1:
+        return [SINGLE_NAME]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def shard_nbytes(limit: int | str) -> int:
+    """Return what a size such as 5000000 or "5MB" (of 10**6) says, as huggingface_hub reads it."""
+    if isinstance(limit, str):
+        number, unit = limit.strip()[:-2], limit.strip()[-2:].upper()
+        try:
+            nbytes = int(float(number) * _UNITS[unit])
+        except (KeyError, ValueError, OverflowError):
+            raise ValueError(
+                f"max_shard_nbytes: {limit!r} is no size such as 5GB or 500MB"
+            ) from None
+    else:
+        nbytes = limit
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
+        raise ValueError(f"max_shard_nbytes: {limit!r} is no positive number of bytes")
+    return nbytes
+
+
+def index_of(weight_map: Mapping[str, str], total_nbytes: int) -> str:
+    """Return the text of an index, as transformers writes it."""
+    index = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(weight_map)}
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+class Model:
+    """A context manager: files that become a model in a directory together, or not at all if the block raises.
+
+    Parameters
+    ----------
+    directory : str, bytes or PathLike
+        Where; it is made if it is missing.
+    sync : bool
+        Whether it has survived a power cut when it has been committed.
+    """
+
+    def __init__(self, directory: AnyPath, *, sync: bool) -> None:
+        self._directory = Path(os.fsdecode(directory))
+        self._sync = sync
+        self._files: dict[str, Replacement] = {}
+        # One that nobody commits or aborts keeps no descriptors and no space.
+        weakref.finalize(self, _abort, self._files).atexit = False
+        make_directory(self._directory)
+
+    def check_count(self, count: int) -> None:
+        """Refuse more files than can be open at a time.
+
+        Raises
+        ------
+        ValueError
+            They are too many.
+        """
+        most = descriptor_limit() // _DESCRIPTORS
+        if count > most:
+            raise ValueError(
+                f"the model would be {count} files, and this process may have {most} in the making (remedies: larger "
+                "files, or a higher limit of open files)"
+            )
+
+    @contextlib.contextmanager
+    def add(self, name: str, nbytes: int, checksums: Checksums | None = None) -> Any:
+        """Give a new file of so many bytes to the block, which is to be called so; it is complete behind it."""
+        new = replacing(self._directory / name, sync=self._sync, nbytes=nbytes, sums=checksums)
+        self._files[name] = new
+        with new.named():
+            yield new.file
+            new.finish()
+
+    def place(self) -> None:
+        """Let all files take their places, one after the other, and leave all else as it is."""
+        for name in list(self._files):
+            self._files.pop(name).commit(sync_names=False)
+        self._sync_names()
+
+    def commit(self, index: str | None, placed: Iterable[str] = ()) -> None:
+        """Let all files take their places, and the index with this text; without one, a single file is all.
+
+        Files that are ``placed`` already, by others, belong to the new model as well.
+
+        Raises
+        ------
+        OSError
+            Not all could be put in their places. The index that is there names the files of one model.
+        """
+        with _turn(self._directory):
+            old = _old_model(self._directory)
+            self._set_aside(old)
+            old.names.difference_update(self._files, placed)
+            self.place()
+            if index is not None:
+                self._write_index(index)
+            elif old.has_index:
+                (self._directory / INDEX_NAME).unlink(missing_ok=True)
+            self._sync_names()
+            self._remove(old.names)
+
+    def abort(self) -> None:
+        """Give all files up that have no place yet."""
+        _abort(self._files)
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    def _set_aside(self, old: _Old) -> None:
+        """Give the files that the old index names, and new ones take the place of, other names; and say so."""
+        named = set(old.weights.values())
+        in_the_way = [name for name in self._files if name in named]
+        if not in_the_way:
+            return
+        token = secrets.token_hex(4)
+        aside: dict[str, str] = {}
+        try:
+            for name in in_the_way:
+                aside[name] = f"{name.removesuffix('.safetensors')}.old-{token}.safetensors"
+                _link((self._directory / name).resolve(), self._directory / aside[name])
+            self._sync_names()
+            weights = {tensor: aside.get(name, name) for tensor, name in old.weights.items()}
+            metadata = {**old.metadata, _COMING: sorted(self._files)}
+            self._write_index(json.dumps({"metadata": metadata, "weight_map": weights}))
+            old.names.update(aside.values())
+        except OSError as error:
+            if not _index_names(self._directory).isdisjoint(aside.values()):
+                raise  # it has its place, and only its name may not be durable
+            self._remove(aside.values())
+            if error.errno not in (
+                errno.EPERM,
+                errno.EOPNOTSUPP,
+                errno.EXDEV,
+                errno.EMLINK,
+                errno.ENOENT,
+            ):
+                raise
+            # There are no links, or files are missing anyway. Better no model than a mixture of two.
+            (self._directory / INDEX_NAME).unlink(missing_ok=True)
+            self._sync_names()
+
+    def _write_index(self, text: str) -> None:
+        with Replacement(self._directory / INDEX_NAME, sync=self._sync) as new:
+            new.file.write_bytes(text.encode())
+
+    def _remove(self, names: Iterable[str]) -> None:
+        # A save has succeeded even if what it replaces cannot be removed.
+        for name in names:
+            for each in (name + SUFFIX, name):
+                with contextlib.suppress(OSError):
+                    (self._directory / each).unlink()
+
+    def _sync_names(self) -> None:
+        if self._sync:
+            sync_directory(self._directory)
+
+
+class _Old(NamedTuple):
+    """The model that is there.
+
+    Attributes
+    ----------
+    metadata, weights : dict
+        What its index says.
+    names : set of str
+        Its files, and those that were to replace them.
+    has_index : bool
+        Whether there is one, of whatever kind.
+    """
+
+    metadata: dict[str, Any]
+    weights: dict[str, str]
+    names: set[str]
+    has_index: bool
+
+
+def _old_model(directory: Path) -> _Old:
+    path = directory / INDEX_NAME
+    # Ones set aside by a save that was killed before it could remove them are nobody's, whatever the index says.
+    names = {path.name for path in directory.glob("*.safetensors") if is_aside(path.name)}
+    if (directory / SINGLE_NAME).is_file():
+        names.add(SINGLE_NAME)
+    try:
+        weights, metadata = index.read(path)
+    except FileNotFoundError:
+        return _Old({}, {}, names, False)
+    except (SafetensorError, OSError):
+        return _Old({}, {}, names, True)
+    coming = metadata.pop(_COMING, [])
+    named = [*weights.values(), *(coming if isinstance(coming, list) else [])]
+    names |= {name for name in named if _is_ones_own(name)}
+    return _Old(metadata, weights, names, True)
+
+
+def _index_names(directory: Path) -> set[str]:
+    """Return the files that the index names, none if there is no index."""
+    try:
+        return set(index.read(directory / INDEX_NAME)[0].values())
+    except (SafetensorError, OSError):
+        return set()
+
+
+@contextlib.contextmanager
+def _turn(directory: Path) -> Iterator[None]:
+    """Wait until nobody else is in such a block for a directory; where it cannot be locked, do not.
+
+    Raises
+    ------
+    StorageError
+        Somebody stays there for long.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _descriptors.add(descriptor)
+    try:
+        deadline = time.monotonic() + _MAX_WAIT_SECONDS
+        while lock_directory(descriptor) is False:
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    errno.ETIMEDOUT,
+                    f"another save has been about to give its files their names for {_MAX_WAIT_SECONDS:.0f} seconds "
+                    "(is it stopped, or its drive stuck?)",
+                    str(directory),
+                )
+            time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        if descriptor in _descriptors:  # a forked child has closed it
+            _descriptors.discard(descriptor)
+            # Closing is not enough while a child that was forked without Python's knowledge has it open.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+_descriptors: set[int] = set()
+
+
+def _forget_after_fork() -> None:
+    for descriptor in _descriptors:
+        os.close(descriptor)  # the parent's keeps the lock
+    _descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def _abort(files: dict[str, Replacement]) -> None:
+    with contextlib.ExitStack() as whatever_happens:
+        while files:
+            whatever_happens.callback(files.popitem()[1].abort)
+
+
+def _link(path: Path, name: Path) -> None:
+    name.hardlink_to(path)
+
+
+def is_aside(name: str) -> bool:
+    """Return whether a file has been set aside by a save, and counts only where the index names it."""
+    return _ASIDE.search(name) is not None
+
+
+def _is_ones_own(name: Any) -> bool:
+    """Return whether an index may have a file of this name removed: one of the format, beside it."""
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+
+
+def _is_torchs(state: Any) -> bool:
+    first = next(iter(state.values()), None) if hasattr(state, "values") else None
+    return type(first).__module__.partition(".")[0] != "numpy"

@@ -1,0 +1,12 @@
+"""Named tensors in files of one directory or several: more than memory holds, at the speed of the drives.
+
+>>> store = tensorferry.store.TensorStore("/nvme/scratch")  # doctest: +SKIP
+>>> ticket = store.write("layer.0", tensor)  # doctest: +SKIP
+>>> ticket.result()  # doctest: +SKIP
+>>> tensor = store.read("layer.0").result()  # doctest: +SKIP
+"""
+
+from tensorferry.store.tensor_store import TensorStore
+from tensorferry.store.tensors import TensorInfo
+
+__all__ = ["TensorInfo", "TensorStore"]

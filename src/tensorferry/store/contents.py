@@ -1,0 +1,157 @@
+"""All that a store has at one moment: to be written down, or as it was read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from tensorferry import _core
+from tensorferry.errors import StorageError
+from tensorferry.runtime import with_descriptors
+from tensorferry.store import manifest as manifests
+from tensorferry.store.manifest import Manifest, StoredSegment, StoredTensor
+from tensorferry.store.ownership import busy, writer_of
+from tensorferry.store.segments import Directory, Piece, Segment
+from tensorferry.store.transfers import CHUNK_NBYTES, Version
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tensorferry.runtime import AnyScheduler
+    from tensorferry.store.room import Extents, Room
+
+
+class Contents:
+    """Versions that have been kept, by name, and the segments that they are in. None of them is written over."""
+
+    def __init__(self, versions: Mapping[str, Version]) -> None:
+        numbers: dict[Segment, int] = {}
+        self.extents: list[Extents] = []
+        self._tensors: dict[str, StoredTensor] = {}
+        self._in: list[list[tuple[Piece, Sequence[int] | None]]] = []
+        for name, version in versions.items():
+            extents = version.extents
+            assert extents is not None
+            self.extents.append(extents)
+            pieces = []
+            for at, piece in enumerate(extents.pieces):
+                number = numbers.setdefault(piece.segment, len(numbers))
+                if number == len(self._in):
+                    self._in.append([])
+                sums = None if version.chunks is None else version.chunks[at]
+                self._in[number].append((piece, sums))
+                pieces.append((number, piece.offset, piece.nbytes))
+            self._tensors[name] = StoredTensor(version.info, tuple(pieces), version.chunks)
+        self.segments = list(numbers)
+
+    def pieces_in(self, number: int) -> list[tuple[Piece, Sequence[int] | None]]:
+        """Return what is in a segment, with checksums."""
+        return self._in[number]
+
+    def manifest(
+        self, run: str, directory_count: int, record: bytes, segments: Sequence[StoredSegment]
+    ) -> bytes:
+        """Return the manifest, with the segments as they are called there."""
+        return manifests.to_bytes(
+            Manifest(run, directory_count, CHUNK_NBYTES, record, segments, self._tensors)
+        )
+
+
+def last_kept(version: Version | None) -> Version | None:
+    """Return the newest version, from one back, whose write has ended well."""
+    while version is not None and (version.write is not None or version.extents is None):
+        version = version.previous
+    return version
+
+
+def open_stored(
+    paths: Sequence[str],
+    schedulers: Sequence[AnyScheduler],
+    direct: str,
+    room: Room,
+) -> tuple[bytes, dict[str, Version]]:
+    """Return the record and the tensors of what is stored in directories, which are the room's then."""
+    path = os.path.join(paths[0], manifests.NAME)  # noqa: PTH118
+    before: Manifest | None = None
+    while True:
+        # Its store may have committed again, written over what this one names, and ended, just before it was asked for.
+        manifest = manifests.read(path, lambda manifest: _check_no_writer(paths[0], manifest.run))
+        try:
+            directories, segments = _opened(paths, manifest, schedulers, direct)
+            break
+        except StorageError as error:
+            # Another store's first commit may just have replaced this one.
+            if error.errno != errno.ENOENT or manifest == before:
+                raise
+            before = manifest
+    room.directories[:] = directories
+    names = {}
+    for name, stored in manifest.tensors.items():
+        pieces = tuple(
+            Piece(segments[number], offset, nbytes) for number, offset, nbytes in stored.pieces
+        )
+        version = names[name] = Version(stored.info, room.adopt(pieces), None)
+        version.chunks = stored.chunks
+        version.chunk_nbytes = manifest.chunk_nbytes
+    return manifest.record, names
+
+
+def _check_no_writer(directory: str, run: str) -> None:
+    writer = writer_of(directory)
+    if writer is not None and writer[1] == run:
+        raise busy(
+            directory,
+            writer[0],
+            "goes on writing over what it has committed here; remedy: a snapshot of it",
+        )
+
+
+def _opened(
+    paths: Sequence[str], manifest: Manifest, schedulers: Sequence[AnyScheduler], direct: str
+) -> tuple[list[Directory], list[Segment]]:
+    if len(paths) != manifest.directory_count:
+        raise StorageError(
+            None,
+            f"what is stored here lies in {manifest.directory_count} directories, and {len(paths)} are given",
+            paths[0],
+        )
+    directories = [
+        Directory(path, 1.0, scheduler, direct=direct, segment_nbytes=1, prefix=None)
+        for path, scheduler in zip(paths, schedulers, strict=True)
+    ]
+    ends = [0] * len(manifest.segments)
+    for stored in manifest.tensors.values():
+        for number, offset, nbytes in stored.pieces:
+            ends[number] = max(ends[number], offset + nbytes)
+    segments = []
+    for one, end in zip(manifest.segments, ends, strict=True):
+        directory = directories[one.directory]
+        file = _open_segment(directory, one.name, end, direct)
+        segments.append(directory.adopt(file, one.nbytes))
+    return directories, segments
+
+
+def _open_segment(directory: Directory, name: str, end: int, direct: str) -> _core.File:
+    path = os.path.join(directory.path, name)  # noqa: PTH118
+
+    def opened() -> _core.File:
+        try:
+            # Not through a link to somewhere else, and not waiting for the other end of a pipe.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(path, flags)
+        except OSError as error:
+            message = f"{error.strerror} (opening a segment of a store)"
+            raise StorageError(error.errno, message, path) from None
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size < end:
+                raise StorageError(
+                    None, f"this is no regular file of {end} bytes, as the manifest says", path
+                )
+            return _core.file_from_descriptor(descriptor, False, direct)
+        finally:
+            os.close(descriptor)
+
+    return with_descriptors(directory.scheduler, opened)

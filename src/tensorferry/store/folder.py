@@ -1,0 +1,166 @@
+"""A directory with named files of stores: what is written beside the segments, and what may go.
+
+The manifest of a store is in its first directory. In each further one a file ``tensorferry-RUN.part`` says which store
+its segments are of, from before the manifest names them: so that nobody takes them for leftovers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tensorferry.errors import StorageError
+from tensorferry.store import manifest as manifests
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from tensorferry.store.manifest import Manifest
+
+_PART = re.compile(r"tensorferry-([0-9a-f]{16})\.part", re.ASCII)
+_TEMPORARY = re.compile(r"\.tensorferry-[0-9a-f]{16}\.tmp", re.ASCII)
+_MAX_PART_NBYTES = 1 << 16
+
+
+def make_directory(path: str) -> list[str]:
+    """Make a directory, and those above it, where missing; return in which ones that made names."""
+    made_in = []
+    above = Path(path)
+    with _told("making a directory for", above):
+        while not above.exists():
+            above = above.parent
+            made_in.append(os.fspath(above))
+        os.makedirs(path, exist_ok=True)  # noqa: PTH103
+    return made_in[::-1]
+
+
+def write_file(directory: str, name: str, data: bytes, run: str, *, sync: bool) -> None:
+    """Put a file in the place of one of the same name, at one stroke."""
+    replace(write_temporary(directory, data, run, sync=sync), name)
+
+
+def write_temporary(directory: str, data: bytes, run: str, *, sync: bool) -> Path:
+    """Write a file that is to get its name by ``replace``; where this fails, nothing is there."""
+    temporary = Path(directory, f".tensorferry-{run}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with _told("writing", temporary):
+        try:
+            with open(os.open(temporary, flags, 0o666), "wb") as file:
+                file.write(data)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    return temporary
+
+
+def replace(temporary: Path, name: str) -> None:
+    """Give a file its name, in place of another one."""
+    with _told("writing", temporary.with_name(name)):
+        try:
+            temporary.replace(temporary.with_name(name))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def sync_directory(directory: str) -> None:
+    """Make the names in a directory durable."""
+    with _told("syncing the directory", Path(directory)):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def mark_parts(directories: Sequence[str], run: str, *, sync: bool) -> None:
+    """Say in all directories but the first one whose their segments are."""
+    told = json.dumps({"run": run, "first": os.fspath(Path(directories[0]).resolve())}).encode()
+    for directory in directories[1:]:
+        write_file(directory, f"tensorferry-{run}.part", told, run, sync=sync)
+
+
+def check(directories: Sequence[str]) -> Manifest | None:
+    """Return what has been committed to directories, if anything has.
+
+    StorageError where something that is in them would not be seen, or lost, by a store in these directories.
+    """
+    committed: Manifest | None = None
+    if Path(directories[0], manifests.NAME).exists():
+        committed = manifests.read(os.fspath(Path(directories[0], manifests.NAME)))
+    for directory in directories[1:]:
+        if Path(directory, manifests.NAME).exists():
+            raise StorageError(
+                None, "a store is committed in this directory: it must be the first one", directory
+            )
+    for directory in directories:
+        for name in _names(directory):
+            match = _PART.fullmatch(name)
+            if match is None or (committed is not None and committed.run == match[1]):
+                continue
+            first = _first_of(Path(directory, name))
+            # Of a run that this first directory does not name: it was killed before it could be committed.
+            if first is None or Path(first) != Path(directories[0]).resolve():
+                raise StorageError(
+                    None,
+                    f"this directory has segments of a store whose first directory is {first!r}, and not this one's "
+                    "(remedy: give the directories that it was made with, or remove tensorferry-* here)",
+                    directory,
+                )
+    return committed
+
+
+def remove_others(directories: Sequence[str], run: str, committed: Manifest | None) -> None:
+    """Remove all files of stores but those of a run, and those that a commit names. What fails is left."""
+    named = (
+        set() if committed is None else {(one.directory, one.name) for one in committed.segments}
+    )
+    parts = {run} if committed is None else {run, committed.run}
+    for at, directory in enumerate(directories):
+        for name in _names(directory):
+            of = manifests.run_of(name)
+            part = _PART.fullmatch(name)
+            segment = of is not None and of != run and (at, name) not in named
+            if segment or (part is not None and part[1] not in parts) or _TEMPORARY.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    Path(directory, name).unlink()
+
+
+def remove_own(directories: Sequence[str], run: str, kept: Collection[str | None]) -> None:
+    """Remove the segments of a run but for some. What fails is left."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            for name in _names(directory):
+                if manifests.run_of(name) == run and name not in kept:
+                    Path(directory, name).unlink(missing_ok=True)
+
+
+def _names(directory: str) -> list[str]:
+    with _told("listing", Path(directory)):
+        return os.listdir(directory)  # noqa: PTH208
+
+
+def _first_of(path: Path) -> str | None:
+    try:
+        with manifests.opened(os.fspath(path)) as file:
+            return str(json.loads(file.read(_MAX_PART_NBYTES))["first"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+@contextlib.contextmanager
+def _told(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        message = f"{error.strerror} ({what} a store's files)"
+        raise StorageError(error.errno, message, os.fspath(path)) from None

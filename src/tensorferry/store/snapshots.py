@@ -1,0 +1,220 @@
+"""Files of a snapshot: second names of segments where that is possible, else files that share their blocks, or copies.
+
+They are made in a directory that gets its name at the end, so that what has the name is whole. A lock on the directory
+says until then that somebody makes it: what a dead snapshot has left is removed by the next one beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensorferry import _core
+from tensorferry.checksums import Checksums
+from tensorferry.errors import StorageError
+from tensorferry.file_locks import lock_directory
+from tensorferry.memory import locked_memory
+from tensorferry.store import folder
+from tensorferry.store import manifest as manifests
+from tensorferry.transfers import start, transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tensorferry.futures import Future
+    from tensorferry.runtime import AnyScheduler
+    from tensorferry.store.segments import Piece, Segment
+
+# linux/fs.h
+_FICLONE = 0x40049409
+
+_COPIED_NBYTES = 8 << 20
+
+_PARTIAL = re.compile(r"\..*\.[0-9a-f]{16}\.[0-9a-f]{8}\.partial", re.ASCII | re.DOTALL)
+
+
+class Partial:
+    """The directories of a snapshot that is being made; without ``finish`` nothing stays."""
+
+    def __init__(self, paths: Sequence[str], run: str) -> None:
+        self._run = run
+        self._paths = [Path(path) for path in paths]
+        self._partial: list[Path] = []
+        self._locks: list[_Lock] = []
+        self._made_in: list[str] = []
+        for path in self._paths:
+            if os.path.lexists(path):
+                raise StorageError(
+                    errno.EEXIST, f"{os.strerror(errno.EEXIST)} (making a snapshot)", str(path)
+                )
+        try:
+            for path in self._paths:
+                _remove_leftovers(path.parent)
+                self._make(path)
+        except BaseException as error:
+            self.remove()
+            if isinstance(error, StorageError) or not isinstance(error, OSError):
+                raise
+            raise _told(error, "making a snapshot", path) from None
+
+    def _make(self, path: Path) -> None:
+        # Whoever looks for leftovers between the first two lines takes it for one: then another is made.
+        while True:
+            partial = path.with_name(f".{path.name}.{self._run}.{os.urandom(4).hex()}.partial")
+            self._partial.append(partial)
+            self._made_in += folder.make_directory(str(partial))
+            with contextlib.suppress(FileNotFoundError):
+                lock = _Lock(partial)
+                if lock.held is not False and lock.is_of(partial):
+                    self._locks.append(lock)
+                    return
+            self._partial.pop()
+
+    def link(self, segment: Segment, directory: int, name: str) -> bool:
+        """Give a segment a second name, or share its blocks; False where neither can be done."""
+        path = self._partial[directory] / name
+        source = f"/proc/self/fd/{segment.file.descriptor}"
+        try:
+            parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                # Only linkat() follows the link in /proc, and only it takes descriptors of directories.
+                os.link(source, name, dst_dir_fd=parent, follow_symlinks=True)
+            finally:
+                os.close(parent)
+            return True
+        except OSError:
+            pass  # another file system, no links, too many, or all names of an unnamed file have gone again
+        with contextlib.suppress(OSError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with open(os.open(path, flags, 0o666), "r+b") as file:
+                fcntl.ioctl(file.fileno(), _FICLONE, segment.file.descriptor)
+                os.fsync(file.fileno())
+            return True
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return False
+
+    def copy(
+        self,
+        segment: Segment,
+        wanted: Iterable[tuple[Piece, Sequence[int] | None]],
+        chunk_nbytes: int,
+        directory: int,
+        name: str,
+    ) -> None:
+        """Copy pieces of a segment, verified, into a file of its size."""
+        path = os.fspath(self._partial[directory] / name)
+        scheduler = segment.directory.scheduler
+        file = _core.open_file(path, False, True, True, True, False, "auto")
+        file.truncate(segment.nbytes)
+        buffers = [memoryview(locked_memory(_COPIED_NBYTES)[0]) for _ in range(2)]
+        writing: list[Future[Any] | None] = [None, None]
+        at = 0
+        for piece, sums in wanted:
+            for begin in range(0, piece.nbytes, _COPIED_NBYTES):
+                if (before := writing[at]) is not None:
+                    before.result()
+                buffer = buffers[at][: min(_COPIED_NBYTES, piece.nbytes - begin)]
+                writing[at] = _copy(
+                    scheduler,
+                    segment.file,
+                    file,
+                    buffer,
+                    piece.offset + begin,
+                    begin,
+                    sums,
+                    chunk_nbytes,
+                )
+                at = 1 - at
+        for future in writing:
+            if future is not None:
+                future.result()
+        file.sync()
+        file.close()
+
+    def finish(self, manifest: bytes) -> None:
+        """Make all of it durable, and give it its name."""
+        partial = [str(path) for path in self._partial]
+        folder.write_file(partial[0], manifests.NAME, manifest, self._run, sync=True)
+        for directory in partial:
+            folder.sync_directory(directory)
+        # The manifest's directory is the last one: what has its name is whole.
+        pairs = list(zip(self._partial, self._paths, strict=True))
+        begun: list[tuple[Path, Path]] = []
+        try:
+            for temporary, path in reversed(pairs):
+                begun.append((temporary, path))
+                temporary.rename(path)
+            for made_in in dict.fromkeys(self._made_in):
+                folder.sync_directory(made_in)
+        except BaseException as error:
+            for temporary, path in reversed(begun):
+                if not temporary.exists():
+                    path.rename(temporary)
+            if isinstance(error, StorageError) or not isinstance(error, OSError):
+                raise
+            raise _told(error, "making a snapshot", self._paths[0]) from None
+        self._locks.clear()
+
+    def remove(self) -> None:
+        """Remove what has been made; of a snapshot that is finished nothing is."""
+        for path in self._partial:
+            shutil.rmtree(path, ignore_errors=True)
+        self._locks.clear()
+
+
+class _Lock:
+    """A lock on a directory (flock(2)), until this object goes; None in ``held`` where there are no such locks."""
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.held = lock_directory(self._descriptor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def is_of(self, directory: Path) -> bool:
+        """Return whether the directory still has this name."""
+        return os.path.samestat(os.fstat(self._descriptor), directory.stat())
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove directories of snapshots that nobody makes any more."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):  # noqa: PTH208
+            if _PARTIAL.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    lock = _Lock(directory / name)
+                    if lock.held:
+                        shutil.rmtree(directory / name, ignore_errors=True)
+
+
+def _copy(
+    scheduler: AnyScheduler,
+    source: _core.File,
+    target: _core.File,
+    buffer: memoryview,
+    offset: int,
+    begin: int,
+    sums: Sequence[int] | None,
+    chunk_nbytes: int,
+) -> Future[Any]:
+    address, nbytes = _core.buffer_memory(buffer, True) or (0, 0)
+    memory = (address, nbytes, buffer, None)
+    checksums = None
+    if sums is not None:
+        first, last = begin // chunk_nbytes, -(-(begin + nbytes) // chunk_nbytes)
+        checksums = Checksums(chunk_nbytes, expected=sums[first:last], straight=True)
+    transfer(scheduler, source, memory, offset, write=False, checksums=checksums)
+    return start(scheduler, target, buffer, memory, offset, write=True)
+
+
+def _told(error: OSError, what: str, path: Path) -> StorageError:
+    return StorageError(error.errno, f"{error.strerror} ({what})", os.fspath(path))

@@ -1,0 +1,126 @@
+"""Keeping what was found: the file of profiles changes as a whole, where its links lead, and keeps its permissions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tensorferry.calls import write
+from tensorferry.profiles import VERSION, FileSystem, Profile, read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def check_writable(path: Path) -> None:
+    """Find out whether profiles can be saved in a file, before it takes minutes to find one.
+
+    Raises
+    ------
+    OSError
+        They cannot.
+    """
+    target = _target(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=target.parent).close()
+        if os.path.lexists(target) and not target.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file")
+    except OSError as problem:
+        raise OSError(problem.errno, problem.strerror, str(path)) from None
+
+
+def save(path: Path, profile: Profile) -> None:
+    """Add a profile to a file, in place of the one of the same file system.
+
+    A file that cannot be read is kept under another name.
+
+    Raises
+    ------
+    OSError
+        It cannot be written; the old one stays.
+    """
+    path = _target(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        try:
+            profiles = read(path)
+        except FileNotFoundError:
+            profiles = []
+        except ValueError as problem:
+            kept = path.with_suffix(".unusable")
+            path.replace(kept)
+            warnings.warn(f"{path}: {problem}; kept as {kept}", RuntimeWarning, stacklevel=2)
+            profiles = []
+        others = [each for each in profiles if not each.file_system.is_same(profile.file_system)]
+        _store(path, [*others, profile])
+
+
+def forget(path: Path, file_system: FileSystem | None = None) -> list[Profile]:
+    """Remove one file system's profile from a file, or all with the file itself; return what was removed.
+
+    Raises
+    ------
+    OSError
+        It cannot be changed, or is no regular file.
+    ValueError
+        It holds no profiles, and one file system's was asked for.
+    """
+    path = _target(path)
+    if not os.path.lexists(path):
+        return []
+    with _locked(path.parent):
+        try:
+            profiles = read(path)
+        except ValueError:
+            if file_system is not None:
+                raise
+            profiles = []
+        removed = [
+            each
+            for each in profiles
+            if file_system is None or each.file_system.is_same(file_system)
+        ]
+        kept = [each for each in profiles if each not in removed]
+        if kept and removed:
+            _store(path, kept)
+        elif not kept:
+            path.unlink()
+    return removed
+
+
+def _target(path: Path) -> Path:
+    """Return where links lead; Path.resolve would raise RuntimeError where they lead in a circle."""
+    return Path(os.path.realpath(path))
+
+
+def _store(path: Path, profiles: list[Profile]) -> None:
+    """Replace the file as a whole: who reads it sees the old one or the new one, and whoever could may read it."""
+    content = {
+        "version": VERSION,
+        "profiles": [dataclasses.asdict(profile) for profile in profiles],
+    }
+    write(path, (json.dumps(content, indent=2) + "\n").encode(), atomic=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep others from changing the file between reading and replacing it. The lock goes with the descriptor."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems lock no directories
+            if error.errno not in (errno.EBADF, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,442 @@
+"""torch's Hugging Face storage on our engine: files that torch and safetensors read, and theirs read by ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import safetensors
+from tensorferry.checkpoint import CheckpointError
+from tensorferry.checkpoint.storage.default import install, uninstall
+from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
+from tests.checkpoint.ranks import call_on_ranks, files_of
+from tests.support import child
+
+hf_storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
+huggingface = pytest.importorskip("tensorferry.checkpoint.storage.huggingface")
+Writer, Reader = huggingface.HuggingFaceStorageWriter, huggingface.HuggingFaceStorageReader
+TorchsWriter, TorchsReader = (
+    hf_storage.HuggingFaceStorageWriter,
+    hf_storage.HuggingFaceStorageReader,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
+)
+
+MIB = 1 << 20
+KILLS = int(os.environ.get("TENSORFERRY_SAVE_KILLS", "5"))
+
+
+def state_of(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "rows": torch.randn(37, 50, generator=generator),
+        "columns": torch.randn(64, 33, generator=generator).to(torch.bfloat16),
+        "few": torch.randn(1, 5, generator=generator, dtype=torch.float64),
+        "same": torch.randn(100, generator=generator),
+        "large": torch.randn(1 << 10, 1 << 10, generator=generator),
+        "deep": torch.randn(8, 6, 4, generator=generator).half(),
+    }
+
+
+MAPPING = {"rows": 1, "columns": 2, "few": 2, "same": 1, "large": 3, "deep": 3}
+
+
+def empty() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in state_of().items()}
+
+
+def load(reader: Any) -> dict[str, torch.Tensor]:
+    found = empty()
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], seed: int = 0) -> None:
+    expected = state_of(seed)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def contents(path: pathlib.Path) -> tuple[Any, dict[str, str], bytes]:
+    """A file's header without metadata, these, and its data: metadata are written in any order."""
+    data = path.read_bytes()
+    nbytes = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + nbytes])
+    return header, header.pop("__metadata__"), data[8 + nbytes :]
+
+
+@pytest.mark.parametrize("mapping", [None, MAPPING], ids=["one file", "three files"])
+def test_rank_0_writes_torchs_files(directory: pathlib.Path, mapping: Any) -> None:
+    for name, kind in (("ours", Writer), ("theirs", TorchsWriter)):
+        writer = kind(str(directory / name), fqn_to_index_mapping=mapping)
+        dcp.save(state_of(), storage_writer=writer, no_dist=True)
+    ours, theirs = directory / "ours", directory / "theirs"
+    assert files_of(ours) == files_of(theirs)
+    assert (ours / INDEX_NAME).read_bytes() == (theirs / INDEX_NAME).read_bytes()
+    for file in ours.glob("*.safetensors"):
+        assert contents(file) == contents(theirs / file.name)
+    for reader in (Reader, TorchsReader):
+        for path in (ours, theirs):
+            assert_equal(load(reader(str(path))))
+
+
+def test_a_save_takes_the_place_of_the_one_before(directory: pathlib.Path) -> None:
+    writer = Writer(directory, fqn_to_index_mapping=MAPPING)
+    for seed in range(3):
+        dcp.save(state_of(seed), storage_writer=writer, no_dist=True)
+        assert writer.last_save is not None
+        assert writer.last_save.nbytes == sum(t.nbytes for t in state_of().values())
+    dcp.save(state_of(3), storage_writer=Writer(directory), no_dist=True)
+    assert files_of(directory) == {INDEX_NAME, "model-00001-of-00001.safetensors"}
+    assert_equal(load(Reader(directory)), 3)
+
+
+@pytest.mark.parametrize("kind", [Reader, TorchsReader])
+def test_huggingfaces_own_models_are_loaded(directory: pathlib.Path, kind: Any) -> None:
+    save_sharded(state_of(), directory, "1MB")
+    assert_equal(load(kind(str(directory))))
+
+
+def test_tensors_are_converted_to_the_destinations_dtype(directory: pathlib.Path) -> None:
+    save_sharded(state_of(), directory)
+    for kind in (Reader, TorchsReader):
+        found = {"rows": torch.zeros(37, 50, dtype=torch.float64), "deep": torch.zeros(8, 6, 4)}
+        dcp.load(found, storage_reader=kind(str(directory)), no_dist=True)
+        assert torch.equal(found["rows"], state_of()["rows"].double())
+        assert torch.equal(found["deep"], state_of()["deep"].float())
+
+
+def test_only_what_is_wanted_is_read(directory: pathlib.Path) -> None:
+    save_sharded(state_of(), directory)
+    reader = Reader(directory)
+    dcp.load({"deep": torch.zeros(8, 6, 4)}, storage_reader=reader, no_dist=True)
+    assert reader.nbytes_read == 8 * 6 * 4 * 2
+    assert reader.last_load.nbytes == reader.nbytes_read
+
+
+def test_objects_are_refused(directory: pathlib.Path) -> None:
+    dcp.save(state_of(), storage_writer=Writer(directory), no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match=r"'step'.*holds tensors only"):
+        dcp.save({"rows": torch.ones(3), "step": 5}, storage_writer=Writer(directory), no_dist=True)
+    assert_equal(load(Reader(directory)))
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"a": torch.ones(2, dtype=torch.complex128)}, "complex128"),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, "mapping.*'b'|'b'.*mapping"),
+    ],
+)
+def test_what_cannot_be_saved_leaves_the_old_files(
+    directory: pathlib.Path, state: Any, match: str
+) -> None:
+    dcp.save(state_of(), storage_writer=Writer(directory), no_dist=True)
+    files = files_of(directory)
+    writer = Writer(directory, fqn_to_index_mapping={"a": 1})
+    with pytest.raises(dcp.api.CheckpointException, match=match):
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    assert files_of(directory) == files
+    assert_equal(load(Reader(directory)))
+
+
+PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "few": Shard(0), "same": Replicate()}
+
+
+def distributed(seed: int = 0) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(tensor, mesh, [PLACEMENTS.get(name, Shard(0))])
+        for name, tensor in state_of(seed).items()
+    }
+
+
+def save_shards(rank: int, directory: str, kinds: str, seed: int, options: dict[str, Any]) -> None:
+    for name in kinds.split():
+        kind = Writer if name == "ours" else TorchsWriter
+        writer = kind(f"{directory}/{name}", save_distributed=True, **options)
+        dcp.save(distributed(seed), storage_writer=writer)
+
+
+@pytest.mark.parametrize("mapping", [None, MAPPING], ids=["one file", "three files"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_shards_of_all_ranks_are_torchs(
+    directory: pathlib.Path, world_size: int, mapping: Any
+) -> None:
+    options = {"fqn_to_index_mapping": mapping}
+    call_on_ranks(world_size, save_shards, str(directory), "ours theirs", 0, options)
+    ours, theirs = directory / "ours", directory / "theirs"
+    assert files_of(ours) == files_of(theirs)
+    saves = set()
+    for file in ours.iterdir():
+        header, metadata, data = contents(file)
+        saves.add(metadata.pop("tensorferry_save"))
+        assert (header, metadata, data) == contents(theirs / file.name)
+    assert len(saves) == 1
+    for reader in (Reader, TorchsReader):
+        for path in (ours, theirs):
+            assert_equal(load(reader(str(path))))
+
+
+@pytest.mark.parametrize("mapping", [None, MAPPING], ids=["one file", "three files"])
+def test_consolidated_files_are_those_of_the_whole(directory: pathlib.Path, mapping: Any) -> None:
+    options = {"fqn_to_index_mapping": mapping, "enable_consolidation": True}
+    call_on_ranks(3, save_shards, str(directory), "ours theirs", 0, options)
+    ours, theirs = directory / "ours", directory / "theirs"
+    assert files_of(ours) == files_of(theirs)
+    assert json.loads((ours / INDEX_NAME).read_text()) == json.loads(
+        (theirs / INDEX_NAME).read_text()
+    )
+    found: dict[str, torch.Tensor] = {}
+    for file in ours.glob("*.safetensors"):
+        tensors = safetensors.torch.load_file(file)
+        with safetensors.safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}  # as transformers demands
+        expected = safetensors.torch.load_file(theirs / file.name)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
+        found |= tensors
+    assert_equal(found)
+    call_on_ranks(2, save_shards, str(directory), "ours", 1, options)
+    assert_equal(load(Reader(ours)), 1)
+    assert len(files_of(ours / "sharded")) == 2 * len(set((mapping or {"": 1}).values())) or mapping
+
+
+def test_shards_of_ranks_that_are_no_more_go(directory: pathlib.Path) -> None:
+    call_on_ranks(3, save_shards, str(directory), "ours", 0, {})
+    (directory / "ours" / "notes.txt").write_text("mine")
+    call_on_ranks(2, save_shards, str(directory), "ours", 1, {})
+    assert_equal(load(Reader(directory / "ours")), 1)
+    assert "notes.txt" in files_of(directory / "ours")
+
+
+def test_ranks_files_of_two_saves_are_no_checkpoint(directory: pathlib.Path) -> None:
+    # As they are where all is killed when one rank has its file in place and the other has not.
+    call_on_ranks(2, save_shards, str(directory), "ours", 0, {})
+    old = directory / "ours" / "shard-00002-model-00001-of-00001.safetensors"
+    kept = old.read_bytes()
+    call_on_ranks(2, save_shards, str(directory), "ours", 1, {})
+    assert_equal(load(Reader(directory / "ours")), 1)
+    old.write_bytes(kept)
+    with pytest.raises(SafetensorError, match="not of the same save"):
+        Reader(directory / "ours").read_metadata()
+
+
+def save_on_rank_1(rank: int, directory: str) -> None:
+    for value in (1.0, 2.0):
+        state = {"a": torch.full((3,), value)} if rank == 1 else {}
+        dcp.save(state, storage_writer=Writer(directory))
+
+
+def test_what_another_rank_has_put_in_its_place_stays(directory: pathlib.Path) -> None:
+    call_on_ranks(2, save_on_rank_1, str(directory))
+    found = {"a": torch.zeros(3)}
+    dcp.load(found, storage_reader=Reader(directory), no_dist=True)
+    assert torch.equal(found["a"], torch.full((3,), 2.0))
+
+
+def test_the_index_decides_on_what_is_in_several_files(directory: pathlib.Path) -> None:
+    # As it is where a save was killed before it had removed the old files.
+    first, new, last = (f"model-0000{k}-of-00004.safetensors" for k in (1, 2, 3))
+    for name, state in (
+        (first, {"a": torch.ones(2, 2), "b": torch.ones(5)}),
+        (new, {"a": torch.full((3,), 2.0), "b": torch.full((5,), 2.0)}),
+        (last, {"a": torch.ones(3), "b": torch.ones(9), "c": torch.ones(1)}),
+    ):
+        safetensors.torch.save_file(state, directory / name)
+    (directory / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": new, "b": new}}))
+    found = {"a": torch.zeros(3), "b": torch.zeros(5), "c": torch.zeros(1)}
+    dcp.load(found, storage_reader=Reader(directory), no_dist=True)
+    assert [float(tensor.unique()) for tensor in found.values()] == [2, 2, 1]
+
+
+def test_integers_are_consolidated_too(directory: pathlib.Path) -> None:
+    # torch's consolidation raises TypeError: finfo() of an integer.
+    state = {"steps": torch.arange(10), "flag": torch.tensor(True), "none": torch.zeros(0, 3)}
+    writer = Writer(directory, save_distributed=True, enable_consolidation=True)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    found = safetensors.torch.load_file(directory / "model-00001-of-00001.safetensors")
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def save_full_on_each_rank(rank: int, directory: str) -> str:
+    try:
+        state = {f"of rank {rank}": torch.ones(3)}
+        dcp.save(state, storage_writer=Writer(directory))
+    except dcp.api.CheckpointException as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_whose_files_would_have_one_name_are_refused(directory: pathlib.Path) -> None:
+    for message in call_on_ranks(2, save_full_on_each_rank, str(directory)):
+        assert "save_distributed=True" in message
+
+
+def part_of(directory: pathlib.Path, name: str, parts: Any, **tensors: torch.Tensor) -> None:
+    metadata = {"DCP_SHARDING_INFO": parts if isinstance(parts, str) else json.dumps(parts)}
+    safetensors.torch.save_file(tensors, directory / name, metadata)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    ["{", "[]", {}, {"a": 1}, {"a": {"saved_offsets": 1}}, {"a": {"saved_offsets": [0, 0]}},
+     {"a": {"saved_offsets": [-1]}}, {"a": {"saved_offsets": [1 << 63]}}, {"a": {"saved_offsets": [True]}}],
+    ids=str,
+)  # fmt: skip
+def test_headers_that_say_nonsense_of_parts_are_refused(
+    directory: pathlib.Path, parts: Any
+) -> None:
+    part_of(directory, "x.safetensors", parts, a=torch.ones(3))
+    with pytest.raises(SafetensorError, match="DCP_SHARDING_INFO"):
+        Reader(directory).read_metadata()
+
+
+def test_parts_that_do_not_go_together_are_refused(directory: pathlib.Path) -> None:
+    part_of(directory, "x.safetensors", {"a": {"saved_offsets": [0]}}, a=torch.ones(3))
+    part_of(directory, "y.safetensors", {"a": {"saved_offsets": [3]}}, a=torch.ones(3).half())
+    with pytest.raises(SafetensorError, match=r"'a'.*float16"):
+        Reader(directory).read_metadata()
+
+
+def test_a_missing_part_fails_the_consolidation(directory: pathlib.Path) -> None:
+    part_of(directory, "x.safetensors", {"a": {"saved_offsets": [0]}}, a=torch.ones(3))
+    part_of(directory, "y.safetensors", {"a": {"saved_offsets": [5]}}, a=torch.ones(3))
+    paths = sorted(directory.glob("*.safetensors"))
+    with pytest.raises(CheckpointError, match="parts of it are missing"):
+        huggingface.consolidate(paths, directory / "whole", {"a": 1})
+    with pytest.raises(CheckpointError, match="mapping names"):
+        huggingface.consolidate(paths, directory / "whole", {"a": 1, "b": 1})
+    assert files_of(directory / "whole") == set()
+
+
+def test_a_file_that_was_replaced_meanwhile_is_not_read(directory: pathlib.Path) -> None:
+    save_sharded(state_of(), directory)
+    reader = Reader(directory)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner(empty(), metadata, is_coordinator=True)  # type: ignore[arg-type]
+    plan = planner.create_local_plan()
+    save_sharded(state_of(1), directory)
+    with pytest.raises(CheckpointError, match="load again"):
+        reader.read_data(plan, planner)
+
+
+def test_damaged_and_missing_files_are_named(directory: pathlib.Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no safetensors files"):
+        Reader(directory).read_metadata()
+    save_sharded(state_of(), directory)
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SafetensorError, match="cut short"):
+        Reader(directory).read_metadata()
+
+
+def test_a_killed_save_is_read_by_what_the_index_names(directory: pathlib.Path) -> None:
+    # As it is where it was killed while new files took the places of old ones.
+    old, new = "model-00001-of-00002.old-0123abcd.safetensors", "model-00001-of-00002.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(3)}, directory / old)
+    safetensors.torch.save_file({"a": torch.zeros(3)}, directory / new)
+    found = {"a": torch.full((3,), 2.0)}
+    dcp.load(found, storage_reader=Reader(directory), no_dist=True)
+    assert torch.equal(found["a"], torch.zeros(3))
+    (directory / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": old}}))
+    dcp.load(found, storage_reader=Reader(directory), no_dist=True)
+    assert torch.equal(found["a"], torch.ones(3))
+
+
+def save_until_killed(path: str, seed: int) -> None:
+    import random
+
+    from tests.safetensors.programs import kill_after
+
+    writer = Writer(path, {"a": 1, "b": 2}, save_distributed=True, enable_consolidation=True)
+    states = [
+        {"a": torch.full((MIB,), float(k)), "b": torch.full((MIB,), float(k))} for k in (1, 2)
+    ]
+    dcp.save(states[0], storage_writer=writer, no_dist=True)
+    kill_after(random.Random(seed).uniform(0, 0.3))
+    while True:
+        for state in states:
+            dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_killed_save_leaves_one_whole_model(directory: pathlib.Path, seed: int) -> None:
+    code = f"from tests.checkpoint import test_huggingface as t; t.save_until_killed({str(directory)!r}, {seed})"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=child.ROOT, capture_output=True, timeout=120)
+    assert ended.returncode == -9, ended.stderr.decode()
+    found = {"a": torch.zeros(MIB), "b": torch.zeros(MIB)}
+    dcp.load(found, storage_reader=Reader(directory), no_dist=True)
+    assert len({float(value) for tensor in found.values() for value in tensor.unique()}) == 1
+
+
+def test_torchs_names_lead_to_ours_once_installed(directory: pathlib.Path) -> None:
+    install()
+    try:
+        assert dcp.HuggingFaceStorageWriter is Writer  # type: ignore[comparison-overlap]
+        assert hf_storage.HuggingFaceStorageReader is Reader
+        dcp.save(
+            state_of(), storage_writer=dcp.HuggingFaceStorageWriter(str(directory)), no_dist=True
+        )
+        assert_equal(load(dcp.HuggingFaceStorageReader(str(directory))))
+    finally:
+        uninstall()
+    assert dcp.HuggingFaceStorageWriter is TorchsWriter
+    assert hf_storage.HuggingFaceStorageReader is TorchsReader
+
+
+def test_asynchronous_saves_work(directory: pathlib.Path) -> None:
+    writer = Writer(directory, MAPPING)
+    state = state_of()
+    dcp.async_save(state, storage_writer=writer, no_dist=True).result()  # type: ignore[union-attr]
+    assert_equal(load(Reader(directory)))
+
+
+def peak_of_consolidation(path: str, nbytes: int) -> int:
+    """Put two halves of a tensor together, and return how much memory that took at most."""
+    import ctypes
+
+    from tensorferry.tuning.stopwatch import Stopwatch
+
+    # The C library is to give back at once what is freed (M_MMAP_THRESHOLD).
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)
+    peak = None
+    for size in (64, nbytes // 2):  # what is made on the first call is not what is tested
+        folder = pathlib.Path(path, str(size))
+        folder.mkdir()
+        tensor = torch.ones(size, dtype=torch.uint8)
+        for k in range(2):
+            part_of(folder, f"{k}.safetensors", {"a": {"saved_offsets": [k * size]}}, a=tensor)
+        del tensor
+        with Stopwatch() as watch:
+            huggingface.consolidate(sorted(folder.iterdir()), folder / "whole", {"a": 1})
+        peak = watch.peak_growth_nbytes
+    assert peak is not None
+    return peak
+
+
+def test_consolidation_takes_bounded_memory(directory: pathlib.Path) -> None:
+    function = "tests.checkpoint.test_huggingface:peak_of_consolidation"
+    ended = child.call(
+        function, path=directory, nbytes=400 * MIB, imports=["torch.distributed.checkpoint"]
+    )
+    assert ended.result <= 80 * MIB

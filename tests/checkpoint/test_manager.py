@@ -1,0 +1,732 @@
+"""Checkpoints of a training: saved behind it, thinned out, restored from, whatever dies in the middle."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import pathlib
+import random
+import shutil
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tensorferry.checkpoint import CheckpointError, Checkpoints, FileSystemWriter, verify
+from tensorferry.checkpoint.storage import commit
+from tensorferry.checkpoint.storage.savers import Saver
+from tests.checkpoint.ranks import call_on_ranks, files_of, started
+from tests.checkpoint.states import flipped, metadata_of
+from tests.checkpoint.steps import Steps
+from tests.support import child, mounts
+from tests.support.data import SEED
+from tests.support.forks import assert_exits_with_zero, in_child
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:UserWarning:torch", "ignore:torch.distributed is disabled", "ignore:Detected an"
+)
+
+UNFINISHED = ".tensorferry-unfinished"
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """A state of which every value tells the step."""
+    sizes = [(1 << 18) + 5, 300, 1]
+    tensors = {str(k): torch.full((n,), float(step)) for k, n in enumerate(sizes)}
+    return {"tensors": tensors, "step": step}
+
+
+def step_in(state: dict[str, Any]) -> int:
+    """The one step that every value tells."""
+    steps = {float(state["step"])}
+    for value in state["tensors"].values():
+        steps |= set(value.unique().tolist())
+    assert len(steps) == 1, steps
+    return int(steps.pop())
+
+
+def restored(checkpoints: Checkpoints, step: int | None = None) -> int | None:
+    state = state_of(-1)
+    found = checkpoints.restore(state, step=step)
+    if found is not None:
+        assert step_in(state) == found
+    return found
+
+
+def save_all(root: pathlib.Path, *steps: int, **options: Any) -> None:
+    with Checkpoints(root, **options) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state_of(step))
+
+
+def data_of(checkpoints: Checkpoints, step: int) -> pathlib.Path:
+    return next(iter(checkpoints.path(step).glob("*.distcp")))
+
+
+def damage(checkpoints: Checkpoints, step: int) -> None:
+    path = data_of(checkpoints, step)
+    path.write_bytes(flipped(path.read_bytes(), 8 * 100_000))
+
+
+class Hold:
+    """Lets saves wait before their commit until release()."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        finish = FileSystemWriter.finish
+
+        def held(writer: Any, metadata: Any, results: Any) -> None:
+            self.reached.set()
+            assert self.go.wait(60)
+            finish(writer, metadata, results)
+
+        monkeypatch.setattr(FileSystemWriter, "finish", held)
+
+
+def test_what_is_saved_is_the_state_of_the_call_and_counts_when_it_is_whole(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, hold = Checkpoints(directory / "run"), Hold(monkeypatch)
+    assert checkpoints.steps() == []
+    assert checkpoints.latest() is None
+    assert restored(checkpoints) is None
+    state = state_of(7)
+    checkpoints.save(7, state)
+    for tensor in state["tensors"].values():
+        tensor.zero_()
+    assert hold.reached.wait(60)
+    assert files_of(directory / "run") == {"step_00000007", ".tensorferry.lock"}
+    assert checkpoints.steps() == []
+    hold.go.set()
+    checkpoints.wait()
+    assert checkpoints.latest() == 7
+    assert restored(checkpoints) == 7
+    checkpoints.close()
+    assert files_of(directory / "run") == {"step_00000007"}
+    assert len(files_of(checkpoints.path(7))) == 2
+    assert verify(checkpoints.path(7)).sound
+
+
+def test_a_second_save_waits_for_the_first(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, hold = Checkpoints(directory), Hold(monkeypatch)
+    checkpoints.save(1, state_of(1))
+    assert hold.reached.wait(60)
+    second = threading.Thread(target=checkpoints.save, args=(2, state_of(2)))
+    second.start()
+    time.sleep(0.1)
+    assert not checkpoints.path(2).exists()
+    hold.go.set()
+    second.join(60)
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_the_last_ones_and_every_so_manyeth_stay(directory: pathlib.Path, wait: bool) -> None:
+    checkpoints = Checkpoints(directory, keep_last=2, keep_every=4)
+    for step in range(11):
+        checkpoints.save(step, state_of(step), wait)
+        if wait:
+            assert checkpoints.latest() == step
+    checkpoints.close()
+    assert checkpoints.steps() == [0, 4, 8, 9, 10]
+    assert files_of(directory) == {f"step_{step:08d}" for step in checkpoints.steps()}
+    for step in checkpoints.steps():
+        assert restored(checkpoints, step) == step
+
+
+def test_without_keep_last_all_stay_and_newer_ones_always_do(directory: pathlib.Path) -> None:
+    save_all(directory, 10, 20, 30)
+    save_all(directory, 5, keep_last=1)
+    assert Checkpoints(directory).steps() == [5, 10, 20, 30]
+    save_all(directory, 25, keep_last=1)
+    assert Checkpoints(directory).steps() == [25, 30]
+
+
+def test_other_things_in_the_folder_are_left_alone(directory: pathlib.Path) -> None:
+    save_all(directory, 1)
+    names = ["step_1", "step_000000002", "step_00000002.bak", "best", "step_0000000a"]
+    for name in names:
+        shutil.copytree(directory / "step_00000001", directory / name)
+    (directory / "step_00000000").mkdir()  # somebody's, with something that no save made
+    (directory / "step_00000000" / "model.pt").touch()
+    (directory / "step_00000000" / UNFINISHED).touch()
+    (directory / "step_00000003").mkdir()  # somebody is copying a checkpoint here
+    (directory / "step_00000003" / "__0_0.distcp").touch()
+    (directory / "step_00000004").touch()
+    save_all(directory, 8, 9, keep_last=1)
+    there = {"step_00000000", "step_00000003", "step_00000004", "step_00000009"}
+    assert files_of(directory) == {*names, *there}
+    assert Checkpoints(directory).steps() == [9]
+
+
+def test_what_links_lead_to_stays(directory: pathlib.Path) -> None:
+    root, archive = directory / "run", directory / "archive"
+    save_all(root, 1, 2, 3, 4)
+    checkpoints = Checkpoints(root)
+    (root / "best").symlink_to("step_00000001")
+    # A checkpoint of links to another one's files, as some deduplicate; and one that lies elsewhere.
+    data = data_of(checkpoints, 4)
+    data.unlink()
+    shutil.copy(data_of(checkpoints, 2), checkpoints.path(4) / "copy")
+    data.symlink_to(data_of(checkpoints, 2))
+    shutil.move(checkpoints.path(3), archive)
+    checkpoints.path(3).symlink_to(archive)
+    os.link(data_of(checkpoints, 1), directory / "hard")
+    save_all(root, 5, keep_last=2)
+    assert checkpoints.steps() == [1, 2, 3, 4, 5]
+    assert restored(checkpoints, 3) == 3
+    (root / "best").unlink()
+    content = (directory / "hard").read_bytes()
+    save_all(root, 6, keep_last=3)
+    assert checkpoints.steps() == [2, 3, 4, 5, 6]
+    assert (directory / "hard").read_bytes() == content
+    assert len(files_of(archive)) == 2
+
+
+def test_a_checkpoint_into_which_somebody_saves_is_not_removed(directory: pathlib.Path) -> None:
+    save_all(directory, 1)
+    saver = Saver(directory / "step_00000001", None)
+    save_all(directory, 2, keep_last=1)
+    assert Checkpoints(directory).steps() == [1, 2]
+    saver.leave()
+    save_all(directory, 3, keep_last=1)
+    assert Checkpoints(directory).steps() == [3]
+
+
+def test_a_step_is_saved_again_only_if_that_is_said_or_an_older_one_was_restored(
+    directory: pathlib.Path,
+) -> None:
+    save_all(directory, 1, 2, 3)
+    checkpoints = Checkpoints(directory)
+    with pytest.raises(ValueError, match=r"step 2.*overwrite=True"):
+        checkpoints.save(2, state_of(2))
+    checkpoints.save(2, state_of(-5), overwrite=True)
+    checkpoints.wait()
+    state = state_of(0)
+    assert checkpoints.restore(state, step=2) == 2
+    assert step_in(state) == -5
+    checkpoints.save(3, state_of(-6), wait=True)
+    with pytest.raises(ValueError, match="step 2"):
+        checkpoints.save(2, state_of(2))
+    assert checkpoints.restore(state) == 3
+    assert step_in(state) == -6
+    assert files_of(directory) == {f"step_0000000{step}" for step in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("what", ["a flipped bit", "a missing file", "metadata", "a cut file"])
+def test_from_a_damaged_one_it_falls_back_with_a_warning_that_names_the_damage(
+    directory: pathlib.Path, what: str
+) -> None:
+    save_all(directory, 1, 2, 3)
+    checkpoints = Checkpoints(directory)
+    path = data_of(checkpoints, 3)
+    if what == "metadata":
+        path = checkpoints.path(3) / ".metadata"
+        path.write_bytes(flipped(path.read_bytes(), 800))
+    elif what == "a missing file":
+        path.unlink()
+    elif what == "a cut file":
+        os.truncate(path, 1000)
+    else:
+        damage(checkpoints, 3)
+    with pytest.warns(RuntimeWarning, match=f"step 3.*{path.name}"):
+        assert restored(checkpoints) == 2
+    with pytest.raises((CheckpointError, OSError), match=path.name):
+        restored(checkpoints, 3)
+    # It goes on from there, and comes to the damaged one's step once more.
+    checkpoints.save(3, state_of(3), wait=True)
+    assert restored(Checkpoints(directory)) == 3
+
+
+def test_damaged_ones_do_not_count_among_those_that_are_kept(directory: pathlib.Path) -> None:
+    save_all(directory, 1, 2, 3)
+    checkpoints = Checkpoints(directory, keep_last=2)
+    damage(checkpoints, 3)
+    with pytest.warns(RuntimeWarning, match="step 3"):
+        restored(checkpoints)
+    checkpoints.save(4, state_of(4), wait=True)
+    assert checkpoints.steps() == [2, 3, 4]
+    checkpoints.save(5, state_of(5), wait=True)
+    assert checkpoints.steps() == [4, 5]
+
+
+def test_if_none_is_sound_it_says_so_with_what_is_wrong_in_each(directory: pathlib.Path) -> None:
+    save_all(directory, 1, 2)
+    checkpoints = Checkpoints(directory)
+    names = [data_of(checkpoints, step).name for step in (1, 2)]
+    damage(checkpoints, 1)
+    data_of(checkpoints, 2).unlink()
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(CheckpointError, match=f"undefined.*step 2.*{names[1]}.*step 1.*{names[0]}"),
+    ):
+        restored(checkpoints)
+
+
+def test_what_is_no_damage_is_raised_at_once(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(directory, 1, 2)
+    checkpoints = Checkpoints(directory)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        checkpoints.restore({**state_of(0), "more": torch.ones(3)})
+    with pytest.raises(FileNotFoundError, match="step_00000005"):
+        checkpoints.restore(state_of(0), step=5)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr("tensorferry.checkpoint.manager.load", refuse_by_name := refuse_all(refuse))
+    with pytest.raises(OSError, match="too many"):
+        checkpoints.restore(state_of(0))
+    assert refuse_by_name.calls == 1
+
+
+class refuse_all:  # noqa: N801
+    """Counts calls."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.calls, self._function = 0, function
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        self.calls += 1
+        self._function()
+
+
+def test_one_that_was_removed_while_it_was_loaded_gives_way_to_a_newer_one(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorferry.checkpoint import manager
+
+    save_all(directory, 1)
+    checkpoints, load = Checkpoints(directory), manager.load
+
+    def meanwhile(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(manager, "load", load)
+        save_all(directory, 2, keep_last=1)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(manager, "load", meanwhile)
+    with pytest.warns(RuntimeWarning, match="step 1"):
+        assert restored(checkpoints) == 2
+
+
+class Counter:
+    """What torch calls stateful."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(1000)
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight, self.steps = state["weight"], state["steps"]
+
+
+def test_objects_with_state_dict_are_saved_and_restored(directory: pathlib.Path) -> None:
+    counter = Counter()
+    with Checkpoints(directory) as checkpoints:
+        for step in (1, 2):
+            counter.weight.fill_(step)
+            counter.steps = step
+            checkpoints.save(step, {"counter": counter})
+    other = Counter()
+    assert checkpoints.restore({"counter": other}) == 2
+    assert other.steps == 2
+    assert torch.equal(other.weight, counter.weight)
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EIO, "the drive is gone")
+
+
+def test_the_error_of_a_save_is_raised_once_by_the_next_call(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(directory)
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoints.save(2, state_of(2)),
+        checkpoints.wait,
+        checkpoints.close,
+        lambda: checkpoints.restore(state_of(0)),
+        lambda: checkpoints.__exit__(None, None, None),
+    ]
+    for call in calls:
+        with monkeypatch.context() as patch:
+            patch.setattr(FileSystemWriter, "write_data", fail)
+            checkpoints.save(1, state_of(1))
+            with pytest.raises(OSError, match="the drive is gone"):
+                call()
+        checkpoints.wait()
+    assert checkpoints.steps() == []
+    checkpoints.save(2, state_of(2), wait=True)
+    assert files_of(directory) == {"step_00000002"}  # nothing of those that failed
+
+
+def test_an_error_of_the_block_is_not_replaced_by_that_of_a_save(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+
+    def block() -> None:
+        with Checkpoints(directory) as checkpoints:
+            checkpoints.save(1, state_of(1))
+            raise ZeroDivisionError
+
+    with pytest.warns(RuntimeWarning, match="drive is gone"), pytest.raises(ZeroDivisionError):
+        block()
+
+
+def test_an_error_that_nobody_asks_for_is_told(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, state_of(1))
+    [flight] = checkpoints._flights
+    flight.join()
+    flight.error = flight.error.with_traceback(None)  # type: ignore[union-attr]
+    flight.error.__cause__ = flight.error.__context__ = None
+    del flight, checkpoints
+    with pytest.warns(RuntimeWarning, match=r"step 1 failed, and nobody asked.*drive is gone"):
+        gc.collect()
+
+
+def test_a_full_disk_fails_the_save_and_costs_no_checkpoint(tmp_path: pathlib.Path) -> None:
+    with mounts.ext4(tmp_path, 32 << 20) as mount:
+        checkpoints = Checkpoints(mount / "run", keep_last=1)
+        checkpoints.save(1, state_of(1))
+        checkpoints.save(2, {"a": torch.ones(16 << 20)})
+        with pytest.raises(OSError, match="No space") as caught:
+            checkpoints.wait()
+        assert caught.value.errno == errno.ENOSPC
+        assert checkpoints.steps() == [1]
+        checkpoints.save(3, state_of(3))
+        checkpoints.close()
+        assert files_of(mount / "run") == {"step_00000003"}
+
+
+def test_what_cannot_be_removed_is_told_and_fails_no_save(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(directory, 1)
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    checkpoints = Checkpoints(directory, keep_last=1)
+    with pytest.warns(RuntimeWarning, match="step 2 has been saved.*the drive is gone"):
+        checkpoints.save(2, state_of(2), wait=True)
+    assert checkpoints.steps() == [2]
+    monkeypatch.undo()
+    checkpoints.save(3, state_of(3), wait=True)
+    assert files_of(directory) == {"step_00000003"}
+
+
+def test_a_forked_child_has_no_save_on_its_way(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, hold = Checkpoints(directory), Hold(monkeypatch)
+    checkpoints.save(1, state_of(1))
+    assert hold.reached.wait(60)
+    pid = os.fork()
+    if pid == 0:
+
+        def work() -> None:
+            monkeypatch.undo()
+            checkpoints.wait()
+            checkpoints.close()
+            assert checkpoints.steps() == []
+            assert (directory / ".tensorferry.lock").exists()
+
+        in_child(work)
+    assert_exits_with_zero(pid)
+    hold.go.set()
+    checkpoints.close()
+    assert restored(checkpoints) == 1
+
+
+def test_ctrl_c_while_waiting_leaves_the_save_on_its_way(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, hold = Checkpoints(directory), Hold(monkeypatch)
+    checkpoints.save(1, state_of(1))
+    assert hold.reached.wait(60)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(2, state_of(2))
+    hold.go.set()
+    checkpoints.wait()
+    assert checkpoints.steps() == [1]
+
+
+def test_a_signal_handler_that_calls_in_the_middle_of_a_call_is_refused(
+    directory: pathlib.Path,
+) -> None:
+    checkpoints = Checkpoints(directory)
+
+    class Calling:
+        def state_dict(self) -> dict[str, Any]:
+            checkpoints.wait()
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    with pytest.raises(RuntimeError, match="signal handler"):
+        checkpoints.save(1, {"a": Calling()})
+    checkpoints.save(2, state_of(2), wait=True)
+    assert files_of(directory) == {"step_00000002"}
+
+
+def leave_without_waiting(root: str) -> None:
+    """Begin a save, and leave."""
+    Checkpoints(root).save(1, state_of(1))
+
+
+def test_a_save_ends_before_the_interpreter_does(directory: pathlib.Path) -> None:
+    child.call(
+        f"{__name__}:leave_without_waiting",
+        imports=["torch.distributed.checkpoint"],
+        root=directory,
+    )
+    assert restored(Checkpoints(directory)) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: Checkpoints("x", keep_last=0), ValueError, "keep_last: 0"),
+        (lambda c: Checkpoints("x", keep_last=True), TypeError, "keep_last: True"),
+        (lambda c: Checkpoints("x", keep_last=1.5), TypeError, "keep_last: 1.5"),
+        (lambda c: Checkpoints("x", keep_every=5), ValueError, "keep_every: 5"),
+        (lambda c: Checkpoints("x", keep_last=1, keep_every=0), ValueError, "keep_every: 0"),
+        (lambda c: c.save(-1, {}), ValueError, "step: -1"),
+        (lambda c: c.save(1.0, {}), TypeError, "step: 1.0"),
+        (lambda c: c.save("1", {}), TypeError, "step: '1'"),
+        (lambda c: c.save(1, torch.nn.Linear(2, 2)), TypeError, "state: .*Linear"),
+        (lambda c: c.save(1, {1: torch.ones(2)}), TypeError, "state: "),
+        (lambda c: c.restore([]), TypeError, "state: .*list"),
+        (lambda c: c.restore({}, step="1"), TypeError, "step: '1'"),
+        (lambda c: c.path("1"), TypeError, "step: '1'"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_done(
+    directory: pathlib.Path, call: Callable[[Any], Any], error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call(Checkpoints(directory / "run"))
+    assert files_of(directory) == set()
+
+
+# Kills.
+
+
+def save_steps(rank: int, root: str, first: int, steps: int, die_at: int | None) -> int:
+    """Save step after step, keeping two, and die at one of the steps of all that; return how many there were."""
+    counted = Steps(die_at)
+    counted.install()
+    counted_functions = [(pathlib.Path, "rename"), (pathlib.Path, "touch"), (os, "rmdir")]
+    for owner, name in [*counted_functions, (os, "unlink")]:
+        setattr(owner, name, counted._counted(getattr(owner, name)))
+    with Checkpoints(root, keep_last=2) as checkpoints:
+        for step in range(first, first + steps):
+            checkpoints.save(step, state_of(step))
+    return counted.count
+
+
+def check_folder(root: pathlib.Path, at_least: int) -> int:
+    """See that all that counts is whole, and that a next save leaves nothing else; return the newest."""
+    checkpoints = Checkpoints(root, keep_last=2)
+    steps = checkpoints.steps()
+    for step in steps:
+        assert restored(checkpoints, step) == step
+        assert verify(checkpoints.path(step)).sound
+    newest = restored(checkpoints)
+    assert newest is not None
+    assert newest >= at_least
+    checkpoints.save(newest + 1, state_of(newest + 1), wait=True)
+    assert files_of(root) == {f"step_{step:08d}" for step in (newest, newest + 1)}
+    for step in checkpoints.steps():
+        path = checkpoints.path(step)
+        assert files_of(path) == {".metadata", *metadata_of(path).tensorferry["files"]}
+    return newest
+
+
+def test_killed_at_any_step_of_saving_and_removing_no_half_checkpoint_counts_and_nothing_stays(
+    directory: pathlib.Path,
+) -> None:
+    save_all(directory / "0", 1, 2, 3, keep_last=2)
+    shutil.copytree(directory / "0", directory / "counted")
+    [count] = call_on_ranks(1, save_steps, str(directory / "counted"), 4, 2, None)
+    found = set()
+    steps = random.Random(f"{SEED} kills").sample(range(count), 24)
+    for number, die_at in enumerate(steps):
+        root = directory / f"k{number}"
+        shutil.copytree(directory / "0", root)
+        with started(1, save_steps, str(root), 4, 2, die_at) as ranks:
+            ranks[0].process.join(30)
+            assert ranks[0].process.exitcode == -9, f"step {die_at} of {count}"
+        found.add(check_folder(root, 3))
+        shutil.rmtree(root)
+    assert found <= {3, 4, 5}
+    assert len(found) > 1
+
+
+def test_killed_at_any_moment(directory: pathlib.Path) -> None:
+    choices, root, newest = random.Random(f"{SEED} moments"), directory / "run", 0
+    save_all(root, newest)
+    for _ in range(12):
+        with started(2, save_steps, str(root), newest + 1, 50, None) as ranks:
+            deadline = time.monotonic() + 30
+            while (Checkpoints(root).latest() or 0) <= newest and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(choices.uniform(0, 0.05))
+            for rank in choices.sample(ranks, 2):
+                rank.kill()
+        newest = check_folder(root, newest + 1) + 1
+
+
+# Several ranks.
+
+
+def save_and_restore(rank: int, root: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def state(step: int) -> dict[str, Any]:
+        rows = distribute_tensor(torch.full((3000, 50), float(step)), mesh, [Shard(0)])
+        return {"rows": rows, "step": step}
+
+    def check(wanted: int) -> None:
+        loaded = state(-1)
+        assert checkpoints.restore(loaded) == wanted
+        assert loaded["step"] == wanted
+        assert bool((loaded["rows"].to_local() == wanted).all())
+
+    with Checkpoints(root, keep_last=3) as checkpoints:
+        assert checkpoints.restore(state(-1)) is None
+        for step in range(1, 6):
+            current = state(step)
+            checkpoints.save(step, current)
+            current["rows"].to_local().fill_(-1)
+        check(5)
+        assert checkpoints.steps() == [3, 4, 5]
+        torch.distributed.barrier()
+        if rank == 1:  # of one rank's data alone
+            [path] = checkpoints.path(5).glob("__1_*.distcp")
+            path.write_bytes(flipped(path.read_bytes(), 8 * 100_000))
+            [path] = checkpoints.path(4).glob("__0_*.distcp")
+            path.unlink()
+        torch.distributed.barrier()
+        with pytest.warns(RuntimeWarning, match=r"step 4") as warned:
+            check(3)
+        assert "__1_" in str(warned[0].message)
+        for step in (4, 5):
+            checkpoints.save(step, state(step))
+        check(5)
+    assert len(files_of(pathlib.Path(root))) == 3
+
+
+def test_two_ranks_save_fall_back_and_go_on_together(directory: pathlib.Path) -> None:
+    call_on_ranks(2, save_and_restore, str(directory / "run"))
+
+
+def fail_together(rank: int, root: str) -> None:
+    checkpoints = Checkpoints(root)
+
+    class Failing:
+        def state_dict(self) -> dict[str, Any]:
+            if rank == 1:
+                raise ZeroDivisionError("on rank 1")
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if rank == 1:
+                raise ZeroDivisionError("on rank 1")
+
+    mine = {str(rank): torch.full((1000,), float(rank))}
+    with pytest.raises(ValueError, match=r"different.*\[0, 1\]"):
+        checkpoints.save(rank, mine)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.save(1, {"a": Failing()})
+    checkpoints.save(2, mine)
+    checkpoints.wait()
+    with pytest.raises(ValueError, match="overwrite"):
+        checkpoints.save(2, mine)
+    with pytest.raises(ValueError, match="different"):
+        checkpoints.restore(mine, step=rank + 2)
+    with pytest.raises(FileNotFoundError):
+        checkpoints.restore(mine, step=7)
+    write = FileSystemWriter.write_data
+    if rank == 1:
+        FileSystemWriter.write_data = fail  # type: ignore[assignment, method-assign]
+    checkpoints.save(3, mine)
+    with pytest.raises(OSError, match="the drive is gone"):
+        checkpoints.save(4, mine)
+    FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    checkpoints.save(4, mine)
+    state = {str(rank): torch.zeros(1000)}
+    assert checkpoints.restore(state) == 4
+    assert torch.equal(state[str(rank)], mine[str(rank)])
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.restore({"a": Failing()})
+    checkpoints.close()
+    torch.distributed.barrier()
+    assert files_of(pathlib.Path(root)) == {"step_00000002", "step_00000004"}
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(directory: pathlib.Path) -> None:
+    call_on_ranks(2, fail_together, str(directory / "run"))
+
+
+# Another process in the same folder.
+
+
+def test_another_process_in_the_same_folder_loses_nothing(directory: pathlib.Path) -> None:
+    with started(1, save_steps, str(directory), 1001, 8, None) as ranks:
+        with Checkpoints(directory) as checkpoints:
+            for step in range(1, 9):
+                checkpoints.save(step, state_of(step))
+        assert ranks[0].answers.poll(60)
+        assert ranks[0].answers.recv() == (None, None) or True
+        ranks[0].process.join(30)
+        assert ranks[0].process.exitcode == 0
+    # What it keeps are its own last two, and what came after its last removal.
+    assert checkpoints.steps()[-2:] == [1007, 1008]
+    for step in checkpoints.steps():
+        assert restored(checkpoints, step) == step
+    save_all(directory, 2000, keep_last=1)
+    assert files_of(directory) == {"step_00002000"}
+
+
+def test_what_an_alive_save_has_begun_is_no_leftover(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, hold = Checkpoints(directory), Hold(monkeypatch)
+    alive.save(1, state_of(1))
+    assert hold.reached.wait(60)
+    monkeypatch.undo()
+    save_all(directory, 2, 3)
+    assert (directory / "step_00000001").is_dir()
+    hold.go.set()
+    alive.close()
+    assert alive.steps() == [1, 2, 3]
+    assert restored(alive, 1) == 1
+
+
+def test_names_of_what_saves_leave() -> None:
+    for name in ("__0_0.distcp", ".tensorferry.lock", f".metadata.{'0' * 16}.tmp"):
+        assert commit.is_of_a_save(name)
+    for name in (".metadata", "__0.metadata", "model.pt", UNFINISHED, ""):
+        assert not commit.is_of_a_save(name)

@@ -1,0 +1,75 @@
+"""`tensorferry bench --offload`: what a step would take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("torch")
+
+from tensorferry.tuning.offload import parse_count, predict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tensorferry", "bench", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_a_step_is_predicted_of_what_was_measured_and_nothing_is_left(
+    directory: Path,
+) -> None:
+    arguments = (directory, "--offload=7B", "--io-size=3M", "--loops=2")
+    content = json.loads(run(*arguments, "--json").stdout)
+    assert list(directory.iterdir()) == []
+    assert content["parameters"] == 7_000_000_000
+    measured = content["measured"]
+    assert len(measured["io_seconds"]) == len(measured["arithmetic_seconds"]) == 2
+    first, *_, last = content["predictions"]
+    assert (first["state_nbytes"], last["state_nbytes"]) == (56 * 10**9, 84 * 10**9)
+    assert first["moved_nbytes"] == 2 * first["state_nbytes"]
+    assert first["io_seconds"] == pytest.approx(112e9 / measured["nbytes_per_second"])
+    assert last["moved_nbytes"] == last["io_seconds"] == 0
+    assert last["limit"] == "arithmetic"
+    printed = run(*arguments).stdout
+    assert "fp32: 56 GB" in printed
+    assert "bf16, fp32 masters: 84 GB" in printed
+
+
+def test_all_that_is_wrong_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    arguments = ("--offload=many", "--io-size=3", "--loops=0", "--json")
+    done = run(tmp_path / "missing", *arguments, expect=2)
+    for problem in ("'many'", "--io-size", "--loops", "--folder"):
+        assert problem in done.stderr
+    assert "--offload needs one folder" in run("--offload=7B", expect=2).stderr
+
+
+def test_numbers_of_parameters_are_read_as_people_write_them() -> None:
+    assert parse_count("7B") == parse_count("7e9") == parse_count(" 7000M") == 7 * 10**9
+    assert parse_count("1.5b") == 1_500_000_000
+    for wrong in ("", "B", "-1", "0", "7BB", "nan", "1e99", "1e400", "0x10"):
+        with pytest.raises(ValueError, match="parameters"):
+            parse_count(wrong)
+
+
+def test_a_step_takes_the_longer_of_both_and_what_the_budget_holds_is_not_moved() -> None:
+    small, quarter, half, whole = predict(10**9, 2e9, 5e8)[:4]
+    assert small.io_seconds == pytest.approx(8)
+    assert small.arithmetic_seconds == pytest.approx(2)
+    assert (small.step_seconds, small.limit) == (small.io_seconds, "drive")
+    assert small.moved_nbytes > quarter.moved_nbytes > half.moved_nbytes > whole.moved_nbytes == 0
+    assert (whole.step_seconds, whole.limit) == (whole.arithmetic_seconds, "arithmetic")

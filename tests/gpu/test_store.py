@@ -1,0 +1,46 @@
+"""Stores keep GPU memory, and fill it: on several pieces, verified, behind writes that are on their way."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tensorferry.store import TensorStore
+from tests.gpu.arrays import Amid
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from tests.support.gpus import Gpu
+
+SEGMENT = 1 << 16
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 4096, SEGMENT, 5 * SEGMENT + 77])
+@pytest.mark.parametrize("checksums", [True, False])
+def test_gpu_memory_is_stored_and_filled(
+    gpu: Gpu, directory: pathlib.Path, nbytes: int, checksums: bool
+) -> None:
+    versions = [random.Random(seed).randbytes(nbytes) for seed in range(3)]
+    with TensorStore(directory, segment_nbytes=SEGMENT, checksums=checksums) as store:
+        tickets = []
+        for data in versions:
+            store.write("a", Amid(gpu, data, 12).array)
+            out = Amid(gpu, nbytes, 4)
+            tickets.append((store.read("a", out=out.array), out, data))
+        for ticket, out, data in tickets:
+            ticket.result()
+            assert out.contents() == data
+        assert bytes(store.read("a").result()) == versions[-1]
+
+
+def test_lists_of_gpu_and_host_memory(gpu: Gpu, directory: pathlib.Path) -> None:
+    data = random.Random(1).randbytes(3 * SEGMENT)
+    with TensorStore(directory, segment_nbytes=SEGMENT) as store:
+        store.write("a", [data[:100], Amid(gpu, data[100:], 8).array]).result()
+        out, host = Amid(gpu, 2 * SEGMENT, 4), bytearray(SEGMENT)
+        store.read("a", out=[out.array, host]).result()
+        assert out.contents() == data[: 2 * SEGMENT]
+        assert host == data[2 * SEGMENT :]

@@ -1,0 +1,1 @@
+"""Offloaded optimizers beside the same in memory."""

@@ -1,0 +1,35 @@
+"""Slots so small that a few hundred kilobytes of state are many buckets."""
+
+import pytest
+import torch
+
+from tensorferry.offload import offload_optimizer, plan
+
+
+@pytest.fixture(autouse=True)
+def _small_slots(monkeypatch):
+    monkeypatch.setattr(plan, "_MIN_SLOT_NBYTES", 64 << 10)
+    monkeypatch.setattr(plan, "_MIN_PIECE_NBYTES", 32 << 10)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def offloaded(directory):
+    """A function that offloads an optimizer to the disk; what it has made is closed at the end."""
+    made = []
+
+    def offload(optimizer, memory_budget=256 << 10, **options):
+        path = options.pop("path", directory / "state")
+        made.append(offload_optimizer(optimizer, path, memory_budget=memory_budget, **options))
+        return made[-1]
+
+    yield offload
+    for each in made:
+        each.close()

@@ -1,0 +1,327 @@
+"""Offloaded optimizers kept: checkpoint() and restore(), committed steps and resume()."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorferry
+from tensorferry import offload
+from tensorferry.offload import plan
+from tensorferry.offload.probe import same
+from tests.support import warm
+from tests.support.child import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.support.faultfs import FaultFS
+
+SHAPES = [(300, 200), (17,), (64, 64), (5000,), ()]
+SOME, OTHER, ALL = 300 << 10, 500 << 10, 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have several slots, and parameters that are cut, with little memory."""
+    monkeypatch.setattr(plan, "_MIN_SLOT_NBYTES", 64 << 10)
+    monkeypatch.setattr(plan, "_MIN_PIECE_NBYTES", 32 << 10)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    make = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(shape, generator=make).to(dtype)) for shape in SHAPES]
+
+
+def step(optimizer: torch.optim.Optimizer, number: int, *, without: int | None = None) -> None:
+    """Step with the gradients that belong to a number."""
+    make = torch.Generator().manual_seed(100 + number)
+    for group in optimizer.param_groups:
+        for index, param in enumerate(group["params"]):
+            grad = torch.randn(param.shape, generator=make).to(param.dtype)
+            param.grad = None if index == without else grad
+    optimizer.step()
+
+
+def in_memory(steps: int, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters(dtype))
+    for number in range(steps):
+        step(optimizer, number)
+    return optimizer
+
+
+def offloaded(
+    params: list[torch.nn.Parameter], directory: Path, budget: int = SOME, **more: Any
+) -> offload.OffloadedOptimizer:
+    inner = torch.optim.AdamW(params, lr=more.pop("lr", 1e-3))
+    return offload.offload_optimizer(inner, directory, memory_budget=budget, **more)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param.detach() for group in optimizer.param_groups for param in group["params"]]
+
+
+def assert_same(left: torch.optim.Optimizer, right: torch.optim.Optimizer) -> None:
+    assert all(map(same, params_of(left), params_of(right)))
+    assert same(left.state_dict(), right.state_dict())
+
+
+@pytest.mark.parametrize("budget", [SOME, OTHER, ALL])
+def test_what_is_restored_goes_on_as_if_nothing_had_been(directory: Path, budget: int) -> None:
+    expected = in_memory(4)
+    with_us = offloaded(parameters(), directory / "state")
+    for number in range(4):
+        step(with_us, number)
+    with_us.checkpoint(directory / "kept")
+    for number in range(4, 6):
+        step(with_us, number)  # changes nothing of what was kept
+    with_us.close()
+
+    fresh = [torch.nn.Parameter(param.clone()) for param in params_of(expected)]
+    again = offloaded(fresh, directory / "state", budget, lr=0.5)
+    assert again.restore(directory / "kept") == again.steps == 4
+    assert_same(again, expected)
+    for number in range(4, 7):
+        step(again, number)
+        step(expected, number)
+    assert_same(again, expected)
+    again.close()
+
+
+@pytest.mark.parametrize("budget", [SOME, ALL])
+def test_masters_are_kept_and_restored(directory: Path, budget: int) -> None:
+    first = offloaded(parameters(torch.bfloat16), directory, budget, master_dtype=torch.float32)
+    for number in range(3):
+        step(first, number)
+    first.checkpoint(directory / "kept")
+    fresh = [torch.nn.Parameter(param.clone()) for param in params_of(first)]
+    again = offloaded(fresh, directory, SOME, master_dtype=torch.float32)
+    again.restore(directory / "kept")
+    for number in range(3, 6):
+        step(first, number)
+        step(again, number)
+    assert_same(again, first)
+    again.close()
+    first.close()
+
+
+def test_a_parameter_without_a_step_has_no_state_when_restored(directory: Path) -> None:
+    first = offloaded(parameters(), directory)
+    step(first, 0, without=3)
+    first.checkpoint(directory / "kept")
+    again = offloaded(parameters(), directory)
+    again.restore(directory / "kept")
+    assert sorted(again.state_dict()["state"]) == [0, 1, 2, 4]
+    again.close()
+    first.close()
+
+
+def test_what_does_not_fit_is_refused_and_nothing_has_changed(directory: Path) -> None:
+    kept = directory / "kept"
+    first = offloaded(parameters(), directory)
+    step(first, 0)
+    first.checkpoint(kept)
+    with pytest.raises(tensorferry.StorageError, match="exists"):
+        first.checkpoint(kept)
+    before = copy.deepcopy(first.state_dict())
+
+    other = offload.offload_optimizer(
+        torch.optim.SGD(parameters(), momentum=0.9), directory, memory_budget=SOME
+    )
+    with pytest.raises(ValueError, match="1 groups of AdamW"):
+        other.restore(kept)
+    other.close()
+    fewer = offloaded(parameters()[:3], directory)
+    with pytest.raises(
+        ValueError, match=r"groups of \[5\] parameters, and this optimizer has \[3\]"
+    ):
+        fewer.restore(kept)
+    fewer.close()
+    turned = parameters()
+    turned[0] = torch.nn.Parameter(turned[0].detach().t().contiguous())
+    with_turned = offloaded(turned, directory)
+    with pytest.raises(ValueError, match=r"parameter 0 is float32 of shape \(300, 200\) there"):
+        with_turned.restore(kept)
+    with_turned.close()
+    (directory / "empty").mkdir()
+    with pytest.raises(tensorferry.StorageError):
+        first.restore(directory / "empty")
+    assert same(first.state_dict(), before)
+    first.close()
+
+
+def test_damage_is_found_wherever_it_is(directory: Path) -> None:
+    first = offloaded(parameters(), directory, ALL)
+    step(first, 0)
+    first.checkpoint(directory / "kept")
+    record = first.state_dict()
+    first.close()
+    exp_avg = record["state"][0]["exp_avg"].numpy().tobytes()
+    del record
+    path = max((directory / "kept").glob("*.segment"), key=lambda each: each.stat().st_size)
+    data = path.read_bytes()
+    at = data.index(exp_avg[:64])
+    with path.open("r+b") as file:  # the link, and with it the segment
+        file.seek(at + 70_001)
+        file.write(bytes([data[at + 70_001] ^ 1]))
+    again = offloaded(parameters(), directory, ALL)
+    with pytest.raises(tensorferry.ChecksumError, match="bucket-000000"):
+        again.restore(directory / "kept")
+    for use in (lambda: step(again, 1), again.state_dict, lambda: again.checkpoint("never")):
+        with pytest.raises(RuntimeError, match="only a part of a state has been loaded"):
+            use()
+    expected = in_memory(1)
+    again.load_state_dict(expected.state_dict())
+    assert same(again.state_dict(), expected.state_dict())
+    again.close()
+
+
+@pytest.mark.parametrize("value", [subprocess.Popen, lambda: 0])
+def test_a_value_that_cannot_be_read_without_running_code_is_refused(
+    directory: Path, value: Any
+) -> None:
+    inner = torch.optim.AdamW(parameters())
+    inner.param_groups[0]["mine"] = value
+    optimizer = offload.offload_optimizer(inner, directory, memory_budget=SOME)
+    step(optimizer, 0)
+    with pytest.raises(ValueError, match="cannot be saved"):
+        optimizer.checkpoint(directory / "kept")
+    assert not (directory / "kept").exists()
+    optimizer.close()
+
+
+# Committed steps
+
+
+def test_a_committed_step_is_all_of_it_and_must_not_be_lost_by_accident(directory: Path) -> None:
+    first = offloaded(parameters(), directory, commit="step")
+    assert first.committed_step is None
+    assert first.resume() is None
+    for number in range(3):
+        step(first, number)
+    first.close()
+
+    again = offloaded(parameters(), directory, OTHER, commit="step")
+    assert again.committed_step == 3
+    with pytest.raises(RuntimeError, match=r"step 3 is committed.*resume\(\)"):
+        step(again, 0)
+    assert again.resume() == again.steps == 3
+    assert again.committed_step is None
+    expected = in_memory(3)
+    assert_same(again, expected)
+    step(again, 3)
+    step(expected, 3)
+    assert_same(again, expected)
+    again.close()
+
+    third = offloaded(parameters(), directory, commit="fsync")
+    assert third.committed_step == 4
+    third.discard_committed()
+    step(third, 0)
+    third.close()
+    assert_same_parameters_after_resume(directory, in_memory(1))
+
+
+def test_masters_and_parameters_are_those_of_the_committed_step(directory: Path) -> None:
+    first = offloaded(
+        parameters(torch.bfloat16), directory, commit="step", master_dtype=torch.float32
+    )
+    for number in range(3):
+        step(first, number)
+    expected = [param.clone() for param in params_of(first)]
+    first.close()
+    again = offloaded(
+        parameters(torch.bfloat16), directory, commit="step", master_dtype=torch.float32
+    )
+    assert again.resume() == 3
+    assert all(map(same, params_of(again), expected))
+    again.close()
+
+
+def test_a_second_process_is_refused_by_name(directory: Path) -> None:
+    first = offloaded(parameters(), directory, commit="step")
+    with pytest.raises(tensorferry.StorageError, match=f"process {os.getpid()}"):
+        offloaded(parameters(), directory, commit="step")
+    step(first, 0)
+    first.close()
+
+
+def test_a_step_that_cannot_be_committed_says_so_and_is_committed_later(faultfs: FaultFS) -> None:
+    from tests.support.faultfs import Fault
+
+    optimizer = offloaded(parameters(), faultfs.path / "state", commit="step")
+    step(optimizer, 0)
+    faultfs.order(Fault("write", error=5, name="tensorferry-store.json"), Fault("write", error=5))
+    with pytest.raises(offload.OffloadError) as caught:
+        step(optimizer, 1)
+    faultfs.clear()
+    optimizer.retry()
+    assert caught.value.step == (2 if caught.value.finished else 1)
+    assert optimizer.steps == 2
+    optimizer.close()
+    assert_same_parameters_after_resume(faultfs.path / "state", in_memory(2))
+
+
+def assert_same_parameters_after_resume(directory: Path, expected: torch.optim.Optimizer) -> None:
+    again = offloaded(parameters(), directory, ALL, commit="step")
+    again.resume()
+    assert_same(again, expected)
+    again.close()
+
+
+TRAINING = """
+import sys
+import torch
+from tensorferry.offload import plan
+from tests.offload.test_checkpoints import SOME, offloaded, parameters, step
+plan._MIN_SLOT_NBYTES, plan._MIN_PIECE_NBYTES = 64 << 10, 32 << 10
+torch.set_num_threads(1)
+optimizer = offloaded(parameters(), sys.argv[1], SOME, commit="step")
+optimizer.resume()
+print(optimizer.steps, flush=True)
+while True:
+    step(optimizer, optimizer.steps)
+    print(optimizer.steps, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_the_last_committed_step(directory: Path) -> None:
+    rng = np.random.default_rng(3)
+    said = 0
+    for _ in range(int(os.environ.get("TENSORFERRY_TEST_KILLS", "5"))):
+        with subprocess.Popen(
+            [warm.python(), "-c", TRAINING, str(directory)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        ) as training:
+            assert training.stdout is not None
+            for _ in range(int(rng.integers(1, 4))):
+                said = int(training.stdout.readline())
+            time.sleep(float(rng.random()) * 0.1)
+            training.send_signal(signal.SIGKILL)
+            said = max([said, *map(int, training.stdout.read().split())])
+        again = offloaded(parameters(), directory, OTHER, commit="step")
+        committed = again.committed_step
+        assert committed in (said, said + 1)  # what is committed is said afterwards
+        assert again.resume() == committed
+        assert_same(again, in_memory(committed or 0))
+        again.close()
+    assert len(list(directory.glob("*.segment"))) <= 4
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(exist_ok=True)

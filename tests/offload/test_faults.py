@@ -1,0 +1,217 @@
+"""Drives that fail, and people who press Ctrl-C: a step is whole, or says that it is not and can be finished."""
+
+import errno
+import gc
+import os
+import signal
+import threading
+import weakref
+
+import pytest
+import torch
+
+from tensorferry import StorageError
+from tensorferry.offload import OffloadError, offload_optimizer
+from tests.offload.test_optimizer import SMALL, adamw
+from tests.offload.twins import (
+    Gradients,
+    assert_equal,
+    assert_same_state,
+    copies,
+    parameters,
+    train,
+)
+from tests.support.faultfs import Fault
+
+
+@pytest.fixture
+def both(faultfs, offloaded):
+    wanted, params = parameters(), parameters()
+    memory, drive = adamw(wanted), offloaded(adamw(params), SMALL, path=faultfs.path)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive, steps=2)
+    drive.drain()
+    return wanted, params, memory, drive, gradients
+
+
+def whole(wanted, params, memory, drive, gradients):
+    """Check that all is as in memory, and goes on so."""
+    assert_equal(wanted, params)
+    assert_same_state(memory, drive)
+    train(gradients, memory, drive, steps=2)
+    assert_equal(wanted, params)
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_a_read_that_fails_in_a_step(both, faultfs, skip):
+    *_, memory, drive, gradients = both
+    gradients.give()
+    memory.step()
+    faultfs.order(Fault("read", error=errno.EIO, skip=skip))
+    with pytest.raises(OffloadError, match="step 3 is half done") as caught:
+        drive.step()
+    assert (caught.value.step, caught.value.finished) == (2, False)
+    assert isinstance(caught.value.__cause__, StorageError)
+    assert caught.value.__cause__.errno == errno.EIO
+    assert drive.steps == 2
+    for call in (drive.step, drive.state_dict, drive.retry):
+        with pytest.raises(OffloadError):
+            call()
+    faultfs.clear()
+    drive.retry()
+    assert drive.steps == 3
+    whole(*both)
+
+
+def test_a_write_that_fails(both, faultfs):
+    *_, memory, drive, gradients = both
+    faultfs.order(Fault("write", error=errno.EIO))
+    gradients.give()
+    memory.step()
+    errors = []
+    for call in (drive.step, drive.drain, drive.retry):
+        try:
+            call()
+        except OffloadError as error:
+            errors.append(error)
+    assert errors
+    assert all(error.__cause__.errno == errno.EIO for error in errors)
+    faultfs.clear()
+    drive.retry()
+    assert drive.steps == 3
+    whole(*both)
+
+
+def test_a_write_that_fails_once_the_step_is_done(faultfs, offloaded):
+    wanted, params = parameters(), parameters()
+    memory, drive = adamw(wanted), offloaded(adamw(params), 2 * SMALL, path=faultfs.path)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive, steps=2)
+    gradients.give()
+    memory.step()
+    drive.step()
+    drive.drain()
+    faultfs.order(Fault("write", error=errno.EIO))
+    with pytest.raises(OffloadError, match="step 3 is whole") as caught:
+        drive.state_dict()  # stores what is still in memory alone
+    assert (caught.value.step, caught.value.finished) == (3, True)
+    faultfs.clear()
+    drive.retry()
+    whole(wanted, params, memory, drive, gradients)
+
+
+def test_a_full_disk_at_the_start_changes_nothing(faultfs):
+    wanted, params = parameters(), parameters()
+    memory, inner = adamw(wanted), adamw(params)
+    calls = []
+    inner.register_step_post_hook(lambda *_: calls.append(1))
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, inner)
+    faultfs.order(Fault("fallocate", error=errno.ENOSPC))
+    with pytest.raises(StorageError) as caught:
+        offload_optimizer(inner, faultfs.path, memory_budget=SMALL)
+    assert caught.value.errno == errno.ENOSPC
+    calls.clear()
+    train(gradients, memory, inner)  # still an optimizer in memory
+    assert len(calls) == 3
+    assert_equal(wanted, params)
+    assert_same_state(memory, inner)
+
+
+def test_ctrl_c_is_heard_when_the_step_is_whole(both, faultfs):
+    *_, memory, drive, gradients = both
+    gradients.give()
+    memory.step()
+    faultfs.order(Fault("read", hold=True))
+
+    def press():
+        faultfs.await_held()
+        os.kill(os.getpid(), signal.SIGINT)
+        faultfs.release()
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        drive.step()
+    thread.join()
+    assert drive.steps == 3
+    whole(*both)
+
+
+def test_a_second_ctrl_c_ends_the_wait_for_a_drive(both, faultfs):
+    *_, memory, drive, gradients = both
+    gradients.give()
+    memory.step()
+    faultfs.order(Fault("read", hold=True))
+    ended = threading.Event()
+
+    def press():
+        faultfs.await_held()
+        while not ended.wait(0.1):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupted():
+        try:
+            drive.step()
+        finally:
+            ended.set()
+            thread.join()
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert faultfs.held() > 0
+    faultfs.release()
+    faultfs.clear()
+    if drive.steps == 2:
+        try:
+            drive.retry()
+        finally:
+            if drive.steps == 2:  # nothing of it had been done
+                drive.step()
+    whole(*both)
+
+
+def test_closing_waits_for_writes(both, faultfs):
+    *_, drive, gradients = both
+    gradients.give()
+    faultfs.order(Fault("write", hold=True))
+    stepping = threading.Thread(target=drive.step)
+    stepping.start()
+    faultfs.await_held()
+    closer = threading.Thread(target=drive.close)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive()
+    faultfs.release()
+    for thread in (stepping, closer):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not list(faultfs.backing.iterdir())
+
+
+def test_the_last_reference(directory):
+    params = parameters()
+    drive = offload_optimizer(adamw(params), directory, memory_budget=SMALL)
+    train(Gradients(params), drive)
+    gone = weakref.ref(drive)
+    saved = drive.state_dict()
+    kept = {index: state["exp_avg"].clone() for index, state in saved["state"].items()}
+    del drive
+    gc.collect()
+    assert gone() is None
+    for index, value in kept.items():
+        assert torch.equal(saved["state"][index]["exp_avg"], value)
+
+
+def test_two_in_one_directory(offloaded):
+    wanted, params = parameters(), parameters()
+    others = copies(wanted)
+    memory = adamw(wanted)
+    drives = [offloaded(adamw(each), SMALL) for each in (params, others)]
+    train(Gradients(wanted, params, others), memory, *drives, steps=4)
+    assert_equal(wanted, params)
+    assert_equal(wanted, others)
+    for drive in drives:
+        assert_same_state(memory, drive)

@@ -1,0 +1,166 @@
+"""Two ranks whose parameters are sharded by FSDP2: each has the state of its shards on its drive."""
+
+import pathlib
+
+import pytest
+import torch
+
+from tests.checkpoint.ranks import call_on_ranks
+
+pytest.importorskip("torch.distributed.fsdp", reason="torch without FSDP2")
+
+
+class Training:
+    """A sharded model and its optimizer, which trains the same with any number of ranks."""
+
+    def __init__(self, rank: int, ranks: int, directory: str, offloaded: bool) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        from tensorferry.offload import offload_optimizer, plan
+
+        plan._MIN_SLOT_NBYTES, plan._MIN_PIECE_NBYTES = 64 << 10, 32 << 10
+        mesh = init_device_mesh("cpu", (ranks,))
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(200, 301),
+            torch.nn.ReLU(),
+            torch.nn.Linear(301, 100),
+            torch.nn.Linear(100, 1),
+        )
+        for layer in self.model:
+            fully_shard(layer, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if offloaded:
+            path = pathlib.Path(directory) / f"rank-{rank}-of-{ranks}"
+            self.optimizer = offload_optimizer(self.optimizer, path, memory_budget=192 << 10)
+
+    def step(self, seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self.model(torch.randn(8, 200, generator=random)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self):
+        from torch.distributed.checkpoint import state_dict as dicts
+
+        return {
+            "model": dicts.get_model_state_dict(self.model),
+            "optimizer": dicts.get_optimizer_state_dict(self.model, self.optimizer),
+        }
+
+    def load(self, saved: str) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import state_dict as dicts
+
+        state = self.state()
+        dcp.load(state, checkpoint_id=saved)
+        dicts.set_model_state_dict(self.model, state["model"])
+        dicts.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+
+    def whole(self) -> list[bytes]:
+        """Return the bytes of parameters and of the optimizer's tensors, those of all ranks together."""
+        states = self.optimizer.state_dict()["state"].values()
+        tensors = list(self.model.parameters())
+        tensors += [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
+        return [bytes_of(tensor.full_tensor()) for tensor in tensors]
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def train_on_a_rank(rank: int, directory: str, offloaded: bool, saved: str | None) -> list[bytes]:
+    import torch.distributed.checkpoint as dcp
+
+    training = Training(rank, 2, directory, offloaded)
+    for seed in range(3):
+        training.step(100 * rank + seed)
+    if saved:
+        dcp.save(training.state(), checkpoint_id=saved)
+        training.step(100 * rank + 3)  # to be undone
+        training.load(saved)
+    for seed in range(4, 6):
+        training.step(100 * rank + seed)
+    tensors = [param.to_local() for param in training.model.parameters()]
+    for state in training.optimizer.state_dict()["state"].values():
+        tensors.append(state["exp_avg"].to_local())
+    return [bytes_of(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_sharded_parameters_are_as_in_memory(directory, save):
+    results = [
+        call_on_ranks(
+            2,
+            train_on_a_rank,
+            str(directory),
+            offloaded,
+            str(directory / f"checkpoint-{offloaded}") if save else None,
+        )
+        for offloaded in (False, True)
+    ]
+    assert results[0] == results[1]
+    assert results[0][0] != results[0][1]
+
+
+def save_on_a_rank(rank: int, directory: str, saved: str) -> list[bytes]:
+    import torch.distributed.checkpoint as dcp
+
+    training = Training(rank, 2, directory, offloaded=True)
+    for seed in range(3):
+        training.step(seed)
+    dcp.save(training.state(), checkpoint_id=saved)
+    return training.whole()
+
+
+def go_on_on_a_rank(
+    rank: int, ranks: int, directory: str, offloaded: bool, saved: str
+) -> list[list[bytes]]:
+    training = Training(rank, ranks, directory, offloaded)
+    training.step(7)  # what a load replaces
+    training.load(saved)
+    loaded = training.whole()
+    for seed in range(3, 6):
+        training.step(seed)
+    return [loaded, training.whole()]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_other_numbers_of_ranks_go_on_from_a_checkpoint(directory, ranks):
+    """torch's distributed checkpoint lays the state out anew."""
+    saved = str(directory / "checkpoint")
+    wanted = call_on_ranks(2, save_on_a_rank, str(directory), saved)[0]
+    plain, offloaded = (
+        call_on_ranks(ranks, go_on_on_a_rank, ranks, str(directory), offloaded, saved)
+        for offloaded in (False, True)
+    )
+    assert offloaded == plain
+    for loaded, after in offloaded:
+        assert loaded == wanted
+        assert after != wanted
+
+
+def refused_on_a_rank(rank: int, directory: str) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from tensorferry.offload import NotSeparableError, offload_optimizer
+
+    model = torch.nn.Linear(64, 128, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model.to(torch.bfloat16)
+    offload_optimizer(  # rounds otherwise in pieces, but treats each element by itself
+        torch.optim.AdamW(model.parameters()), f"{directory}/{rank}", memory_budget="8MiB"
+    ).close()
+    with pytest.raises(NotSeparableError) as caught:
+        offload_optimizer(
+            torch.optim.Muon(model.parameters()), f"{directory}/{rank}", memory_budget="8MiB"
+        )
+    return str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch without Muon")
+def test_what_wants_whole_parameters_is_refused_where_they_are_sharded(directory):
+    for why in call_on_ranks(2, refused_on_a_rank, str(directory)):
+        assert "sharded" in why

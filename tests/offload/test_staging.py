@@ -1,0 +1,97 @@
+"""Steps on a device that is not where the slots are: here the host plays the device, with copies that are real."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tensorferry import offload
+from tensorferry.offload import optimizer as optimizers
+from tensorferry.offload.probe import same
+from tests.offload.test_checkpoints import (
+    ALL,
+    SOME,
+    assert_same,
+    in_memory,
+    offloaded,
+    parameters,
+    small_slots,
+    step,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["small_slots"]
+
+
+@pytest.fixture(autouse=True)
+def staged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have every optimizer stage its buckets; return how many bytes have been loaded."""
+    monkeypatch.setattr(
+        offload.OffloadedOptimizer, "_device_to_stage_on", lambda _: torch.device("cpu")
+    )
+    loaded: list[int] = []
+    load = optimizers.Staging.load
+
+    def counted(self: Any, memory: torch.Tensor) -> torch.Tensor:
+        loaded.append(memory.numel())
+        here = load(self, memory)
+        assert here.data_ptr() != memory.data_ptr()
+        return here
+
+    monkeypatch.setattr(optimizers.Staging, "load", counted)
+    return loaded
+
+
+@pytest.mark.parametrize("budget", [SOME, ALL])
+def test_steps_on_a_device_are_those_in_memory(
+    directory: Path, budget: int, staged: list[int]
+) -> None:
+    with_us, expected = offloaded(parameters(), directory, budget), in_memory(0)
+    for number in range(5):
+        for each in (with_us, expected):
+            step(each, number, without=number % 3)
+    assert_same(with_us, expected)
+    assert sum(staged) >= 3 * with_us.stats()["state_nbytes"]
+    again = offloaded([torch.nn.Parameter(p.detach().clone()) for p in parameters()], directory)
+    again.load_state_dict(expected.state_dict())
+    assert same(again.state_dict(), expected.state_dict())
+    again.close()
+    with_us.close()
+
+
+def test_masters_are_stepped_on_the_device(directory: Path) -> None:
+    with_us = offloaded(
+        parameters(torch.bfloat16), directory, commit="step", master_dtype=torch.float32
+    )
+    masters = [torch.nn.Parameter(param.detach().float()) for param in parameters(torch.bfloat16)]
+    expected = torch.optim.AdamW(masters)
+    for number in range(3):
+        step(with_us, number)
+        for master, param in zip(masters, with_us.param_groups[0]["params"], strict=True):
+            master.grad = param.grad.float()
+        expected.step()
+    for master, param in zip(masters, with_us.param_groups[0]["params"], strict=True):
+        assert torch.equal(with_us.state[param]["master"], master.detach())
+        assert torch.equal(param.detach(), master.detach().to(torch.bfloat16))
+    with_us.close()
+
+
+def test_step_device_reaches_the_steps(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+
+    class Told(optimizers.Step):
+        def __init__(self, *arguments: Any, on_host: bool) -> None:
+            told.append(on_host)
+            super().__init__(*arguments, on_host=on_host)
+
+    monkeypatch.setattr(optimizers, "Step", Told)
+    for device in ("cpu", "param"):
+        with_us, expected = offloaded(parameters(), directory, step_device=device), in_memory(1)
+        step(with_us, 0)
+        assert_same(with_us, expected)
+        with_us.close()
+    assert told == [True, False]

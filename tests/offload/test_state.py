@@ -1,0 +1,131 @@
+"""State dicts in both directions, snapshots, and what is read of one parameter."""
+
+import io
+
+import pytest
+import torch
+
+from tests.offload.test_optimizer import SMALL, adamw, pair
+from tests.offload.twins import (
+    Gradients,
+    assert_equal,
+    assert_same_state,
+    copies,
+    parameters,
+    train,
+)
+
+
+def test_a_state_dict_stays_as_it_was(offloaded):
+    wanted, params, memory, drive = pair(offloaded)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive)
+    then = {
+        index: {key: value.clone() for key, value in state.items()}
+        for index, state in memory.state_dict()["state"].items()
+    }
+    saved = drive.state_dict()
+    train(gradients, memory, drive, steps=4)
+    drive.drain()
+    drive.close()
+    for index, state in then.items():
+        for key, value in state.items():
+            assert torch.equal(saved["state"][index][key], value), key
+
+
+def test_a_saved_state_dict_can_be_changed_and_written(offloaded):
+    wanted, params, memory, drive = pair(offloaded)
+    train(Gradients(wanted, params), memory, drive)
+    saved = drive.state_dict()
+    file = io.BytesIO()
+    torch.save(saved, file)
+    for state in saved["state"].values():
+        state["exp_avg"].zero_()
+        state["step"].zero_()
+    assert_same_state(memory, drive)
+    file.seek(0)
+    loaded = torch.load(file)
+    fresh = copies(params)
+    other = adamw(fresh)
+    other.load_state_dict(loaded)
+    assert_same_state(memory, other)
+
+
+def test_state_of_one_parameter_is_a_copy(offloaded):
+    wanted, params, memory, drive = pair(offloaded)
+    assert len(drive.state) == 0
+    assert drive.state[params[0]] == {}
+    train(Gradients(wanted, params, missing=lambda _, index: index == 1), memory, drive)
+    assert params[0] in drive.state
+    assert params[1] not in drive.state
+    assert list(drive.state) == [each for each in params if each is not params[1]]
+    for left, right in zip(wanted, params, strict=True):
+        state = drive.state[right]
+        assert state.keys() == memory.state.get(left, {}).keys()
+        for key, value in memory.state.get(left, {}).items():
+            assert torch.equal(state[key], value)
+            state[key].zero_()
+    assert_same_state(memory, drive)
+
+
+def test_a_state_in_memory_is_taken_over(offloaded):
+    wanted, params = parameters(), parameters()
+    memory, inner = adamw(wanted), adamw(params)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, inner)
+    drive = offloaded(inner, SMALL)
+    assert not inner.state
+    assert_same_state(memory, drive)
+    train(gradients, memory, drive)
+    assert_equal(wanted, params)
+    assert_same_state(memory, drive)
+
+
+def test_loading_casts_as_torch_does(offloaded):
+    sixteen = parameters(dtype=torch.bfloat16)
+    source = torch.optim.AdamW(sixteen, lr=0.3, amsgrad=True)
+    train(Gradients(sixteen), source)
+    wanted, params, memory, drive = pair(offloaded, torch.optim.AdamW)
+    memory.load_state_dict(source.state_dict())
+    drive.load_state_dict(source.state_dict())
+    assert drive.param_groups[0]["lr"] == 0.3
+    assert_same_state(memory, drive)
+    train(Gradients(wanted, params), memory, drive)
+    assert_equal(wanted, params)
+
+
+def test_loading_calls_hooks_and_ends_what_was(offloaded):
+    wanted, params, memory, drive = pair(offloaded)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive, steps=1)
+    saved = memory.state_dict()
+    calls = []
+    drive.register_load_state_dict_pre_hook(lambda *_: calls.append("pre"))
+    drive.register_load_state_dict_post_hook(lambda *_: calls.append("post"))
+    drive.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    drive.load_state_dict(saved)
+    assert calls == ["pre", "post"]
+    drive.state_dict()
+    assert calls == ["pre", "post", "saved"]
+    drive.load_state_dict(adamw(parameters()).state_dict())
+    assert len(drive.state) == 0
+
+
+@pytest.mark.parametrize("how", ["another number of parameters", "another shape", "no dict"])
+def test_a_state_of_others_is_refused_and_changes_nothing(offloaded, how):
+    wanted, params, memory, drive = pair(offloaded)
+    train(Gradients(wanted, params), memory, drive)
+    saved = memory.state_dict()
+    if how == "another number of parameters":
+        saved = adamw(params[:3]).state_dict()
+    else:
+        saved["state"] = dict(saved["state"])
+        if how == "no dict":
+            saved["state"][2] = 7
+        else:
+            saved["state"][2] = {**saved["state"][2], "exp_avg": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"parameter|shape|dict"):
+        drive.load_state_dict(saved)
+    assert_same_state(memory, drive)
+    train(Gradients(wanted, params), memory, drive)
+    assert_equal(wanted, params)

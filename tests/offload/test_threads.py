@@ -1,0 +1,127 @@
+"""How many threads step: one where the drive is waited for, all where nothing is, and never another result."""
+
+import threading
+
+import pytest
+import torch
+
+from tensorferry.offload.threads import StepThreads
+from tests.offload.test_libraries import ByNorm
+from tests.offload.test_optimizer import SMALL
+from tests.offload.twins import SHAPES, Gradients, assert_equal, parameters, train
+from tests.support.faultfs import Fault
+
+THREADS = 2
+
+
+@pytest.fixture(autouse=True)
+def _two_threads(_one_thread):
+    torch.set_num_threads(THREADS)
+
+
+def recording(kind, seen):
+    """Return a subclass that notes how many threads each call of its step() has."""
+
+    class Recording(kind):
+        def step(self, closure=None):
+            seen.append(torch.get_num_threads())
+            return super().step(closure)
+
+    return Recording
+
+
+def slow(faultfs):
+    faultfs.order(Fault("read", delay_s=0.05), Fault("write", delay_s=0.05))
+
+
+def test_one_thread_steps_where_the_drive_is_waited_for(faultfs, offloaded):
+    wanted, params, seen = parameters(), parameters(), []
+    memory = torch.optim.AdamW(wanted)
+    drive = offloaded(recording(torch.optim.AdamW, seen)(params), SMALL, path=faultfs.path)
+    assert drive.stats()["buckets"] > 4
+    gradients = Gradients(wanted, params)
+    slow(faultfs)
+    train(gradients, memory, drive, steps=3)
+    seen.clear()
+    train(gradients, memory, drive, steps=1)
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == THREADS
+    assert_equal(wanted, params)
+
+
+def test_all_threads_step_what_is_in_memory(faultfs, offloaded):
+    wanted, params, seen = parameters(), parameters(), []
+    memory = torch.optim.AdamW(wanted)
+    drive = offloaded(recording(torch.optim.AdamW, seen)(params), "1GiB", path=faultfs.path)
+    slow(faultfs)
+    train(Gradients(wanted, params), memory, drive, steps=4)
+    assert set(seen) == {THREADS}
+
+
+def test_parameters_that_cannot_be_cut_are_stepped_by_all_threads(faultfs, offloaded):
+    """A sum over them is another one with other threads."""
+    wanted, params, seen = parameters(3 * SHAPES), parameters(3 * SHAPES), []
+    memory = ByNorm(wanted)
+    drive = offloaded(recording(ByNorm, seen)(params), SMALL, path=faultfs.path)
+    slow(faultfs)
+    train(Gradients(wanted, params), memory, drive, steps=4)
+    assert drive.stats()["drive_share"] > 0.3
+    assert set(seen) == {THREADS}
+    assert_equal(wanted, params)
+
+
+def test_the_number_is_as_before_after_a_step_that_raises(faultfs, offloaded):
+    class Failing(torch.optim.AdamW):
+        fails = False
+
+        def step(self, closure=None):
+            if self.fails:
+                raise ZeroDivisionError
+            return super().step(closure)
+
+    params = parameters()
+    inner = Failing(params)
+    drive = offloaded(inner, SMALL, path=faultfs.path)
+    slow(faultfs)
+    for _ in range(4):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        drive.step()
+    inner.fails = True
+    with pytest.raises(ZeroDivisionError):
+        drive.step()
+    assert torch.get_num_threads() == THREADS
+
+
+def test_other_threads_keep_theirs():
+    threads, seen = StepThreads(), []
+    for _ in range(3):
+        threads.note(1.0, 0.9)
+    with threads.limited():
+        assert torch.get_num_threads() == 1
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+    assert seen == [THREADS]
+    assert torch.get_num_threads() == THREADS
+
+
+def limit(threads):
+    with threads.limited():
+        return torch.get_num_threads()
+
+
+def test_fewer_threads_are_tried_and_not_again_where_they_were_too_few():
+    torch.set_num_threads(4)
+    threads = StepThreads()
+    assert limit(threads) == 4
+    for waited, wanted in ((0.9, 2), (0.1, 2), (0.9, 1), (0.9, 1), (0.0, 2), (0.9, 2), (0.0, 4)):
+        threads.note(1.0, waited)
+        assert limit(threads) == wanted
+    steps = 0
+    while limit(threads) == 4:
+        threads.note(1.0, 0.9)
+        steps += 1
+    assert 50 < steps < 200
+    torch.set_num_threads(1)
+    assert limit(threads) == 1

@@ -1,0 +1,62 @@
+"""Two optimizers side by side: one in memory, one offloaded."""
+
+import torch
+
+from tensorferry.offload.probe import same
+
+# As many elements in all as make several slots, and none too large for one where parameters must stay whole.
+SHAPES = [(60, 100), (17,), (64, 64), (), (8000,), (80, 100), (20, 400), (40, 200), (8000,)]
+MATRICES = [(60, 100), (64, 64), (80, 100), (20, 400), (40, 200), (100, 80), (400, 20)]
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32):
+    """Return parameters that are the same at each call."""
+    random = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(shape, generator=random).to(dtype)) for shape in shapes]
+
+
+def copies(params):
+    """Return parameters with the same values, laid out as they are."""
+    return [torch.nn.Parameter(param.detach().clone()) for param in params]
+
+
+class Gradients:
+    """Random gradients, the same for several lists of parameters."""
+
+    def __init__(self, *lists, missing=lambda step, index: False):
+        self.lists = lists
+        self.random = torch.Generator().manual_seed(5)
+        self.missing = missing
+        self.steps = 0
+
+    def give(self):
+        """Give each parameter its next gradient, or none where it is missing."""
+        for index, params in enumerate(zip(*self.lists, strict=True)):
+            grad = torch.randn(params[0].shape, generator=self.random).to(params[0].dtype)
+            for param in params:
+                param.grad = None if self.missing(self.steps, index) else grad.clone()
+        self.steps += 1
+
+
+def train(gradients, *optimizers, steps=3):
+    for _ in range(steps):
+        gradients.give()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def assert_equal(wanted, params):
+    """Compare parameters bit for bit."""
+    for index, (left, right) in enumerate(zip(wanted, params, strict=True)):
+        assert same(left.detach(), right.detach()), f"parameter {index} differs"
+
+
+def assert_same_state(wanted, optimizer):
+    """Compare what state_dict() gives, bit for bit."""
+    wanted, got = wanted.state_dict(), optimizer.state_dict()
+    assert wanted["param_groups"] == got["param_groups"]
+    assert wanted["state"].keys() == got["state"].keys()
+    for index, state in wanted["state"].items():
+        assert list(state) == list(got["state"][index])
+        for key, value in state.items():
+            assert same(value, got["state"][index][key]), f"{key} of parameter {index} differs"

@@ -1,0 +1,106 @@
+"""What tests of safetensors share: files of them, cold, warm or in between, and how much is read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+
+import tensorferry
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator, Mapping
+
+
+def tensor_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Return a tensor of random bytes; not of bytes that no bool has."""
+    numel = torch.Size(shape).numel()
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape).bool()
+    data = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8)
+    return data.view(dtype).view(shape)
+
+
+def saved(path: pathlib.Path, tensors: Mapping[str, torch.Tensor], **options: Any) -> pathlib.Path:
+    """Save tensors by safetensors itself, on the drive."""
+    safetensors.torch.save_file(dict(tensors), path, **options)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return path
+
+
+def make_cold(path: pathlib.Path, begin: int = 0, nbytes: int = 0) -> None:
+    """Have the page cache forget a range of a file; by default all of it."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), begin, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def make_warm(path: pathlib.Path, begin: int = 0, nbytes: int = -1) -> None:
+    """Have the page cache hold a range of a file; by default all of it."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no more than that
+        file.seek(begin)
+        file.read(nbytes)
+
+
+def cached_nbytes(path: pathlib.Path) -> int:
+    """Return how much of a file the page cache holds, in whole pages."""
+    with tensorferry.open(path) as file:
+        found = file._open_file().residency(0, file.size)
+    assert found is not None
+    return found[0] * os.sysconf("SC_PAGESIZE")
+
+
+class Read:
+    """Bytes read from files."""
+
+    nbytes = 0
+
+
+@contextlib.contextmanager
+def counting(path: pathlib.Path) -> Iterator[Read]:
+    """Count the bytes that are read meanwhile by the process's workers."""
+    counted = Read()
+    with tensorferry.open(path) as file:
+        before = file.stats()["read_nbytes"]
+        yield counted
+        counted.nbytes = file.stats()["read_nbytes"] - before
+
+
+def assert_same(found: Any, expected: torch.Tensor) -> None:
+    """Compare dtype, shape and bytes; NaNs are as good as any."""
+    assert found.dtype == expected.dtype
+    assert tuple(found.shape) == tuple(expected.shape)
+    assert bytes_of(found) == bytes_of(expected)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's bytes."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy.copy_(tensor)
+    return copy.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def written(
+    path: pathlib.Path, entries: Mapping[str, tuple[str, list[int], bytes]], pad: int = 0
+) -> pathlib.Path:
+    """Write a file as it is told: dtype, shape and bytes of each tensor, and spaces behind the header."""
+    header, data = {}, b""
+    for name, (dtype, shape, content) in entries.items():
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(content)],
+        }
+        data += content
+    text = json.dumps(header).encode() + b" " * pad
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + data)
+        file.flush()
+        os.fsync(file.fileno())
+    return path

@@ -1,0 +1,394 @@
+"""Saving: safetensors' bytes and refusals, and the old file or the new one whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import safetensors
+from tensorferry.safetensors import checksums, saving
+from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.saving import TensorSpec, save, save_file, save_model
+from tests.checkpoint.ranks import files_of
+from tests.safetensors import programs
+from tests.support import child, mounts
+from tests.support.expect import storage_error
+from tests.support.faultfs import Fault, FaultFS
+
+MIB = 1 << 20
+KILLS = int(os.environ.get("TENSORFERRY_SAVE_KILLS", "5"))
+
+TORCH_NAMES = (
+    "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 float8_e4m3fn "
+    "float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
+)
+TORCH_DTYPES = [getattr(torch, name) for name in TORCH_NAMES.split() if hasattr(torch, name)]
+NUMPY_DTYPES = [*"?bBhHiIqQefdF", ">h", ">f", ">F"]
+
+names = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+shapes = st.lists(st.integers(0, 5), max_size=4)
+# Of several metadata safetensors' order changes; an empty dict of nothing becomes a file that it cannot read.
+texts = st.dictionaries(names, names, min_size=1, max_size=1)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Contiguous tensors of all dtypes, parts of others among them."""
+    dtype = draw(st.sampled_from(TORCH_DTYPES))
+    packed = str(dtype).endswith("_x2")
+    shape = draw(shapes.filter(bool) if packed else shapes)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    begin = draw(st.sampled_from([0, 64]))
+    content = bytearray(begin) + draw(st.binary(min_size=nbytes + 1, max_size=nbytes + 1))
+    memory = torch.frombuffer(content, dtype=torch.uint8).clone()
+    return memory[begin : begin + nbytes].view(dtype).view(shape)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
+    """C-contiguous arrays of all dtypes and byte orders."""
+    dtype = np.dtype(draw(st.sampled_from(NUMPY_DTYPES)))
+    shape = draw(shapes)
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(draw(st.binary(min_size=nbytes, max_size=nbytes)), dtype).reshape(shape)
+
+
+def file_bytes(state: Any, metadata: Any) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="tensorferry-test-", dir="/dev/shm") as folder:
+        path = pathlib.Path(folder) / "file"
+        save_file(state, path, metadata)
+        return path.read_bytes()
+
+
+@settings(deadline=None)
+@given(st.dictionaries(names, tensors(), max_size=8), st.none() | texts)
+def test_torchs_tensors_become_safetensors_bytes(state: dict[str, Any], metadata: Any) -> None:
+    expected = safetensors.torch.save(state, metadata)
+    assert save(state, metadata) == expected
+    assert file_bytes(state, metadata) == expected
+
+
+@settings(deadline=None)
+@given(st.dictionaries(names, arrays(), max_size=8), st.none() | texts)
+def test_numpys_arrays_become_safetensors_bytes(state: dict[str, Any], metadata: Any) -> None:
+    expected = safetensors.numpy.save(state, metadata)
+    assert save(state, metadata) == expected
+    assert file_bytes(state, metadata) == expected
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_large_and_small_tensors_become_one_file(directory: pathlib.Path, sync: bool) -> None:
+    state = {f"small {k}": torch.full((k,), k) for k in range(2000)}
+    state |= {f"large {k}": torch.randn(MIB + k) for k in range(4)}
+    save_file(state, directory / "ours", {"a": "b"}, sync=sync)
+    safetensors.torch.save_file(state, directory / "theirs", {"a": "b"})
+    assert (directory / "ours").read_bytes() == (directory / "theirs").read_bytes()
+    assert files_of(directory) == {"ours", "theirs"}
+
+
+def test_several_metadata_are_all_there_in_one_order(directory: pathlib.Path) -> None:
+    metadata, state = {"z": "1", "a": "ä\n", "m": ""}, {"t": torch.ones(2)}
+    save_file(state, directory / "file", metadata)
+    with safetensors.safe_open(directory / "file", "pt") as file:
+        assert file.metadata() == metadata
+    assert (directory / "file").read_bytes() == save(state, dict(reversed(metadata.items())))
+
+
+def test_serialize_takes_their_specs_and_ours(directory: pathlib.Path) -> None:
+    array = np.arange(6, dtype="f4")
+    options: dict[str, Any] = {"dtype": "float32", "shape": [2, 3]}
+    options |= {"data_ptr": array.ctypes.data, "data_len": array.nbytes}
+    theirs, ours = safetensors.TensorSpec(**options), TensorSpec(**options)
+    assert repr(ours) == repr(theirs)
+    expected = safetensors.serialize({"a": theirs}, {"b": "c"})
+    assert saving.serialize({"a": ours}, {"b": "c"}) == expected
+    assert saving.serialize({"a": theirs}, {"b": "c"}) == expected
+    saving.serialize_file({"a": ours}, directory / "file", {"b": "c"})
+    assert (directory / "file").read_bytes() == expected
+    with pytest.raises(SafetensorError, match="data_len is 20"):
+        saving.serialize({"a": TensorSpec(**options | {"data_len": 20})})
+    with pytest.raises(SafetensorError, match='Unknown dtype "foo"'):
+        TensorSpec(**options | {"dtype": "foo"})
+    packed = options | {"dtype": "float4_e2m1fn_x2", "data_len": 6}
+    assert TensorSpec(**packed).shape == safetensors.TensorSpec(**packed).shape == [2, 6]
+    with pytest.raises(TypeError, match="no TensorSpec"):
+        saving.serialize({"a": {"dtype": "F32"}})  # type: ignore[dict-item]
+
+
+WHOLE = torch.arange(10)
+REFUSED: dict[str, Any] = {
+    "no dict": [torch.ones(1)],
+    "no tensor": {"a": 1},
+    "sparse": {"a": torch.eye(3).to_sparse(), "b": torch.ones(1)},
+    "shared": {"whole": WHOLE, "same": WHOLE, "part": WHOLE[2:5], "other": torch.ones(3)},
+    "overlapping": {"a": WHOLE[:6], "b": WHOLE[5:]},
+    "transposed": {"a": torch.ones(2, 3).t()},
+    "every second": {"a": torch.ones(6)[::2]},
+    "a name": {1: torch.ones(1)},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_safetensors_refuses_is_refused_as_there(directory: pathlib.Path, name: str) -> None:
+    (directory / "file").write_bytes(b"old")
+    with pytest.raises(Exception) as theirs:
+        safetensors.torch.save(REFUSED[name])
+    for action in (save, lambda state: save_file(state, directory / "file")):
+        with pytest.raises(theirs.type) as ours:
+            action(REFUSED[name])
+        if name != "a name":
+            assert str(ours.value).split()[:4] == str(theirs.value).split()[:4]
+    assert (directory / "file").read_bytes() == b"old"
+
+
+def test_parts_of_one_tensor_that_do_not_overlap_are_saved() -> None:
+    state = {"a": WHOLE[:5], "b": WHOLE[5:]}
+    assert save(state) == safetensors.torch.save(state)
+
+
+@pytest.mark.parametrize(
+    ("state", "metadata", "error", "match"),
+    [
+        ({"a": torch.ones(1, dtype=torch.complex128)}, None, SafetensorError, "'a'.*complex128"),
+        ({"a": np.ones(1, "M8[s]")}, None, SafetensorError, "'a'.*datetime64"),
+        ({"a": np.array([object()])}, None, SafetensorError, "'a'.*object"),
+        ({"__metadata__": torch.ones(1)}, None, SafetensorError, "metadata"),
+        ({"a": torch.ones(1)}, {"a": 1}, TypeError, "1.*no string"),
+        ({"a": torch.ones(1)}, ["a"], TypeError, "no dict"),
+        ({"a": np.ones((2, 3)).T}, None, ValueError, "non contiguous tensor: `a`"),
+        ({"a": torch.empty(3, device="meta")}, None, ValueError, "meta"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused(
+    directory: pathlib.Path, state: Any, metadata: Any, error: Any, match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        save_file(state, directory / "file", metadata)
+    assert files_of(directory) == set()
+    with pytest.raises(error, match=match):
+        save(state, metadata)
+
+
+def test_lazily_conjugated_tensors_are_saved_as_what_they_are(directory: pathlib.Path) -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    save_file({"a": tensor.conj()}, directory / "file")
+    assert (directory / "file").read_bytes() == save({"a": tensor.conj()})
+    found = safetensors.torch.load_file(directory / "file")
+    assert torch.equal(found["a"], tensor.conj().resolve_conj())
+
+
+class Tied(torch.nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self, *, strided: bool = False) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        if strided:
+            self.third = torch.nn.Parameter(torch.randn(3, 4).t())
+
+
+def test_a_model_with_tied_weights_is_saved_as_by_safetensors(directory: pathlib.Path) -> None:
+    model, other = Tied(), Tied()
+    save_model(model, directory / "ours")
+    safetensors.torch.save_model(model, str(directory / "theirs"))
+    assert (directory / "ours").read_bytes() == (directory / "theirs").read_bytes()
+    safetensors.torch.load_model(other, directory / "ours")
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    save_model(model, directory / "ours", {"second.weight": "mine"})
+    with safetensors.safe_open(directory / "ours", "pt") as file:
+        assert file.metadata() == {"second.weight": "mine"}
+
+
+def test_a_model_with_strided_weights_is_saved_as_if_it_had_none(directory: pathlib.Path) -> None:
+    model = Tied(strided=True)
+    save_model(model, directory / "ours")
+    safetensors.torch.save_model(model, str(directory / "theirs"))
+    assert (directory / "ours").read_bytes() == (directory / "theirs").read_bytes()
+    with pytest.raises(ValueError, match="force_contiguous=True"):
+        save_model(model, directory / "ours", force_contiguous=False)
+
+
+def test_a_model_of_which_nothing_is_whole_is_refused(directory: pathlib.Path) -> None:
+    model, whole = torch.nn.Module(), torch.arange(10.0)
+    model.register_buffer("a", whole[:6])
+    model.register_buffer("b", whole[3:])
+    for function in (save_model, safetensors.torch.save_model):
+        with pytest.raises(RuntimeError, match="None is covering the entire storage"):
+            function(model, str(directory / "file"))
+
+
+def test_permissions_and_links_stay(directory: pathlib.Path) -> None:
+    path, link = directory / "file", directory / "link"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    link.symlink_to("file")
+    save_file({"a": torch.ones(3)}, link, sync=True)
+    assert link.is_symlink()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert path.read_bytes() == safetensors.torch.save({"a": torch.ones(3)})
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_no_file_is_found_beside_checksums_of_the_one_before(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    (directory / "blobs").mkdir()
+    path, link = directory / "blobs" / "0123", directory / "model.safetensors"
+    link.symlink_to("blobs/0123")
+    save_file({"a": torch.ones(3)}, link)
+    old = checksums.write([path, link])
+    real = os.replace
+
+    def replace(*arguments: Any, **options: Any) -> None:
+        assert not any(map(os.path.exists, old))
+        real(*arguments, **options)
+        checksums.keep(link, sums)  # as somebody who has begun before
+
+    sums = checksums.read(link)
+    with monkeypatch.context() as patch:
+        patch.setattr("tensorferry.replacement.os.replace", _once(replace, real))
+        save_file({"a": torch.zeros(3)}, link, sync=sync)
+    assert files_of(directory) == {"blobs", "model.safetensors"}
+    assert files_of(directory / "blobs") == {"0123"}
+
+
+def _once(first: Any, then: Any) -> Any:
+    """A function that is one on the first call, and another one after it."""
+    functions = [then, first]
+    return lambda *a, **k: (functions.pop() if len(functions) > 1 else then)(*a, **k)
+
+
+def test_places_where_no_file_can_be_are_refused(directory: pathlib.Path) -> None:
+    state = {"a": torch.ones(3)}
+    with pytest.raises(IsADirectoryError, match=str(directory)):
+        save_file(state, directory)
+    with pytest.raises(FileNotFoundError):
+        save_file(state, directory / "missing" / "file")
+    with pytest.raises(ValueError, match="no regular file"):
+        save_file(state, "/dev/null")
+    (directory / "file").write_bytes(b"")
+    with pytest.raises(NotADirectoryError):
+        save_file(state, directory / "file" / "file")
+
+
+def test_a_mapped_file_may_be_saved_over(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    save_file({"a": torch.arange(MIB)}, path)
+    state = safetensors.torch.load_file(path)
+    save_file(state, path)
+    assert torch.equal(state["a"], torch.arange(MIB))
+    assert torch.equal(safetensors.torch.load_file(path)["a"], torch.arange(MIB))
+
+
+def test_tensors_that_change_meanwhile_leave_a_sound_file(directory: pathlib.Path) -> None:
+    state = {str(k): torch.zeros(MIB) for k in range(16)}
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            for tensor in state.values():
+                tensor += 1
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(3):
+            save_file(state, directory / "file")
+    finally:
+        stop.set()
+        thread.join()
+    found = safetensors.torch.load_file(directory / "file")
+    assert all(bool((tensor == tensor.round()).all()) for tensor in found.values())
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: pathlib.Path) -> None:
+    with mounts.ext4(tmp_path, 32 * MIB) as mount:
+        path = mount / "file"
+        save_file({"a": torch.ones(MIB)}, path)
+        before, old = mounts.free_nbytes(mount), path.read_bytes()
+        with storage_error(errno.ENOSPC, path):
+            save_file({"a": torch.ones(16 * MIB)}, path)
+        assert path.read_bytes() == old
+        assert files_of(mount) == {"file", "lost+found"}
+        assert mounts.free_nbytes(mount) == before
+
+
+@pytest.mark.parametrize("operation", ["write", "fsync"])
+def test_a_failing_drive_leaves_the_old_file(faultfs: FaultFS, operation: str) -> None:
+    path = faultfs.path / "file"
+    save_file({"a": torch.ones(10)}, path)
+    old = path.read_bytes()
+    faultfs.order(Fault(operation, error=errno.EIO))
+    with storage_error(errno.EIO, path):
+        save_file({"a": torch.ones(4 * MIB)}, path, sync=True)
+    faultfs.clear()
+    assert path.read_bytes() == old
+    assert files_of(faultfs.path) == {"file"}
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_killed_save_leaves_the_old_file_or_the_new_one(
+    directory: pathlib.Path, seed: int
+) -> None:
+    path = directory / "file"
+    save_file(programs.state(2), path)
+    killed("save_until_killed", path, seed)
+    found = safetensors.numpy.load_file(path)
+    assert found.keys() == programs.state(1).keys()
+    assert len({int(value) for tensor in found.values() for value in np.unique(tensor)}) == 1
+    assert {name for name in files_of(directory) if not name.startswith(".tensorferry-")} == {
+        "file"
+    }
+
+
+def killed(function: str, path: pathlib.Path, seed: int) -> None:
+    """Run a program that is killed."""
+    code = f"from tests.safetensors import programs; programs.{function}({str(path)!r}, {seed})"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=child.ROOT, capture_output=True, timeout=120)
+    assert ended.returncode == -9, ended.stderr.decode()
+
+
+def test_a_power_cut_after_a_synced_save_loses_nothing(tmp_path: pathlib.Path) -> None:
+    state = {"a": torch.arange(MIB)}
+    with mounts.ext4(tmp_path, 128 * MIB) as mount:
+        subprocess.run(["mount", "-o", "remount,commit=3000", str(mount)], check=True)
+        save_file({"a": torch.ones(10)}, mount / "file", sync=True)
+        save_file(state, mount / "file", sync=True)
+        cut = tmp_path / "cut.img"
+        shutil.copyfile(mount.with_suffix(".img"), cut)
+    with mounts.mounted(tmp_path / "after", "-o", "loop", str(cut)) as after:
+        assert torch.equal(safetensors.torch.load_file(after / "file")["a"], state["a"])
+    cut.unlink()
+
+
+def test_numpys_arrays_need_no_torch(directory: pathlib.Path) -> None:
+    code = f"from tests.safetensors import programs; print(programs.save_numpy({str(directory / 'f')!r}))"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=child.ROOT, capture_output=True, check=True, text=True)
+    assert ended.stdout == "False\n"
+
+
+def test_memory_beyond_the_state_is_bounded(directory: pathlib.Path) -> None:
+    function = "tests.safetensors.programs:peak_of_save"
+    ended = child.call(function, path=directory / "f", nbytes=400 * MIB)
+    assert ended.result <= 64 * MIB

@@ -1,0 +1,298 @@
+"""Models over several files: as Hugging Face's libraries write them, and whole at every moment."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import safetensors
+import tensorferry
+from tensorferry.checkpoint import verify
+from tensorferry.file_locks import lock_directory
+from tensorferry.safetensors import index, sharded
+from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
+from tests.checkpoint.ranks import files_of
+from tests.safetensors import programs
+from tests.safetensors.test_saving import KILLS, MIB, Tied, killed
+from tests.support import mounts
+
+if TYPE_CHECKING:
+    import pathlib
+
+    State = dict[str, torch.Tensor]
+
+
+def loaded(directory: pathlib.Path) -> State:
+    """Load a model as transformers does: one file if there is one of that name, else by the index."""
+    if (directory / "model.safetensors").exists():
+        return safetensors.torch.load_file(directory / "model.safetensors")
+    weights, _ = index.read(directory / INDEX_NAME)
+    found: State = {}
+    for name in sorted(set(weights.values())):
+        tensors = safetensors.torch.load_file(directory / name)
+        found |= {key: value for key, value in tensors.items() if weights[key] == name}
+    assert found.keys() == weights.keys()
+    return found
+
+
+def random_state(seed: int, *nbytes: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"t{k}": torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+        for k, size in enumerate(nbytes)
+    }
+
+
+def assert_model(directory: pathlib.Path, state: State) -> None:
+    found = loaded(directory)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def names_of(count: int) -> list[str]:
+    return [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
+
+
+def test_a_model_is_split_as_huggingface_splits_it(directory: pathlib.Path) -> None:
+    # The example in huggingface_hub's documentation, and a tensor that is too large.
+    state = random_state(1, 6000, 6000, 2000, 6000, 2000, 2000, 11000)
+    weights = save_sharded(state, directory, "10KB", {"made": "by a test"})
+    files = names_of(4)
+    assert [weights[name] for name in state] == [files[k] for k in (0, 1, 1, 3, 3, 3, 2)]
+    index = json.loads((directory / INDEX_NAME).read_text())
+    assert index == {"metadata": {"total_size": 35000}, "weight_map": weights}
+    assert files_of(directory) == {INDEX_NAME, *files}
+    assert_model(directory, state)
+    with safetensors.safe_open(directory / files[0], "pt") as file:
+        assert file.metadata() == {"format": "pt", "made": "by a test"}
+
+
+def test_a_model_that_fits_one_file_has_no_index(directory: pathlib.Path) -> None:
+    state, path = random_state(1, 600, 700), directory / "new" / "model"
+    assert save_sharded(state, path) == dict.fromkeys(state, "model.safetensors")
+    assert files_of(path) == {"model.safetensors"}
+    save_sharded({}, directory / "empty")
+    assert loaded(directory / "empty") == {}
+
+
+def test_tied_weights_are_saved_once(directory: pathlib.Path) -> None:
+    save_sharded(Tied(strided=True).state_dict(), directory)
+    with safetensors.safe_open(directory / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "second.weight": "first.weight"}
+        assert "second.weight" not in file.keys()  # noqa: SIM118 (it is no dict)
+
+
+@pytest.mark.parametrize("limit", [0, -1, "5", "5XB", "xGB", "0GB", "infGB", True, 1.5])
+def test_a_size_that_is_none_is_refused(directory: pathlib.Path, limit: Any) -> None:
+    with pytest.raises(ValueError, match="max_shard_nbytes"):
+        save_sharded({}, directory / "new", limit)
+    assert files_of(directory) == set()
+
+
+def test_more_files_than_can_be_open_are_refused(directory: pathlib.Path) -> None:
+    state = {str(k): np.zeros(2, "u1") for k in range(resource_limit() + 1)}
+    with pytest.raises(ValueError, match="files, and this process may have"):
+        save_sharded(state, directory, 2)
+    assert files_of(directory) == set()
+
+
+def resource_limit() -> int:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+@pytest.mark.parametrize("before", ["1KB", "2KB", "1GB"])
+@pytest.mark.parametrize("after", ["1KB", "2KB", "1GB"])
+def test_a_model_takes_the_place_of_another(
+    directory: pathlib.Path, before: str, after: str
+) -> None:
+    (directory / "config.json").write_text("{}")
+    (directory / "adapter.safetensors").write_text("somebody's")
+    save_sharded(random_state(1, *[900] * 5), directory, before)
+    new = random_state(2, *[900] * 5)
+    weights = save_sharded(new, directory, after)
+    assert_model(directory, new)
+    others = {"config.json", "adapter.safetensors", *([INDEX_NAME] if after != "1GB" else [])}
+    assert files_of(directory) == {*weights.values(), *others}
+
+
+def test_an_index_has_nothing_removed_that_is_not_beside_it(directory: pathlib.Path) -> None:
+    outside, model = directory / "outside.safetensors", directory / "model"
+    outside.write_text("precious")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    names = ["../outside.safetensors", str(outside), "config.json", "..", "sub/x.safetensors"]
+    text = {"metadata": {}, "weight_map": {str(k): name for k, name in enumerate(names)}}
+    (model / INDEX_NAME).write_text(json.dumps(text))
+    save_sharded(random_state(1, 100), model)
+    assert outside.read_text() == "precious"
+    assert files_of(model) == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_an_index_that_is_none_is_replaced(directory: pathlib.Path, text: str) -> None:
+    (directory / INDEX_NAME).write_text(text)
+    state = random_state(1, 900, 900)
+    save_sharded(state, directory, "1KB")
+    assert_model(directory, state)
+
+
+def test_a_full_disk_leaves_the_old_model(tmp_path: pathlib.Path) -> None:
+    with mounts.ext4(tmp_path, 32 * MIB) as mount:
+        old = random_state(1, MIB, MIB, MIB)
+        save_sharded(old, mount, "2MB")
+        before, files = mounts.free_nbytes(mount), files_of(mount)
+        with pytest.raises(tensorferry.StorageError) as failure:
+            save_sharded(random_state(2, *[9 * MIB] * 3), mount, "10MB")
+        assert failure.value.errno == errno.ENOSPC
+        assert_model(mount, old)
+        assert files_of(mount) == files
+        assert mounts.free_nbytes(mount) == before
+
+
+@pytest.mark.parametrize("name", ["link", "replace", "unlink"])
+@pytest.mark.parametrize("call", range(9))
+def test_a_failure_at_any_step_leaves_a_whole_model(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str, call: int
+) -> None:
+    old, new = random_state(1, *[900] * 3), random_state(2, *[900] * 3)
+    save_sharded(old, directory, "1KB")
+    real, count = getattr(os, name), 0
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call + 1:
+            raise OSError(errno.EIO, "injected")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(os, name, fails)
+    try:
+        save_sharded(new, directory, "1KB")
+    except OSError:
+        monkeypatch.undo()
+        assert_model(directory, old)
+    else:
+        monkeypatch.undo()
+        assert_model(directory, new)
+    save_sharded(new, directory, "1KB")
+    assert_model(directory, new)
+    assert files_of(directory) >= {INDEX_NAME, *names_of(3)}
+
+
+def test_an_interim_index_that_may_not_be_durable_keeps_its_files(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = random_state(1, *[900] * 3), random_state(2, *[900] * 3)
+    save_sharded(old, directory, "1KB")
+    real = sharded.Model._write_index
+
+    def fails_late(self: Any, text: str) -> None:
+        real(self, text)
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(sharded.Model, "_write_index", fails_late)
+    with pytest.raises(OSError, match="injected"):
+        save_sharded(new, directory, "1KB")
+    monkeypatch.undo()
+    assert_model(directory, old)
+    save_sharded(new, directory, "1KB")
+    assert_model(directory, new)
+    assert files_of(directory) == {INDEX_NAME, *names_of(3)}
+
+
+def test_a_save_waits_for_another_ones_names(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = random_state(1, 900, 900), random_state(2, 900, 900)
+    save_sharded(old, directory, "1KB")
+    monkeypatch.setattr(sharded, "_MAX_WAIT_SECONDS", 0)
+    with sharded._turn(directory):
+        with pytest.raises(tensorferry.StorageError, match="another save"):
+            save_sharded(new, directory, "1KB")
+        assert_model(directory, old)
+        assert files_of(directory) == {INDEX_NAME, *names_of(2)}
+        if (child := os.fork()) == 0:
+            os._exit(len(sharded._descriptors))
+        assert os.waitpid(child, 0)[1] == 0
+        other = os.open(directory, os.O_RDONLY)
+        assert lock_directory(other) is False
+        os.close(other)
+    save_sharded(new, directory, "1KB")
+    assert_model(directory, new)
+
+
+def test_checksums_of_the_old_model_go_with_it(directory: pathlib.Path) -> None:
+    save_sharded(random_state(1, 900, 900), directory, "1KB")
+    assert len(verify(directory, write_checksums=True).written) == 2
+    save_sharded(random_state(2, 900, 901), directory, "1KB")
+    report = verify(directory, write_checksums=True)
+    assert report.sound
+    assert len(report.written) == 2
+    save_sharded(random_state(2, 900), directory)
+    assert files_of(directory) == {"model.safetensors"}
+
+
+def test_a_model_that_is_dropped_keeps_no_descriptors(directory: pathlib.Path) -> None:
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    model = sharded.Model(directory, sync=False)
+    with model.add("a.safetensors", 10) as file:
+        file.write_bytes(b"0123456789")
+    del model, file
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == len(before)  # noqa: PTH208
+    assert files_of(directory) == set()
+
+
+def test_file_systems_without_links_lose_the_old_index_rather_than_mix(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_sharded(random_state(1, 900, 900), directory, "1KB")
+
+    def refuses(*_: Any, **__: Any) -> None:
+        assert (directory / INDEX_NAME).exists()
+        raise PermissionError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr("tensorferry.safetensors.sharded._link", refuses)
+    new = random_state(2, 900, 900)
+    save_sharded(new, directory, "1KB")
+    assert_model(directory, new)
+    assert files_of(directory) == {INDEX_NAME, *names_of(2)}
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_killed_save_leaves_one_whole_model(directory: pathlib.Path, seed: int) -> None:
+    killed("save_model_until_killed", directory, seed)
+    found = loaded(directory)
+    assert found.keys() == programs.state(1).keys()
+    assert len({int(value) for tensor in found.values() for value in tensor.unique()}) == 1
+    new = random_state(1, 900)
+    save_sharded(new, directory)
+    assert_model(directory, new)
+    # Files that no index names any more may be left, where it was killed while it removed them.
+    left = {name for name in files_of(directory) if not name.startswith(".tensorferry-")}
+    assert left <= {"model.safetensors", *names_of(2), *names_of(3)}
+
+
+def test_a_power_cut_after_a_synced_save_loses_nothing(tmp_path: pathlib.Path) -> None:
+    state = random_state(1, MIB, MIB)
+    with mounts.ext4(tmp_path, 128 * MIB) as mount:
+        subprocess.run(["mount", "-o", "remount,commit=3000", str(mount)], check=True)
+        for seed in (2, 1):
+            save_sharded(random_state(seed, MIB, MIB), mount / "a" / "new", "1MB", sync=True)
+        cut = tmp_path / "cut.img"
+        shutil.copyfile(mount.with_suffix(".img"), cut)
+    with mounts.mounted(tmp_path / "after", "-o", "loop", str(cut)) as after:
+        assert_model(after / "a" / "new", state)
+    cut.unlink()

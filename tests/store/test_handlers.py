@@ -1,0 +1,197 @@
+"""Signal handlers and finalizers that call a store which is in the middle of a call, and Ctrl-C there."""
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tensorferry.store
+from tensorferry.store import TensorStore
+from tests.support.interrupts import At
+
+SEGMENT = 16 << 10
+SOURCES = str(Path(tensorferry.store.__file__).parent)
+# A run of `work` has about 1700 moments; every 89th of them, from another one on for each kind.
+MOMENTS, STEP = 1700, 89
+
+
+def tensor(value, nbytes):
+    return np.full(nbytes, value, np.uint8)
+
+
+def begun(path):
+    store = TensorStore(path / "s", segment_nbytes=SEGMENT, temporary=False)
+    store.write("a", tensor(1, 20_000)).result()
+    store.write("b", tensor(2, 100)).result()
+    store.commit(b"begun")
+    return store
+
+
+def work(store, path):
+    ticket = store.write("a", tensor(3, 30_000))
+    read = store.read("a")
+    store.write("c", tensor(4, 5_000))
+    read.result()
+    ticket.result()
+    store.commit(b"work")
+    store.reserve(80_000)
+    store.snapshot(path / "snap")
+    store.delete("c")
+    store.stats()
+
+
+def assert_sound(store, path):
+    """All of it is as it was once written, space adds up, and everything works."""
+    sizes = {}
+    for name in store:
+        got = store.read(name).result()
+        assert (got == got[0]).all(), name
+        sizes[name] = got.nbytes
+    for value in (21, 22):
+        for name, nbytes in sizes.items():
+            store.write(name, tensor(value, nbytes))
+        for name in sizes:
+            assert (store.read(name).result() == value).all()
+    store.commit(b"end")
+    want = sum(map(store._room.rounded, sizes.values()))
+    end = time.monotonic() + 10  # the thread of callbacks may be about to let go
+    while store.stats()["directories"][0]["used_nbytes"] != want and time.monotonic() < end:
+        gc.collect()
+    assert store.stats()["directories"][0]["used_nbytes"] == want
+    assert store.stats()["in_flight"] == 0
+    store.close()
+    with TensorStore.open(path / "s") as old:
+        assert old.record == b"end"
+        for name in old:
+            assert (old.read(name).result() == 22).all()
+        assert len(list((path / "s").glob("*.segment"))) == len(old._directories[0].segments)
+    if (path / "snap").exists():
+        with TensorStore.open(path / "snap") as old:
+            for name in old:
+                got = old.read(name).result()
+                assert (got == got[0]).all()
+    # What an interrupted snapshot has left goes with the next one.
+    with TensorStore(path / "other") as other:
+        other.write("x", b"x")
+        other.snapshot(path / "next")
+    assert {each.name for each in path.iterdir()} <= {"s", "snap", "handled", "other", "next"}
+
+
+ACTIONS = {
+    "write": lambda store, path: store.write("h", tensor(9, 20_000)).result(),
+    "commit": lambda store, path: (store.write("h", tensor(9, 20_000)), store.commit(b"h")),
+    "snapshot": lambda store, path: store.snapshot(path / "handled"),
+    "delete": lambda store, path: store.delete("b"),
+    "stats": lambda store, path: (store.stats(), store.reserve(100_000)),
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_handler_is_served_or_refused(tmp_path, action):
+    for number in range(1 + list(ACTIONS).index(action) * 11, MOMENTS, STEP):
+        path = tmp_path / str(number)
+        store = begun(path)
+        refused = []
+
+        def handler(store=store, path=path, refused=refused):
+            try:
+                ACTIONS[action](store, path)
+            except RuntimeError as error:
+                refused.append(str(error))  # noqa: B023
+
+        with At(number, SOURCES, handler) as at:
+            work(store, path)
+        assert at.happened_in or number > MOMENTS - 400
+        assert all("in the middle" in error for error in refused)
+        assert not (refused and action == "delete")
+        assert_sound(store, path)
+
+
+def test_ctrl_c_at_many_moments(tmp_path, monkeypatch):
+    # Else what it ended is kept, with all that it knew: finalizers cannot raise.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    for number in range(7, MOMENTS, STEP):
+        path = tmp_path / str(number)
+        store = begun(path)
+        with At(number, SOURCES, interrupt) as at:
+            try:
+                work(store, path)
+            except KeyboardInterrupt:
+                assert at.happened_in
+        if "_Lock" in str(at.happened_in):  # its descriptor is lost
+            continue
+        gc.collect()
+        assert_sound(store, path)
+
+
+def test_close_can_be_interrupted_anywhere_and_called_again(tmp_path):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    number, happened = 1, True
+    while happened:
+        path = tmp_path / str(number)
+        store = begun(path)
+        ticket = store.write("b", tensor(7, 40_000))
+        with At(number, SOURCES, interrupt) as at, contextlib.suppress(KeyboardInterrupt):
+            store.close()
+        happened = at.happened_in is not None
+        store.close()
+        assert store.closed
+        ticket.result()
+        TensorStore(
+            path / "s", temporary=False
+        ).close()  # the directory is free, and what was committed there
+        with TensorStore.open(path / "s") as old:
+            assert (old.read("a").result() == 1).all()
+            assert len(list((path / "s").glob("*.segment"))) == len(old._directories[0].segments)
+        number += 5
+
+
+def test_a_handler_cannot_close_what_it_has_interrupted(tmp_path):
+    store = begun(tmp_path)
+    with pytest.raises(RuntimeError, match="in the middle"), store._lock:
+        store.close()
+    store.close()
+
+
+def test_a_child_cancels_its_parents_ticket_without_a_lock(tmp_path):
+    with TensorStore(tmp_path) as store:
+        store.write("a", tensor(1, 1_000_000)).result()
+        read = store.read("a")
+        held, release = threading.Event(), threading.Event()
+
+        def hold():
+            with store._lock:
+                held.set()
+                release.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            read._request.cancel()
+            os._exit(0)
+        end = time.monotonic() + 30
+        status = 0
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+        if ended[0] == 0:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            status = 1
+        release.set()
+        thread.join()
+        assert status == 0
+        read.result()

@@ -1,0 +1,487 @@
+"""What outlives a store, or a later write: mappings, snapshots, commits."""
+
+import errno
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+import tensorferry
+from tensorferry.store import TensorStore, contents, manifest
+from tests.support import leaks
+
+torch = pytest.importorskip("torch")
+
+SEGMENT = 64 << 10
+PAGE = mmap.PAGESIZE
+
+
+def pattern(nbytes, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with TensorStore(tmp_path / "store", segment_nbytes=SEGMENT) as store:
+        yield store
+
+
+@pytest.fixture
+def named(tmp_path):
+    with TensorStore(tmp_path / "named", segment_nbytes=SEGMENT, temporary=False) as store:
+        yield store
+
+
+def fill(store, seed, count=20):
+    tensors = {
+        f"t{at}": torch.from_numpy(pattern(1 + 7919 * at * at, seed + at)) for at in range(count)
+    }
+    for ticket in [store.write(name, tensor) for name, tensor in tensors.items()]:
+        ticket.result()
+    return tensors
+
+
+def assert_has(store, tensors):
+    assert sorted(store) == sorted(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(store.read(name).result(), tensor)
+
+
+def used(path):
+    return sum(file.stat().st_blocks * 512 for file in path.iterdir())
+
+
+def test_a_mapping_is_one_piece_of_several_tensors(store):
+    a, b = pattern(5 * SEGMENT, 1), pattern(3 * PAGE + 100, 2)
+    store.write("a", a)
+    store.write("b", b)
+    buffer = store.map([("b", PAGE, PAGE), ("a", SEGMENT - PAGE, 2 * SEGMENT), ("b", 0, b.nbytes)])
+    got = torch.frombuffer(buffer, dtype=torch.uint8).numpy()
+    want = np.concatenate([b[PAGE : 2 * PAGE], a[SEGMENT - PAGE : 3 * SEGMENT - PAGE], b])
+    assert (got == want).all()
+
+
+def test_a_mapping_stays_as_it_is_and_keeps_its_space(store):
+    old = pattern(2 * SEGMENT, 1)
+    store.write("a", old).result()
+    view = np.frombuffer(store.map([("a", 0, old.nbytes)]), np.uint8)
+    for seed in range(5):
+        store.write("a", pattern(2 * SEGMENT, 2 + seed)).result()
+    assert (view == old).all()
+    view[:10] = 0
+    assert (store.read("a").result() == pattern(2 * SEGMENT, 6)).all()
+    assert store.stats()["directories"][0]["used_nbytes"] == 4 * SEGMENT
+    store.close()
+    assert (view[10:] == old[10:]).all()
+
+
+def test_space_of_a_mapping_comes_back_with_its_last_view(store):
+    store.write("a", pattern(SEGMENT)).result()
+    view = np.frombuffer(store.map([("a", 0, SEGMENT)]), np.uint8)[5:]
+    store.delete("a")
+    assert store.stats()["directories"][0]["used_nbytes"] == SEGMENT
+    del view
+    assert store.stats()["directories"][0]["used_nbytes"] == 0
+
+
+def test_ranges_that_cannot_be_mapped_are_refused(store):
+    store.write("a", pattern(3 * PAGE)).result()
+    for ranges in (
+        [],
+        [("a", 1, PAGE)],
+        [("a", 0, 0)],
+        [("a", 0, 3 * PAGE + 1)],
+        [("a", 0, PAGE - 1), ("a", 0, PAGE)],
+        [("a", -PAGE, PAGE)],
+    ):
+        with pytest.raises(ValueError, match=r"ranges|offset"):
+            store.map(ranges)
+    with pytest.raises(KeyError):
+        store.map([("b", 0, PAGE)])
+
+
+def test_a_snapshot_has_what_was_stored_and_keeps_it(tmp_path, store):
+    tensors = fill(store, 1)
+    store.write("structured", np.zeros(3, [("a", "<i4"), ("b", ">f2", (2,))])).result()
+    store.snapshot(tmp_path / "snap", record=b"step 7")
+    fill(store, 2)
+    fill(store, 3)
+    store.close()
+    with TensorStore.open(tmp_path / "snap") as old:
+        assert old.record == b"step 7"
+        assert old.info("structured").dtype == np.dtype([("a", "<i4"), ("b", ">f2", (2,))])
+        for name, tensor in tensors.items():
+            assert torch.equal(old.read(name).result(), tensor)
+        for action in (
+            lambda: old.write("a", b""),
+            lambda: old.delete("t0"),
+            lambda: old.reserve(1),
+            lambda: old.snapshot(tmp_path / "other"),
+            old.commit,
+        ):
+            with pytest.raises(ValueError, match="reading only"):
+                action()
+        view = old.map([("t9", 0, tensors["t9"].nbytes)])
+    assert torch.equal(torch.frombuffer(view, dtype=torch.uint8), tensors["t9"])
+
+
+def test_a_snapshot_takes_no_copy_and_its_space_goes_with_it(tmp_path, store):
+    fill(store, 1)
+    before = store.stats()["directories"][0]
+    store.snapshot(tmp_path / "snap")
+    written = store.stats()["written_nbytes"]
+    assert used(tmp_path / "snap") <= before["reserved_nbytes"] + SEGMENT
+    assert all(file.stat().st_nlink == 1 for file in (tmp_path / "snap").iterdir())
+    fill(store, 2)  # and now nothing of the store is in the snapshot's files
+    shutil.rmtree(tmp_path / "snap")
+    after = store.stats()["directories"][0]
+    assert after["reserved_nbytes"] <= before["reserved_nbytes"] * 1.5
+    assert store.stats()["written_nbytes"] == 2 * written
+
+
+def test_snapshots_of_snapshots_files(tmp_path, store):
+    """A file that all names of have gone again cannot be linked any more: it is copied."""
+    tensors = fill(store, 1)
+    store.snapshot(tmp_path / "first")
+    store.snapshot(tmp_path / "second")
+    shutil.rmtree(tmp_path / "first")
+    shutil.rmtree(tmp_path / "second")
+    store.snapshot(tmp_path / "third")
+    assert_has(store, tensors)
+    store.close()
+    assert_has(TensorStore.open(tmp_path / "third"), tensors)
+
+
+def test_a_snapshot_elsewhere_is_a_verified_copy(tmp_path, store):
+    tensors = fill(store, 1)
+    elsewhere = f"/dev/shm/tensorferry-test-{os.getpid()}"
+    try:
+        store.snapshot(elsewhere, b"x")
+        with TensorStore.open(elsewhere) as old:
+            assert old.record == b"x"
+            assert_has(old, tensors)
+    finally:
+        shutil.rmtree(elsewhere, ignore_errors=True)
+
+
+def test_a_snapshot_never_replaces_anything(tmp_path, store):
+    store.write("a", b"1").result()
+    (tmp_path / "snap").mkdir()
+    with pytest.raises(tensorferry.StorageError) as caught:
+        store.snapshot(tmp_path / "snap")
+    assert caught.value.errno == errno.EEXIST
+    assert list((tmp_path / "snap").iterdir()) == []
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["snap", "store"]
+
+
+INTERRUPTED = """
+import sys, time
+from tensorferry.store import TensorStore, snapshots
+
+def finish(partial, manifest):
+    print("made", flush=True)
+    time.sleep(600)
+
+snapshots.Partial.finish = finish
+with TensorStore(sys.argv[1] + "/store") as store:
+    store.write("a", bytes(1000))
+    store.snapshot(sys.argv[1] + "/snap")
+"""
+
+
+def test_what_a_killed_snapshot_leaves_goes_with_the_next_one_beside_it(tmp_path, store):
+    def partial():
+        return [each.name for each in tmp_path.iterdir() if each.suffix == ".partial"]
+
+    store.write("a", pattern(1000)).result()
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            assert child.stdout.readline() == "made\n"
+            store.snapshot(tmp_path / "other")
+            assert len(partial()) == 1, "somebody still makes it"
+        finally:
+            child.kill()
+    store.snapshot(tmp_path / "next")
+    assert partial() == []
+    assert not (tmp_path / "snap").exists()
+
+
+def test_a_snapshot_without_space_for_what_it_freezes_leaves_nothing(tmp_path, store, monkeypatch):
+    tensors = fill(store, 1)
+    directory = store._directories[0]
+
+    def grow():
+        raise tensorferry.StorageError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(directory, "grow", grow)
+    with pytest.raises(tensorferry.StorageError, match="No space"):
+        store.snapshot(tmp_path / "snap")
+    monkeypatch.undo()
+    assert [file.name for file in tmp_path.iterdir()] == ["store"]
+    store.snapshot(tmp_path / "snap")
+    assert_has(TensorStore.open(tmp_path / "snap"), tensors)
+
+
+def test_a_commit_is_found_after_the_store_has_gone(tmp_path, named):
+    tensors = fill(named, 1)
+    named.commit(b"one", sync=True)
+    fill(named, 5, count=3)
+    named.close()
+    with TensorStore.open(tmp_path / "named") as old:
+        assert old.record == b"one"
+        assert_has(old, tensors)
+
+
+def test_commits_follow_each_other_in_twice_the_space(tmp_path, named):
+    for step in range(8):
+        tensors = fill(named, step)
+        named.commit(str(step).encode())
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    assert used(tmp_path / "named") < 4 * size
+    named.close()
+    assert_has(TensorStore.open(tmp_path / "named"), tensors)
+    assert used(tmp_path / "named") < 3 * size
+
+
+def test_a_new_store_keeps_the_old_commit_until_its_own(tmp_path):
+    path = tmp_path / "named"
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as first:
+        old = fill(first, 1)
+        first.commit(b"old")
+        fill(first, 2)
+    (path / "mine.txt").write_text("a stranger's")
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as second:
+        new = fill(second, 3)
+        reader = TensorStore.open(path)
+        assert reader.record == b"old"
+        second.commit(b"new")
+        assert_has(reader, old)  # its files are open
+        with pytest.raises(tensorferry.StorageError, match=f"process {os.getpid()}"):
+            TensorStore.open(path)
+    assert_has(TensorStore.open(path), new)
+    assert (path / "mine.txt").read_text() == "a stranger's"
+    runs = {file.name.split("-")[1] for file in path.glob("*.segment")}
+    assert len(runs) == 1
+
+
+def test_a_store_that_never_commits_leaves_no_data(tmp_path):
+    with TensorStore(tmp_path, temporary=False, segment_nbytes=SEGMENT) as store:
+        fill(store, 1)
+    assert [file.name for file in tmp_path.iterdir()] == [".tensorferry-store.lock"]
+
+
+def test_a_second_store_is_told_whose_the_directory_is(tmp_path, named):
+    code = f"""
+        from tensorferry.store import TensorStore
+        try:
+            TensorStore({os.fspath(tmp_path / "named")!r}, temporary=False)
+        except OSError as error:
+            print(error)
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    assert f"process {os.getpid()}" in told
+    assert str(tmp_path / "named") in told
+    named.close()
+    TensorStore(tmp_path / "named", temporary=False).close()
+
+
+def test_temporary_stores_share_a_directory(tmp_path):
+    with TensorStore(tmp_path) as a, TensorStore(tmp_path) as b:
+        a.write("x", b"1").result()
+        b.write("x", b"2").result()
+        assert a.read("x").result() == b"1"
+        with pytest.raises(ValueError, match="temporary"):
+            a.commit()
+
+
+def test_directories_in_another_order_are_noticed(tmp_path):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with TensorStore(paths, temporary=False, segment_nbytes=SEGMENT) as store:
+        tensors = fill(store, 1)
+        store.commit()
+    assert_has(TensorStore.open(paths), tensors)
+    for wrong in (paths[::-1], paths[1:], [tmp_path / "c", tmp_path / "b"]):
+        with pytest.raises(tensorferry.StorageError):
+            TensorStore(wrong, temporary=False)
+    for wrong in (paths[::-1], paths[:1], paths[1:]):
+        with pytest.raises(tensorferry.StorageError):
+            TensorStore.open(wrong)
+    assert_has(TensorStore.open(paths), tensors)
+
+
+def test_snapshots_over_several_directories(tmp_path):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with TensorStore(paths, segment_nbytes=SEGMENT) as store:
+        tensors = fill(store, 1)
+        store.snapshot(tmp_path / "one")
+        store.snapshot([tmp_path / "a" / "two", tmp_path / "b" / "two"])
+        with pytest.raises(ValueError, match="path"):
+            store.snapshot([tmp_path / "x", tmp_path / "y", tmp_path / "z"])
+    assert_has(TensorStore.open(tmp_path / "one"), tensors)
+    assert_has(TensorStore.open([tmp_path / "a" / "two", tmp_path / "b" / "two"]), tensors)
+
+
+def test_weights_say_how_much_a_directory_takes(tmp_path):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with TensorStore(paths, weights=[3, 1], segment_nbytes=SEGMENT) as store:
+        for at in range(80):
+            store.write(str(at), pattern(SEGMENT // 4))
+        one, other = (each["used_nbytes"] for each in store.stats()["directories"])
+        assert one == 3 * other
+
+
+def test_a_forked_child_leaves_everything_alone(tmp_path, named):
+    tensors = fill(named, 1)
+    named.commit()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            for action in (lambda: named.write("a", b"1"), lambda: named.read("t1"), named.commit):
+                try:
+                    action()
+                except RuntimeError as error:
+                    status = 0 if "fork" in str(error) else 2
+                else:
+                    os._exit(3)
+            named.close()
+            del named
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_has(named, tensors)
+    with pytest.raises(tensorferry.StorageError, match="process"):
+        TensorStore(tmp_path / "named", temporary=False)
+    named.close()
+    assert_has(TensorStore.open(tmp_path / "named"), tensors)
+
+
+WRITER = """
+    import sys
+    import numpy as np
+    from tensorferry.store import TensorStore
+    store = TensorStore(sys.argv[1], temporary=False, segment_nbytes=65536)
+    step = 0
+    while True:
+        step += 1
+        for name in range(10):
+            store.write(str(name), np.full(9001 * (name + 1), step % 251, np.uint8))
+        if step % 2:
+            store.delete("3")
+        store.commit(str(step).encode())
+        if len(sys.argv) > 2:
+            store.snapshot(f"{sys.argv[2]}/{step}", str(step).encode())
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_kill_at_any_moment_leaves_the_last_commit(tmp_path, seed):
+    (tmp_path / "snaps").mkdir()
+    rng = np.random.default_rng(seed)
+    last = 0
+    for _ in range(3):
+        child = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITER), tmp_path / "s", tmp_path / "snaps"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        reported = 0
+        for _ in range(int(rng.integers(1, 12))):
+            reported = int(child.stdout.readline())
+        signal.sigtimedwait([], float(rng.random()) * 0.03)
+        child.send_signal(signal.SIGKILL)
+        reported = int(([str(reported), *child.stdout.read().split()])[-1])
+        child.wait()
+        with TensorStore.open(tmp_path / "s") as old:
+            step = int(old.record)
+            assert step in (reported, reported + 1)
+            assert_is_step(old, step)
+        for snap in (tmp_path / "snaps").iterdir():
+            if not snap.name.startswith("."):
+                with TensorStore.open(snap) as old:
+                    assert int(old.record) == int(snap.name)
+                    assert_is_step(old, int(snap.name))
+        shutil.rmtree(tmp_path / "snaps")
+        (tmp_path / "snaps").mkdir()
+        last += reported
+    with TensorStore(tmp_path / "s", temporary=False):
+        named = len(list((tmp_path / "s").glob("*.segment")))
+    with TensorStore.open(tmp_path / "s") as old:
+        assert len(old._directories[0].segments) == named
+
+
+def assert_is_step(store, step):
+    assert sorted(store, key=int) == [str(n) for n in range(10) if n != 3 or step % 2 == 0]
+    for name in store:
+        tensor = store.read(name).result()
+        assert tensor.nbytes == 9001 * (int(name) + 1)
+        assert (tensor == step % 251).all()
+
+
+def test_a_commit_that_is_replaced_while_it_is_read_is_not_used(tmp_path, monkeypatch):
+    """Its space is another tensor's by then."""
+    store = TensorStore(tmp_path / "s", segment_nbytes=SEGMENT, temporary=False, checksums=False)
+    store.write("a", pattern(SEGMENT, 1)).result()
+    store.commit(b"1")
+    asked = []
+    writer_of = contents.writer_of
+
+    def ends_meanwhile(directory):
+        if not asked:
+            for seed in (2, 3):
+                store.write("a", pattern(SEGMENT, seed)).result()
+                store.commit(str(seed).encode())
+            store.close()
+        asked.append(directory)
+        return writer_of(directory)
+
+    monkeypatch.setattr(contents, "writer_of", ends_meanwhile)
+    with TensorStore.open(tmp_path / "s") as old:
+        assert old.record == b"3"
+        assert (old.read("a").result() == pattern(SEGMENT, 3)).all()
+    assert len(asked) == 2
+
+
+def test_aligned_structures_come_back_as_they_were(tmp_path, named):
+    dtype = np.dtype([("a", "i1"), ("b", "<i4"), ("c", [("d", "i1"), ("e", "<f8")])], align=True)
+    named.write("a", np.zeros(3, dtype)).result()
+    named.commit()
+    named.close()
+    with TensorStore.open(tmp_path / "named") as old:
+        assert old.info("a").dtype.fields == dtype.fields
+        assert old.read("a").result().dtype.itemsize == dtype.itemsize
+
+
+def test_a_directory_in_the_manifests_place_costs_no_descriptor(tmp_path):
+    (tmp_path / manifest.NAME).mkdir()
+    before = None
+    for _ in range(4):
+        with pytest.raises(tensorferry.StorageError, match="directory"):
+            TensorStore.open(tmp_path)
+        before = before or leaks.count_descriptors()  # the first call of a process opens some
+    assert leaks.count_descriptors() == before
+
+
+def test_space_is_reserved_for_tensors_that_will_be_larger(store):
+    for at in range(10):
+        store.write(str(at), b"x").result()
+    store.reserve({str(at): SEGMENT for at in range(10)}, in_flight_nbytes=0)
+    assert store.stats()["directories"][0]["free_nbytes"] >= 10 * SEGMENT
+
+
+def test_a_store_whose_directory_has_gone(tmp_path, store):
+    (tmp_path / "store").rmdir()
+    with pytest.raises(tensorferry.StorageError) as caught:
+        store.reserve(1)
+    assert caught.value.errno == errno.ENOENT

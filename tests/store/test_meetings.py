@@ -1,0 +1,193 @@
+"""Threads, tasks, snapshots, commits and Ctrl-C that meet in one store."""
+
+import asyncio
+import gc
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+
+from tensorferry.store import TensorStore
+from tests.support import leaks
+
+SEGMENT = 64 << 10
+
+
+def tensor(value, nbytes):
+    return np.full(nbytes, value, np.uint8)
+
+
+@pytest.mark.parametrize("temporary", [True, False])
+def test_threads_do_everything_at_once(tmp_path, temporary):
+    """Of each name every version has one value all over, and versions of a thread's own names only grow."""
+    failures = []
+    stop = threading.Event()
+    store = TensorStore(tmp_path / "s", segment_nbytes=SEGMENT, temporary=temporary)
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        version = {}
+        try:
+            for _ in range(150):
+                own = f"{seed}-{rng.integers(3)}"
+                shared = f"shared-{rng.integers(2)}"
+                nbytes = int(rng.integers(1, 3 * SEGMENT))
+                what = rng.integers(5)
+                if what == 0:
+                    version[own] = version.get(own, 0) + 1
+                    store.write(own, tensor(version[own] % 251, nbytes))
+                elif what == 1 and own in version:
+                    assert (store.read(own).result() == version[own] % 251).all()
+                elif what == 2:
+                    store.write(shared, tensor(int(rng.integers(251)), nbytes))
+                elif what == 3 and shared in store:
+                    got = store.read(shared).result()
+                    assert (got == got[0]).all()
+                elif own in version:
+                    view = np.frombuffer(store.map([(own, 0, store.info(own).nbytes)]), np.uint8)
+                    assert (view == version[own] % 251).all()
+        except BaseException as error:
+            failures.append(error)
+
+    def keep():
+        try:
+            count = 0
+            while not stop.is_set():
+                path = tmp_path / f"snap{count}"
+                store.snapshot(path)
+                if not temporary:
+                    store.commit(str(count).encode())
+                with TensorStore.open(path) as old:
+                    for name in old:
+                        got = old.read(name).result()
+                        assert (got == got[0]).all()
+                shutil.rmtree(path)
+                count += 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(5)]
+    keeper = threading.Thread(target=keep)
+    for thread in [*threads, keeper]:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    stop.set()
+    keeper.join(120)
+    assert not any(thread.is_alive() for thread in [*threads, keeper])
+    store.close()
+    assert failures == []
+
+
+def test_tickets_nobody_keeps_end_all_the_same(tmp_path):
+    with TensorStore(tmp_path, segment_nbytes=SEGMENT) as store:
+        for version in range(200):
+            store.write("a", tensor(version, SEGMENT + version))
+            out = np.zeros(SEGMENT + version, np.uint8)
+            store.read("a", out=out)
+        last = store.read("a").result()
+        assert (last == 199).all()
+
+
+def test_a_cancelled_task_cancels_its_read_and_harms_nothing(tmp_path):
+    async def main():
+        with TensorStore(tmp_path, segment_nbytes=SEGMENT) as store:
+            for round_ in range(20):
+                store.write("a", tensor(round_, 20 * SEGMENT))
+                task = asyncio.create_task(store.read("a"))
+                await asyncio.sleep(0.0005 * (round_ % 4))
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                assert ((await store.read("a")) == round_).all()
+
+    asyncio.run(main())
+
+
+def test_nothing_is_left_of_a_store_that_is_dropped(tmp_path):
+    def use():
+        store = TensorStore(tmp_path, segment_nbytes=SEGMENT, temporary=False)
+        store.write("a", tensor(1, 5 * SEGMENT)).result()
+        store.read("a").result()
+        store.commit()
+
+    use()
+    gc.collect()
+    before = leaks.count_descriptors()
+    for _ in range(5):
+        use()
+        gc.collect()
+    assert leaks.settled(lambda: leaks.count_descriptors() <= before)
+
+
+INTERRUPTED = """
+    import signal, sys, threading, time, os, random
+    import numpy as np
+    from tensorferry.store import TensorStore
+    store = TensorStore(sys.argv[1], segment_nbytes=65536, temporary=False)
+    written = {}
+    random.seed(int(sys.argv[2]))
+
+    def disturb():
+        while True:
+            time.sleep(random.random() * 0.004)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    class Stop(BaseException):
+        pass
+
+    def raise_it(*_):
+        raise Stop
+
+    signal.signal(signal.SIGUSR1, raise_it)
+    end = time.monotonic() + 4
+    def once():
+        threading.Thread(target=disturb, daemon=True).start()
+        value = 0
+        while time.monotonic() < end:
+            try:
+                value += 1
+                name = str(value % 7)
+                tried = value % 251
+                written.setdefault(name, []).append(tried)
+                store.write(name, np.full(100_000, tried, np.uint8)).result()
+                written[name] = [tried]
+                if value % 5 == 0:
+                    store.commit()
+                got = store.read(name).result()
+                assert (got == tried).all()
+            except Stop:
+                pass
+    while time.monotonic() < end:
+        try:
+            once()
+        except Stop:
+            pass
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for name in store:
+        got = store.read(name).result()
+        assert (got == got[0]).all(), name
+        assert got[0] in written[name], (name, got[0], written[name])
+    store.commit(b"end")
+    store.close()
+    print("done", len(written))
+"""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_interruptions_anywhere_leave_each_tensor_old_or_new(tmp_path, seed):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(INTERRUPTED), tmp_path / "s", str(seed)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.startswith("done 7"), done.stdout + done.stderr
+    with TensorStore.open(tmp_path / "s") as old:
+        assert old.record == b"end"
+        for name in old:
+            got = old.read(name).result()
+            assert (got == got[0]).all()

@@ -1,0 +1,61 @@
+"""Something that happens between two bytecodes of chosen sources, as signal handlers do, at the nth such moment."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, FrameType
+
+# Behind these the interpreter looks whether a signal has come.
+_LOOKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION", "RESUME"}
+_LOOKS |= {"JUMP_BACKWARD", "JUMP_ABSOLUTE"}
+
+
+@functools.cache
+def _moments(code: CodeType) -> frozenset[int]:
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return frozenset(after.offset for before, after in pairs if before.opname in _LOOKS)
+
+
+def _name(code: CodeType) -> str:
+    return getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no qualified ones
+
+
+class At:
+    """Within the block ``action`` is called once: at moment ``number`` of code in files under ``path``."""
+
+    def __init__(self, number: int, path: str, action: Callable[[], object]) -> None:
+        self.count = 0
+        self.happened_in: str | None = None
+        self._number = number
+        self._path = path
+        self._action = action
+
+    def __enter__(self) -> At:
+        self._before = sys.gettrace()
+        sys.settrace(self._entered)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _entered(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(self._path):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._traced
+
+    def _traced(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode" and frame.f_lasti in _moments(frame.f_code):
+            self.count += 1
+            if self.count == self._number:
+                self.happened_in = f"{_name(frame.f_code)}, line {frame.f_lineno}"
+                sys.settrace(None)
+                self._action()
+        return self._traced

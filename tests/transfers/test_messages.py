@@ -1,0 +1,224 @@
+"""What a newcomer is told who has typed something sensible: what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import re
+import subprocess
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import tensorferry
+
+if TYPE_CHECKING:
+    import pathlib
+
+
+def python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("missing", "call", "told"),
+    [
+        ("torch", "empty(3)", "dtype: none is given, .*torch is not installed; give NumPy's"),
+        ("numpy", "empty(3, 'float32')", "dtype: 'float32' is NumPy's, and NumPy is not installed"),
+    ],
+)
+def test_empty_names_the_library_that_it_lacks(missing: str, call: str, told: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; import tensorferry; tensorferry.{call}"
+    ended = python(program)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: ")
+    assert re.search(told, last), last
+
+
+def test_empty_says_which_argument_is_none_of_its_kind() -> None:
+    for shape in (1.5, [2, 1.5], "ab", None):
+        with pytest.raises(TypeError, match=r"shape: .* is neither an integer nor several"):
+            tensorferry.empty(shape, "uint8")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="dtype: 'flaot' is neither torch's nor NumPy's"):
+        tensorferry.empty(3, "flaot")
+    assert tensorferry.empty(torch.tensor(3), "uint8").shape == (3,)  # type: ignore[call-overload]
+
+
+def test_a_locked_tensor_asks_for_an_example_where_it_is_given_a_dtype() -> None:
+    handle = tensorferry.aio_handle()
+    with pytest.raises(TypeError, match=r"example_tensor: torch.float32 is a dtype; give a tensor"):
+        handle.new_cpu_locked_tensor(10, torch.float32)
+    with pytest.raises(TypeError, match="example_tensor: str is no torch tensor"):
+        handle.new_cpu_locked_tensor(10, "float32")
+    handle.close()
+
+
+def test_modes_are_those_that_everyone_types(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    for mode in ("wb", "w+b", "wb+", "rb", "r+b", "rb+", "r", "r+"):
+        with tensorferry.open(path, mode) as file:
+            if mode != "rb" and mode != "r":
+                file.write(b"1")
+    for mode in ("b", "br", "rbb", "rt", "ab", "a", ""):
+        with pytest.raises(
+            ValueError, match=f"mode: {mode!r} is none of r, r\\+, w, w\\+, x, x\\+"
+        ):
+            tensorferry.open(path, mode)
+    with pytest.raises(ValueError, match="append nothing"):
+        tensorferry.open(path, "ab")
+    with pytest.raises(TypeError, match="mode: 5 is no text"):
+        tensorferry.open(path, 5)  # type: ignore[call-overload]
+
+
+UNSEEN = """
+import numpy, os, resource, sys, tensorferry, warnings
+path, how = sys.argv[1:]
+if how == "lock":
+    os.setuid(65534)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+    tensorferry.empty(3_000_000, "uint8")
+else:
+    file = tensorferry.open(path)
+    sums = tensorferry.Checksums(4096, expected=[1])
+    file.read_into(bytearray(5), checksums=sums)
+    if how == "exit":
+        kept = [file.read_into(bytearray(5), checksums=tensorferry.Checksums(4096, expected=[1]))]
+"""
+
+
+@pytest.mark.parametrize(("how", "lines"), [("lock", [6]), ("closed", [10]), ("exit", [10, 12])])
+def test_a_warning_names_the_line_of_the_program_that_it_is_about(
+    directory: pathlib.Path, how: str, lines: list[int]
+) -> None:
+    program, path = directory / "program.py", directory / "file"
+    program.write_text(UNSEEN.lstrip())
+    path.write_bytes(b"short")
+    if how == "lock" and os.getuid() != 0:
+        pytest.skip("becoming another user needs root")
+    command = [sys.executable, program, path, how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "sys:1" not in ended.stderr
+    for line in lines:
+        assert f"program.py:{line}: RuntimeWarning: " in ended.stderr
+
+
+def test_representations_say_what_a_thing_is_and_how_it_is(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    with tensorferry.open(path, "w+") as file:
+        future = file.write_from(b"hello", 3)
+        future.result()
+        assert repr(future) == (
+            f"<tensorferry.Future writing 5 bytes at offset 3 of {str(path)!r}: done>"
+        )
+        assert repr(file) == f"<tensorferry.File {str(path)!r}>"
+    handle = tensorferry.aio_handle(queue_depth=7)
+    assert repr(handle).startswith("<tensorferry.aio_handle(block_size=1048576, queue_depth=7, ")
+    assert repr(handle).endswith(", 0 to be waited for>")
+    handle.async_pwrite(b"12", path)
+    assert repr(handle).endswith(", 1 to be waited for>")
+    handle.close()
+    assert repr(handle).endswith(": closed>")
+    assert repr(tensorferry.aio_handle.__new__(tensorferry.aio_handle)).startswith("<")
+
+
+def test_completion_shows_what_users_may_use() -> None:
+    shown = [name for name in dir(tensorferry) if not name.startswith("_")]
+    products = {"checkpoint", "deepspeed", "offload", "safetensors", "store"}
+    assert set(shown) == {*tensorferry.__all__, *products}
+
+
+# asyncio
+
+
+def test_async_with_lets_other_tasks_go_on_and_ends_all_transfers(directory: pathlib.Path) -> None:
+    paths = [directory / name for name in ("one", "two")]
+
+    async def main() -> None:
+        for target in (paths[0], paths):
+            async with tensorferry.open(target, "w+") as file:  # type: ignore[call-overload]
+                futures = [file.write_from(bytes(100_003), at << 20) for at in range(5)]
+                assert not file.closed
+            assert file.closed
+            assert all(future.done() for future in futures)
+        with pytest.raises(ValueError, match="closed"):
+            async with file:
+                pass
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012
+            async with tensorferry.open(paths[0]) as file:
+                future = file.read_into(bytearray(100_003))
+                _ = 1 / 0
+        assert future.result() == bytes(100_003)
+
+    asyncio.run(main())
+
+
+def test_a_task_cancelled_in_async_with_closes_its_file(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    path.write_bytes(bytes(5_000_000))
+    files = []
+
+    async def task() -> None:
+        async with tensorferry.open(path) as file:
+            files.append(file)
+            await file.read_into(bytearray(5_000_000))
+            await asyncio.sleep(60)
+
+    async def main() -> None:
+        running = [asyncio.create_task(task()) for _ in range(5)]
+        await asyncio.sleep(0.01)
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(main())
+        gc.collect()
+    assert len(files) == 5
+    assert all(file.closed for file in files)
+
+
+MANY_OPEN = """
+import asyncio, resource, sys, tensorferry
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+folder = sys.argv[1]
+tensorferry.write_many([(f"{folder}/{n}", bytes([n % 251]) * 5000) for n in range(1000)])
+
+def read(number):
+    return tensorferry.read(f"{folder}/{number}", bytearray(5000))
+
+async def one(number, several):
+    async with several, tensorferry.open(f"{folder}/{number}") as file:
+        return await file.read_into(bytearray(5000))
+
+async def with_threads():
+    return await asyncio.gather(*(asyncio.to_thread(read, n) for n in range(1000)))
+
+async def with_semaphore():
+    several = asyncio.Semaphore(64)
+    return await asyncio.gather(*(one(n, several) for n in range(1000)))
+
+for main in (with_threads, with_semaphore):
+    assert asyncio.run(main()) == [bytes([n % 251]) * 5000 for n in range(1000)]
+files = []
+try:
+    while True:
+        files.append(tensorferry.open(f"{folder}/{len(files)}"))
+except tensorferry.StorageError as error:
+    print(error.errno, len(files) > 200)
+"""
+
+
+def test_files_that_stay_open_end_with_the_limit_and_calls_by_path_wait(
+    directory: pathlib.Path,
+) -> None:
+    """As the guide's page on limits says."""
+    ended = python(MANY_OPEN, directory)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["24", "True"]
