@@ -119,11 +119,38 @@ class Memory:
         self._delivery.arrived(end - begin)
 
 
+class Boxes:
+    """Temporary memory for slabs, used again: the allocator would scatter fresh ones, and keep their pages."""
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return memory of so many bytes or more, aligned for any dtype."""
+        assert nbytes <= _SLAB_NBYTES
+        if nbytes > _SLAB_NBYTES // 2:
+            if self._kept:
+                return self._kept.pop()
+            nbytes = _SLAB_NBYTES
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give_back(self, box: torch.Tensor) -> None:
+        """Keep memory that nobody uses any more, if it is of the size that is taken again."""
+        if box.numel() == _SLAB_NBYTES:
+            self._kept.append(box)
+
+
 class _SlabSink:
     """A slab on its way into a tensor."""
 
     def __init__(
-        self, delivery: Delivery, slab: Slab, begin: int, payload: Payload, target: torch.Tensor
+        self,
+        delivery: Delivery,
+        slab: Slab,
+        begin: int,
+        payload: Payload,
+        target: torch.Tensor,
+        boxes: Boxes,
     ) -> None:
         self.takes_crc = delivery.takes_crc
         self._delivery = delivery
@@ -132,13 +159,14 @@ class _SlabSink:
         self._missing_nbytes = slab.span * payload.dtype.itemsize
         self._payload = payload
         self._target = target
+        self._boxes = boxes
         self._box: torch.Tensor | None = None
 
     def memory(self, begin: int, end: int) -> Any:
         """Return the place of bytes in temporary memory."""
         if self._box is None:
-            self._box = torch.empty(self._slab.span, dtype=self._payload.dtype)
-        return _bytes_of(self._box)[begin - self._begin : end - self._begin]
+            self._box = self._boxes.take(self._slab.span * self._payload.dtype.itemsize)
+        return self._box[begin - self._begin : end - self._begin]
 
     def arrived(self, begin: int, end: int, crc: int) -> None:
         """Copy the slab when all are there."""
@@ -153,9 +181,12 @@ class _SlabSink:
         place = tuple(
             slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)
         )
-        box = self._box.as_strided(lengths, strides_of(self._payload.ordered_sizes))
+        dtype = self._payload.dtype
+        box = self._box[: self._slab.span * dtype.itemsize].view(dtype)
+        box = box.as_strided(lengths, strides_of(self._payload.ordered_sizes))
         with torch.no_grad():
             (self._target[place] if place else self._target).copy_(box)
+        self._boxes.give_back(self._box)
         self._box = None
         self._delivery.arrived(box.numel() * box.element_size())
 
@@ -167,10 +198,11 @@ def deliver(
     lengths: Sequence[int],
     target: torch.Tensor,
     gap_nbytes: int,
+    boxes: Boxes,
 ) -> Iterator[Want]:
     """Return what puts a slice into a plain strided tensor of the slice's size.
 
-    ``gap_nbytes`` unwanted bytes in a row are not worth a transfer more.
+    ``gap_nbytes`` unwanted bytes in a row are not worth a transfer more; slabs come to ``boxes``.
     """
     order = payload.order
     sizes, itemsize = payload.ordered_sizes, payload.dtype.itemsize
@@ -187,7 +219,7 @@ def deliver(
         return
     for slab in _slabs(payload, offsets, lengths, gap_nbytes):
         begin = payload.begin + slab.begin * itemsize
-        sink = _SlabSink(delivery, slab, begin, payload, target)
+        sink = _SlabSink(delivery, slab, begin, payload, target, boxes)
         yield Want(begin, begin + slab.span * itemsize, sink)
 
 

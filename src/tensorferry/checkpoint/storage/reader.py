@@ -308,6 +308,7 @@ class Load:
         self._planner = planner
         self._count = count
         self._held = _HeldMemory()
+        self._boxes = delivery.Boxes()
 
     def begin(self, item: Item, file: DataFile) -> Iterator[Want]:
         """Return what an item wants of its file."""
@@ -347,7 +348,7 @@ class Load:
         whole = delivery.Delivery(item.nbytes, finish, self._count, takes_crc=takes_crc)
         offsets, lengths = request.storage_offsets, request.lengths
         return whole.begin(
-            delivery.deliver(whole, payload, offsets, lengths, inner, file.gap_nbytes)
+            delivery.deliver(whole, payload, offsets, lengths, inner, file.gap_nbytes, self._boxes)
         )
 
     def _blob(
