@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import files
+from benchmarks import files, fio
 from benchmarks.harness import (
     GB,
     GIB,
@@ -50,6 +50,7 @@ STATE_NBYTES_PER_PARAMETER = 8
 ALLOWANCE_NBYTES = 64 * MIB
 IN_MEMORY = "torch, in memory"
 THEIRS = "DeepSpeed, ZeRO-3 with NVMe"
+MIXED = "fio, all state read and written at once"
 _STEPPER = f"{__name__}:Stepper"
 _DEEPSPEED_BUFFERS = 12  # four for each state that is read, stepped and written at a time
 # Two such drives both ways at once leave processors, which play the drives as well, time to step.
@@ -486,6 +487,10 @@ def run_beside_deepspeed(settings: Settings) -> Outcome:
         )
         contenders = [Contender(_label(budget), "ours", step(budget)) for budget in budgets]
         contenders.append(Contender(THEIRS, "peer", their_step))
+        configs = fio.usable([fio.Config("io_uring", "1M", 64, huge=True)], settings)
+        contenders += [
+            Contender(MIXED, "limit", _mixed(config, directory, state_nbytes)) for config in configs
+        ]
         outcome.comparisons.append(compare(settings, comparison, contenders))
         ours.call("close")
     other = comparison.row(THEIRS)
@@ -512,7 +517,38 @@ def run_beside_deepspeed(settings: Settings) -> Outcome:
     outcome.notes.append(
         f"DeepSpeed's buffers: {_DEEPSPEED_BUFFERS * max(map(math.prod, tensors)) * 4 / MIB:.0f} MiB"
     )
+    outcome.notes += [
+        f"{row.label}: {statistics.median(sample.nbytes / sample.seconds for sample in row.samples) / GB:.2f} GB/s"
+        for row in comparison.rows
+        if row.usable
+    ]
     return outcome
+
+
+def _mixed(config: fio.Config, directory: Path, nbytes: int) -> Callable[[int], Sample]:
+    """Reads of one file beside writes of another, both of all state: the drive's limit for both at once."""
+    source, target = directory / "fio-read", directory / "fio-written"
+    nbytes -= nbytes % MIB
+    jobs = [
+        option
+        for path, kind in ((source, "read"), (target, "write"))
+        for option in (f"--name={kind}", f"--filename={path}", f"--rw={kind}", f"--size={nbytes}")
+        + ("--overwrite=1",) * (kind == "write")
+        + tuple(config.settings.arguments())
+    ]
+
+    def measure(_: int) -> Sample:
+        for path in (source, target):
+            if not path.exists():
+                files.write_pattern(path, nbytes, 1)
+            files.make_cold(path)
+        read, written = fio.run_jobs(*jobs)
+        both = fio.sample(read, "read"), fio.sample(written, "write")
+        seconds = max(sample.seconds for sample in both)
+        moved = sum(sample.nbytes for sample in both)
+        return Sample(seconds, seconds, moved, sum(sample.cpu_seconds or 0 for sample in both))
+
+    return measure
 
 
 def _threads(settings: Settings) -> int:
