@@ -7,9 +7,17 @@ import gc
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from tensorferry.tuning import stopwatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SLACK_NBYTES = 512 << 20
 
 
 class Stopwatch(stopwatch.Stopwatch):
@@ -36,17 +44,42 @@ def touch_memory(nbytes: int) -> None:
 
     On huge pages: ordinary ones come from what is left between these, and would leave them to be paid for.
     """
-    memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    with _touched(nbytes):
+        pass
+
+
+def touch_free_memory() -> None:
+    """Have the host give all memory that is free, but for some that is left."""
+    touch_memory(psutil.virtual_memory().free - _SLACK_NBYTES)
+
+
+@contextlib.contextmanager
+def little_free_memory(nbytes: int) -> Iterator[None]:
+    """Hold memory until no more is free than so many bytes, where what is free may be the host's again (balloons).
+
+    Else whoever needs fresh memory pays for the host's work, about a second for each GB, and whoever gets what the
+    cache has just freed does not: a matter of chance, not of either.
+    """
+    held = psutil.virtual_memory().free - nbytes
+    takes = Path("/sys/module/page_reporting").exists()
+    with _touched(held if takes else 0):
+        yield
+
+
+@contextlib.contextmanager
+def _touched(nbytes: int) -> Iterator[None]:
+    with mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        _touch(memory)
+        yield
+
+
+def _touch(memory: mmap.mmap) -> None:
     import numpy
 
     pages = numpy.frombuffer(memory, numpy.uint8)[::4096]
     count = os.cpu_count() or 1
+    each = -(-len(pages) // count)
     with ThreadPoolExecutor(count) as pool:
-        list(
-            pool.map(
-                lambda at: pages[at : at + -(-len(pages) // count)].fill(1),
-                range(0, len(pages), -(-len(pages) // count)),
-            )
-        )
+        list(pool.map(lambda at: pages[at : at + each].fill(1), range(0, len(pages), each)))

@@ -3,7 +3,7 @@
 Rules: one process that loads to the CPU; every page of what was loaded is touched within the time, so that a map costs
 what it has put off; all bytes are compared afterwards. Cold: the files are dropped from the page cache before each
 load. Warm: they are brought there. Half: the first half of each is. What a cold load leaves in the cache is counted.
-As much memory as is read is touched, and given back, before the clock runs, whoever loads.
+All free memory, of which there is little more than is needed, is touched before the clock runs, whoever loads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.harness import (
     cpu_ratio,
     ratio,
 )
-from benchmarks.measure import Stopwatch, touch_memory
+from benchmarks.measure import Stopwatch, little_free_memory, touch_free_memory
 from benchmarks.scenarios.loop_device import loop_mounted
 from benchmarks.worker import Worker, workers
 
@@ -62,9 +62,10 @@ class Loader:
             PREAD: lambda path: safetensors.torch.load_file(path, backend="pread"),
         }[way]
 
-    def load(self, paths: list[str], crcs: list[int], touched_nbytes: int) -> dict[str, Any]:
-        """Load all files, and touch every page."""
-        touch_memory(touched_nbytes)
+    def load(self, paths: list[str], crcs: list[int], fresh: bool) -> dict[str, Any]:
+        """Load all files, and touch every page; ``fresh``: into memory that has to be found."""
+        if fresh:
+            touch_free_memory()
         with Stopwatch() as watch:
             states = [self._load(path) for path in paths]
             for state in states:
@@ -175,11 +176,11 @@ def _compared(
     fast: bool = False,
 ) -> Outcome:
     outcome = Outcome()
-    with workers() as make:
+    whole = 5 * settings.nbytes // 2
+    with little_free_memory(2 * whole + GIB), workers() as make:
         ways = (OURS, MAP, *([PREAD] if fast and _has_backends() else []))
         peers = {way: make("benchmarks.scenarios.safetensors:Loader", way=way) for way in ways}
         paths = [directory / f"model-{at}-of-{count}.safetensors" for at in range(count)]
-        whole = 5 * settings.nbytes // 2
         crcs = [_save(path, whole // count, at) for at, path in enumerate(paths)]
         where = f"{count} files" + (" on a loop device" if fast else "")
 
@@ -195,7 +196,7 @@ def _compared(
             for path in paths:
                 files.make_cold(path)
             names = [str(path) for path in paths]
-            peers[OURS].call("load", paths=names, crcs=crcs, touched_nbytes=0)
+            peers[OURS].call("load", paths=names, crcs=crcs, fresh=False)
             what = f"cached after a cold load, {where}"
             outcome.figures.append(Figure(what, "<=", 0.0, _cached_share(paths)))
         for state, prepare, target in (
@@ -227,14 +228,14 @@ def _load(
     prepare: Callable[[Path], None],
     fios: Sequence[fio.Config],
 ) -> Comparison:
-    touched_nbytes = 0 if prepare is files.make_warm else sum(path.stat().st_size for path in paths)
+    fresh = prepare is not files.make_warm
 
     def load(worker: Worker) -> Callable[[int], Sample]:
         def measure(number: int) -> Sample:
             for path in paths:
                 prepare(path)
             names = [str(path) for path in paths]
-            return worker.sample("load", paths=names, crcs=crcs, touched_nbytes=touched_nbytes)
+            return worker.sample("load", paths=names, crcs=crcs, fresh=fresh)
 
         return measure
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, fio
 from benchmarks.harness import (
+    MIB,
     Comparison,
     Contender,
     Figure,
@@ -106,6 +107,7 @@ def run(settings: Settings) -> Outcome:
     outcome = Outcome()
     with files.scratch_directory(settings.directory) as directory, workers() as make:
         path = directory / "target"
+        nbytes = 5 * settings.nbytes // 2
 
         def save(worker: Worker) -> Callable[[int], Sample]:
             def measure(number: int) -> Sample:
@@ -118,11 +120,17 @@ def run(settings: Settings) -> Outcome:
 
         saving = Comparison("safetensors save_file", "fresh file, synced")
         contenders = [
-            Contender(SAVE_FILE, "ours", save(make(_PEER, nbytes=settings.nbytes, ours=True))),
-            Contender(
-                THEIR_SAVE_FILE, "peer", save(make(_PEER, nbytes=settings.nbytes, ours=False))
+            Contender(SAVE_FILE, "ours", save(make(_PEER, nbytes=nbytes, ours=True))),
+            Contender(THEIR_SAVE_FILE, "peer", save(make(_PEER, nbytes=nbytes, ours=False))),
+            *(
+                Contender(
+                    c.label,
+                    "fio",
+                    fio.writes(c, path, nbytes - nbytes % (4 * MIB), "--end_fsync=1"),
+                    c.tags,
+                )
+                for c in fio.usable(_FIOS, settings)
             ),
-            *_fios(settings, path, "write", files.remove),
         ]
         outcome.comparisons.append(compare(settings, saving, contenders))
         mine = saving.row(SAVE_FILE)

@@ -26,6 +26,17 @@ int map_piece(const Mapping::Piece& piece, char* at) {
   return mapped == MAP_FAILED ? errno : 0;
 }
 
+// How far behind a huge page's begin the first byte is to lie: a cache maps its huge pages whole only where file and
+// addresses are alike in it (Linux, filemap_map_pmd).
+size_t into_huge_page(const std::vector<Mapping::Piece>& pieces) {
+  uint64_t before = 0;
+  for (const Mapping::Piece& piece : pieces) {
+    if (piece.file) return (piece.offset - before) % huge_nbytes;  // also where it wraps around: a power of two
+    before += piece.nbytes;
+  }
+  return 0;
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Mapping>> Mapping::create(const std::vector<Piece>& pieces) {
@@ -44,11 +55,12 @@ Result<std::unique_ptr<Mapping>> Mapping::create(const std::vector<Piece>& piece
   // The addresses first: the pieces then replace parts of what is ours already.
   const size_t used = rounded_up(nbytes, page_nbytes());
   const size_t granule = nbytes >= huge_nbytes ? huge_nbytes : page_nbytes();
+  const size_t into = into_huge_page(pieces) % granule;
   const size_t reserved_nbytes = used + granule - page_nbytes();
   void* reserved = ::mmap(nullptr, reserved_nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (reserved == MAP_FAILED) return refused(pieces.front(), errno, nbytes);
   char* begin = static_cast<char*>(reserved);
-  char* data = reinterpret_cast<char*>(rounded_up(reinterpret_cast<uintptr_t>(reserved), granule));
+  char* data = reinterpret_cast<char*>(rounded_up(reinterpret_cast<uintptr_t>(reserved) - into, granule) + into);
   // It can only fail for want of memory for one mapping more, and then nothing but addresses is lost.
   if (data > begin) (void)::munmap(begin, static_cast<size_t>(data - begin));
   char* const end = begin + reserved_nbytes;

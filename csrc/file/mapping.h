@@ -23,7 +23,8 @@ class Mapping {
     uint64_t nbytes = 0;         // not 0; but for the last piece a multiple of the page
   };
 
-  // At least one piece. From 2 MiB on, the first byte is where a huge page may begin.
+  // At least one piece. From 2 MiB on, the first byte is where a huge page may begin, or as far behind as it is in the
+  // first file.
   static Result<std::unique_ptr<Mapping>> create(const std::vector<Piece>& pieces);
 
   ~Mapping();

@@ -8,6 +8,7 @@
 #include <sys/syscall.h>
 
 #include <fstream>
+#include <numeric>
 
 #include "refused_calls.h"
 #include "scheduling.h"
@@ -46,7 +47,7 @@ TEST_CASE("pieces of files and of no file lie one after the other, and changes s
   REQUIRE(made);
   Mapping& mapping = **made;
   char* data = mapping.data();
-  CHECK(reinterpret_cast<uintptr_t>(data) % (2 * mib) == 0);
+  CHECK(reinterpret_cast<uintptr_t>(data) % (2 * mib) == page);
   REQUIRE(mapping.nbytes() == 3 * mib + 2 * page + 77);
   CHECK(std::string(data, 2 * page) == bytes.substr(page, 2 * page));
   CHECK(std::string(data + 2 * page, 3 * mib) == std::string(3 * mib, '\0'));
@@ -56,6 +57,28 @@ TEST_CASE("pieces of files and of no file lie one after the other, and changes s
   std::string kept(bytes.size(), '\0');
   std::ifstream(path, std::ios::binary).read(kept.data(), static_cast<std::streamsize>(kept.size()));
   CHECK(kept == bytes);
+}
+
+TEST_CASE("addresses are in huge pages where the first file has its bytes in them; of no file they begin one") {
+  TemporaryDirectory directory;
+  const size_t page = page_nbytes();
+  const auto file = file_with(directory.file("file"), bytes_of(9 * mib));
+  const auto into = [](const std::vector<Mapping::Piece>& pieces) {
+    const auto made = Mapping::create(pieces);
+    REQUIRE(made);
+    const char* data = (*made)->data();
+    CHECK(std::accumulate(data, data + (*made)->nbytes(), uint64_t{0}) > 0);  // all of it is there
+    return reinterpret_cast<uintptr_t>(data) % (2 * mib);
+  };
+  for (const size_t offset : {size_t{0}, page, 2 * mib - page, 2 * mib, 2 * mib + 3 * page}) {
+    CHECK(into({{file, offset, 4 * mib}}) == offset % (2 * mib));
+    CHECK(into({{file, offset, 4 * mib + 5}}) == offset % (2 * mib));
+    // Memory of no file before it.
+    CHECK(into({{nullptr, 0, 3 * mib}, {file, offset, 2 * mib}}) == (offset + mib) % (2 * mib));
+  }
+  const auto made = Mapping::create({{nullptr, 0, 3 * mib}});
+  REQUIRE(made);
+  CHECK(reinterpret_cast<uintptr_t>((*made)->data()) % (2 * mib) == 0);
 }
 
 TEST_CASE("forgetting gives back whole pages, and none of a neighbour's") {

@@ -91,10 +91,24 @@ def test_one_file_may_be_both(path: pathlib.Path, tensors: dict[str, torch.Tenso
     cached = cached_nbytes(path)
     with counting(path) as read:
         found = ours.load_file(path)
-    # Runs that are cached in part are read.
     assert path.stat().st_size - read.nbytes >= 8 * MIB - 2 * loading._RUN_NBYTES
     assert cached_nbytes(path) == cached
     assert_all_same(found, tensors)
+
+
+def test_what_the_cache_lacks_little_of_is_mapped_and_brought_there(
+    path: pathlib.Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    make_warm(path)
+    for begin in range(0, path.stat().st_size, 2 * MIB):
+        make_cold(path, begin, MIB // 2)
+    cached = cached_nbytes(path)
+    assert cached < path.stat().st_size - 4 * MIB
+    with counting(path) as read:
+        found = ours.load_file(path)
+    assert read.nbytes <= 64 * 1024  # the header
+    assert_all_same(found, tensors)
+    assert cached_nbytes(path) > cached
 
 
 @given(

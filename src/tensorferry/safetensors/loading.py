@@ -1,9 +1,9 @@
 """The bytes of an open file: which are mapped, which are read, and what keeps them.
 
-What the page cache holds is mapped, copy on write, which costs nothing; all else is read past it into memory on huge
-pages, by one pipelined transfer. Both are ranges of one piece of addresses, the file's image, so a tensor may lie
-across them. Each tensor owns its pages of the image: with its last reference they are free again, whatever becomes of
-the others.
+What the page cache holds, or has some of, is mapped, copy on write, which costs nothing; all else is read past it into
+memory on huge pages, by one pipelined transfer. Both are ranges of one piece of addresses, the file's image, so a
+tensor may lie across them. Each tensor owns its pages of the image: with its last reference they are free again,
+whatever becomes of the others.
 
 A map is the file as long as nobody changes a page of it: who writes to the file in place changes tensors, and who cuts
 it off has the process killed by SIGBUS when these are touched. The size is checked when a map is made. Files that are
@@ -12,6 +12,7 @@ replaced (a new one renamed over the name) go on as they were.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from errno import ENOENT
@@ -35,6 +36,9 @@ DIRECT = ("auto", "always", "never")
 # one is a mapping of its own, of which a process has 65,530.
 _RUN_NBYTES = 2 << 20
 _MAX_RUNS = 256
+# A run of which the cache holds so much is mapped, and the rest brought there: reading it would fill fresh memory with
+# what is in memory already. Measured on files of which tenths were missing here and there.
+_MAPPED_SHARE = 0.1
 # What is smaller is read into memory of the framework's, together with what surrounds it.
 _SMALL_NBYTES = 128 << 10
 
@@ -124,34 +128,37 @@ class Source:
         nbytes = end - begin
         if nbytes == 0:
             return
-        cached = self._cached(begin, nbytes)
-        if cached is not None:
-            yield nbytes, cached
+        share = self._cached_share(begin, nbytes)
+        if share in (0, 1):
+            yield nbytes, share == 1
             return
         run_nbytes = -(-nbytes // count // _RUN_NBYTES) * _RUN_NBYTES or _RUN_NBYTES
         alike, before = 0, False
         for at in range(begin, end, run_nbytes):
             size = min(run_nbytes, end - at)
-            mapped = (
-                self._cached(at, size) or False
-            )  # what is there in parts is read, those from the cache
+            share = self._cached_share(at, size)
+            mapped = share >= _MAPPED_SHARE
+            if mapped and share < 1:
+                with contextlib.suppress(
+                    OSError
+                ):  # advice: without it pages come as they are touched
+                    descriptor = self.file._open_file().descriptor
+                    os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_WILLNEED)
             if alike and mapped != before:
                 yield alike, before
                 alike = 0
             alike, before = alike + size, mapped
         yield alike, before
 
-    def _cached(self, begin: int, nbytes: int) -> bool | None:
-        """Return whether bytes are to be mapped, by what the page cache has of them; None: some of them."""
+    def _cached_share(self, begin: int, nbytes: int) -> float:
+        """Return what part of bytes the page cache has, or is to be taken to have."""
         if self.direct != "auto":
-            return self.direct == "never"
+            return float(self.direct == "never")
         found = self.file._open_file().residency(begin, nbytes)
         if found is None:  # the kernel does not tell (before Linux 6.5): as safetensors does
-            return True
+            return 1.0
         cached, total = found
-        if cached >= total:
-            return True
-        return False if cached == 0 else None
+        return min(cached / total, 1.0)
 
     def _check_size(self) -> None:
         nbytes, expected = self.file.size, self.header.file_nbytes
