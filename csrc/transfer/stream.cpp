@@ -24,36 +24,45 @@ constexpr size_t max_sources = 16384;
 // is copied into it.
 class Stock {
  public:
-  // Null: there are as many as there may be. One that is insisted on comes beside them.
-  std::shared_ptr<Allocation> take(bool insist) {
+  // None: there are as many as there may be. One that is insisted on comes beside them.
+  Stream::Memory take(bool insist) {
     {
       std::lock_guard lock(mutex_);
-      if (!insist && taken_ >= Stream::max_buffers) return nullptr;
+      if (!insist && taken_ >= Stream::max_buffers) return {};
       ++taken_;
-      if (!kept_.empty()) {
-        auto memory = std::move(kept_.back());
-        kept_.pop_back();
-        return memory;
-      }
+      if (!kept_.empty()) return take_kept();
     }
-    auto memory = Allocation::create(Stream::max_buffer_nbytes, Locking::none);
-    if (!memory) {
-      std::lock_guard lock(mutex_);
+    auto allocation = Allocation::create(together * Stream::max_buffer_nbytes, Locking::none);
+    std::lock_guard lock(mutex_);
+    if (!allocation) {
       --taken_;
+      return {};
     }
-    return memory;
+    for (size_t at = 0; at < together; ++at) {
+      kept_.push_back({allocation, allocation->data() + at * Stream::max_buffer_nbytes});
+    }
+    return take_kept();
   }
 
-  void give_back(std::shared_ptr<Allocation> memory) {
+  void give_back(Stream::Memory memory) {
     std::lock_guard lock(mutex_);
     --taken_;
     if (kept_.size() + taken_ < Stream::max_buffers) kept_.push_back(std::move(memory));
   }
 
  private:
+  // In one allocation: so long that it is on a huge page.
+  static constexpr size_t together = 2;
+
+  Stream::Memory take_kept() {
+    auto memory = std::move(kept_.back());
+    kept_.pop_back();
+    return memory;
+  }
+
   std::mutex mutex_;
   size_t taken_ = 0;
-  std::vector<std::shared_ptr<Allocation>> kept_;
+  std::vector<Stream::Memory> kept_;
 };
 
 Stock& stock() {
@@ -83,7 +92,7 @@ Stream::~Stream() {
 }
 
 Stream::Buffer::~Buffer() {
-  if (memory && memory->nbytes() == max_buffer_nbytes) stock().give_back(std::move(memory));
+  if (of_stock) stock().give_back(std::move(memory));
 }
 
 bool Stream::append(char* memory, uint64_t nbytes, std::shared_ptr<cuda::Gate> gate) {
@@ -269,9 +278,15 @@ bool Stream::take_buffer() {
     insist = buffer_count_ == 0;
     if (buffer_count_ == max_buffers) return false;  // one that is being written comes back
   }
-  auto memory =
-      buffer_nbytes_ == max_buffer_nbytes ? stock().take(insist) : Allocation::create(buffer_nbytes_, Locking::none);
-  if (!memory) {
+  const bool of_stock = buffer_nbytes_ == max_buffer_nbytes;
+  Memory memory;
+  if (of_stock) {
+    memory = stock().take(insist);
+  } else if (auto allocation = Allocation::create(buffer_nbytes_, Locking::none)) {
+    char* const data = allocation->data();
+    memory = {std::move(allocation), data};
+  }
+  if (!memory.data) {
     if (insist) fail({.error_number = ENOMEM, .operation = "write", .path = {}, .offset = position_});
     return false;
   }
@@ -281,6 +296,7 @@ bool Stream::take_buffer() {
   }
   filling_ = std::make_shared<Buffer>();
   filling_->memory = std::move(memory);
+  filling_->of_stock = of_stock;
   filling_->begin = filling_->end = position_ % buffer_nbytes_;
   filling_->offset = position_;
   return true;
@@ -321,9 +337,10 @@ bool Stream::start_copy(Source& source, uint64_t nbytes) {
     copier = std::move(*taken);
   }
   Buffer& buffer = *filling_;
-  if (!buffer.memory->registered()) (void)buffer.memory->register_with(gpu);  // else the copy takes longer
+  // Else the copy takes longer: also where another stream is about to do so.
+  if (!buffer.memory.allocation->registered()) (void)buffer.memory.allocation->register_with(gpu);
   cuda::leave_captures_alone();
-  auto event = copier->start(cuda::Direction::from_gpu, buffer.memory->data() + buffer.end,
+  auto event = copier->start(cuda::Direction::from_gpu, buffer.memory.data + buffer.end,
                              reinterpret_cast<cuda::Address>(source.memory + source.placed_nbytes), nbytes);
   if (!event) {
     fail(event.fault());
@@ -413,7 +430,7 @@ void Stream::copy_and_sum(Buffer& buffer) {
     }
     if (part.made && part.made_begin == 0) fill_in(*part.made);
     const char* const from = part.made ? part.made->bytes.data() + part.made_begin : part.memory;
-    char* const to = buffer.memory ? buffer.memory->data() + part.begin : nullptr;
+    char* const to = buffer.memory.data ? buffer.memory.data + part.begin : nullptr;
     for (uint64_t done = 0; done < part.nbytes; done += cached_step_nbytes) {
       const uint64_t nbytes = std::min(part.nbytes - done, cached_step_nbytes);
       if (from) std::memcpy(to + done, from + done, nbytes);
@@ -484,7 +501,7 @@ void Stream::hand_over(std::shared_ptr<Buffer> buffer, const RequestOptions& opt
   const auto request = std::make_shared<Request>(scheduler_, options);
   TransferSpec spec{.file = file_, .offset = buffer->offset, .write = true};
   spec.lease = file_->lease();  // first: who closes the file waits, and its descriptor stays its own
-  spec.memory = Segments(buffer->memory ? buffer->memory->data() + buffer->begin : nullptr, nbytes);
+  spec.memory = Segments(buffer->memory.data ? buffer->memory.data + buffer->begin : nullptr, nbytes);
   auto fault = spec.lease ? reserve(*file_, {{buffer->offset, buffer->offset + nbytes}}) : std::nullopt;
   auto transfer = Result<std::shared_ptr<Transfer>>(Fault{});
   if (!fault) {
@@ -508,7 +525,7 @@ void Stream::written(std::shared_ptr<Buffer> buffer, const std::optional<Fault>&
   {
     std::lock_guard lock(mutex_);
     --in_flight_;
-    if (buffer->memory) --buffer_count_;
+    if (buffer->memory.data) --buffer_count_;
     if (last && !fault) ended_ = true;
     news_.notify_all();
   }
