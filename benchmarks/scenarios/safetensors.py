@@ -8,6 +8,7 @@ All free memory, of which there is little more than is needed, is touched before
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -177,7 +178,10 @@ def _compared(
 ) -> Outcome:
     outcome = Outcome()
     whole = 5 * settings.nbytes // 2
-    with little_free_memory(2 * whole + GIB), workers() as make:
+    with contextlib.ExitStack() as stack:
+        if not settings.smoke:
+            stack.enter_context(little_free_memory(2 * whole + GIB))
+        make = stack.enter_context(workers())
         ways = (OURS, MAP, *([PREAD] if fast and _has_backends() else []))
         peers = {way: make("benchmarks.scenarios.safetensors:Loader", way=way) for way in ways}
         paths = [directory / f"model-{at}-of-{count}.safetensors" for at in range(count)]
@@ -228,7 +232,7 @@ def _load(
     prepare: Callable[[Path], None],
     fios: Sequence[fio.Config],
 ) -> Comparison:
-    fresh = prepare is not files.make_warm
+    fresh = prepare is not files.make_warm and not settings.smoke
 
     def load(worker: Worker) -> Callable[[int], Sample]:
         def measure(number: int) -> Sample:

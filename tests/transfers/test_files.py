@@ -186,16 +186,23 @@ def test_parts_in_the_page_cache_are_read_from_it(directory: pathlib.Path) -> No
     path = directory / "cached"
     path.write_bytes(bytes(4_000_000))
     os.sync()
-    with tensorferry.open(path, block_size=BLOCK) as file:
-        buffer = tensorferry.empty(4_000_000, "u1")
+    buffer = tensorferry.empty(4_000_000, "u1")
+
+    def from_cache(file: tensorferry.File) -> int:
+        before = file.stats()["buffered_nbytes"]
         file.read(buffer)
-        assert file.stats()["buffered_nbytes"] == 4_000_000
+        return file.stats()["buffered_nbytes"] - before
+
+    with tensorferry.open(path, block_size=BLOCK) as file:
+        # Some systems take pages of the cache at any time, but not at every time.
+        assert any(path.read_bytes() and from_cache(file) == 4_000_000 for _ in range(10))
+        path.read_bytes()
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 1 << 20, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-        file.read(buffer)
-        assert 4_000_000 < file.stats()["buffered_nbytes"] < 8_000_000
-        assert file.stats()["direct_nbytes"] > 0
+        direct_nbytes = file.stats()["direct_nbytes"]
+        assert 0 < from_cache(file) < 4_000_000
+        assert file.stats()["direct_nbytes"] > direct_nbytes
 
 
 def test_memory_file_systems_refuse_forced_direct(tmpfs_directory: pathlib.Path) -> None:
