@@ -233,6 +233,20 @@ def small_tensors(count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return sources, [torch.zeros_like(source) for source in sources]
 
 
+def run_to_its_end(command: list[str]) -> tuple[int, str]:
+    """Run a program; whatever ends the call, it has ended first, and writes no more (subprocess.run does not wait)."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as program:
+        try:
+            output, _ = program.communicate()
+        except BaseException:
+            program.kill()
+            program.wait()
+            raise
+        return program.returncode, output
+
+
 def fio_gb_per_second(directory: Path, nbytes: int) -> dict[str, float]:
     """fio on a file of the same size: io_uring, 1 MiB blocks, registered buffers, O_DIRECT."""
     found = {}
@@ -241,11 +255,11 @@ def fio_gb_per_second(directory: Path, nbytes: int) -> dict[str, float]:
         command = (
             f"fio --name=demo --filename={path} --size={nbytes} --rw={kind} --ioengine=io_uring"
             " --bs=1M --iodepth=32 --fixedbufs --registerfiles --direct=1 --fallocate=native"
-            " --end_fsync=1 --output-format=json"
+            " --end_fsync=1 --output-format=json --thread"
         )
-        done = subprocess.run(command.split(), capture_output=True, text=True)
-        if done.returncode == 0:
-            report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][kind]
+        returncode, output = run_to_its_end(command.split())
+        if returncode == 0:
+            report = json.loads(output[output.index("{") :])["jobs"][0][kind]
             found[work] = report["io_bytes"] / 1e9 / (max(1, report["runtime"]) / 1000)
     path.unlink(missing_ok=True)
     return found
