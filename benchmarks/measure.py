@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SLACK_NBYTES = 512 << 20
+_HOST_TAKES_MEMORY = Path("/sys/module/page_reporting").exists()
 
 
 class Stopwatch(stopwatch.Stopwatch):
@@ -49,20 +50,20 @@ def touch_memory(nbytes: int) -> None:
 
 
 def touch_free_memory() -> None:
-    """Have the host give all memory that is free, but for some that is left."""
-    touch_memory(psutil.virtual_memory().free - _SLACK_NBYTES)
+    """Have the host give all memory that is free, but for some that is left, if it may have taken it."""
+    if _HOST_TAKES_MEMORY:
+        touch_memory(psutil.virtual_memory().free - _SLACK_NBYTES)
 
 
 @contextlib.contextmanager
 def little_free_memory(nbytes: int) -> Iterator[None]:
-    """Hold memory until no more is free than so many bytes, where what is free may be the host's again (balloons).
+    """Hold memory until no more is free than so many bytes, where what is free may be the host's again.
 
     Else whoever needs fresh memory pays for the host's work, about a second for each GB, and whoever gets what the
     cache has just freed does not: a matter of chance, not of either.
     """
     held = psutil.virtual_memory().free - nbytes
-    takes = Path("/sys/module/page_reporting").exists()
-    with _touched(held if takes else 0):
+    with _touched(held if _HOST_TAKES_MEMORY else 0):
         yield
 
 
@@ -78,8 +79,14 @@ def _touched(nbytes: int) -> Iterator[None]:
 def _touch(memory: mmap.mmap) -> None:
     import numpy
 
-    pages = numpy.frombuffer(memory, numpy.uint8)[::4096]
+    def touch(begin: int) -> None:
+        part = numpy.frombuffer(memory, numpy.uint8)[begin : begin + each : 4096]
+        try:
+            part.fill(1)
+        finally:
+            del part  # a traceback that keeps it would keep the memory
+
     count = os.cpu_count() or 1
-    each = -(-len(pages) // count)
+    each = -(-len(memory) // count // 4096) * 4096
     with ThreadPoolExecutor(count) as pool:
-        list(pool.map(lambda at: pages[at : at + each].fill(1), range(0, len(pages), each)))
+        list(pool.map(touch, range(0, len(memory), each)))

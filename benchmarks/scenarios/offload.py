@@ -487,7 +487,8 @@ def run_beside_deepspeed(settings: Settings) -> Outcome:
         )
         contenders = [Contender(_label(budget), "ours", step(budget)) for budget in budgets]
         contenders.append(Contender(THEIRS, "peer", their_step))
-        configs = fio.usable([fio.Config("io_uring", "1M", 64, huge=True)], settings)
+        huge = fio.free_huge_pages_nbytes() >= 2 * 64 * MIB  # for two jobs
+        configs = fio.usable([fio.Config("io_uring", "1M", 64, huge=huge)], settings)
         contenders += [
             Contender(MIXED, "limit", _mixed(config, directory, state_nbytes)) for config in configs
         ]

@@ -49,6 +49,7 @@ Result<std::unique_ptr<Mapping>> Mapping::create(const std::vector<Piece>& piece
                  .expected = expected};
   };
   for (const Piece& piece : pieces) {
+    if (piece.offset % page_nbytes() != 0) return refused(piece, EINVAL, piece.nbytes);  // as mmap says
     if (__builtin_add_overflow(nbytes, piece.nbytes, &nbytes)) return refused(piece, ENOMEM, piece.nbytes);
   }
   if (nbytes > SIZE_MAX / 2) return refused(pieces.front(), ENOMEM, nbytes);

@@ -1,6 +1,7 @@
 #include "transfer/stream.h"
 
 #include <errno.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <bit>
@@ -24,6 +25,8 @@ constexpr size_t max_sources = 16384;
 // is copied into it.
 class Stock {
  public:
+  Stock() { kept_.reserve(Stream::max_buffers + together); }
+
   // None: there are as many as there may be. One that is insisted on comes beside them.
   Stream::Memory take(bool insist) {
     {
@@ -47,7 +50,12 @@ class Stock {
   void give_back(Stream::Memory memory) {
     std::lock_guard lock(mutex_);
     --taken_;
-    if (kept_.size() + taken_ < Stream::max_buffers) kept_.push_back(std::move(memory));
+    if (kept_.size() + taken_ < Stream::max_buffers) {
+      kept_.push_back(std::move(memory));
+    } else if (!memory.allocation->registered()) {
+      // The allocation stays as long as another buffer of it does. Fails only for memory that is locked, and stays.
+      (void)::madvise(memory.data, Stream::max_buffer_nbytes, MADV_DONTNEED);
+    }
   }
 
  private:

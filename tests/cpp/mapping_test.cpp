@@ -76,6 +76,9 @@ TEST_CASE("addresses are in huge pages where the first file has its bytes in the
     // Memory of no file before it.
     CHECK(into({{nullptr, 0, 3 * mib}, {file, offset, 2 * mib}}) == (offset + mib) % (2 * mib));
   }
+  const auto refused = Mapping::create({{file, page + 1, 4 * mib}});
+  REQUIRE_FALSE(refused);
+  CHECK(refused.fault().error_number == EINVAL);
   const auto made = Mapping::create({{nullptr, 0, 3 * mib}});
   REQUIRE(made);
   CHECK(reinterpret_cast<uintptr_t>((*made)->data()) % (2 * mib) == 0);

@@ -111,6 +111,18 @@ def test_what_the_cache_lacks_little_of_is_mapped_and_brought_there(
     assert cached_nbytes(path) > cached
 
 
+def test_to_ask_for_columns_brings_nothing_else_to_the_cache(
+    path: pathlib.Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    for begin in range(0, path.stat().st_size, 2 * MIB):
+        make_warm(path, begin, MIB // 2)
+    cached = cached_nbytes(path)
+    name = max(tensors, key=lambda name: tensors[name].nbytes)
+    with safe_open(path, "pt") as file:
+        assert_same(file.get_slice(name)[..., 5:9], tensors[name][..., 5:9])
+    assert cached_nbytes(path) <= cached + MIB
+
+
 @given(
     ranges=st.lists(st.tuples(st.integers(0, 24 * MIB), st.integers(1, 9 * MIB)), max_size=4),
     direct=st.sampled_from(["auto", "auto", "always", "never"]),

@@ -13,6 +13,7 @@ replaced (a new one renamed over the name) go on as they were.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 from errno import ENOENT
@@ -39,6 +40,8 @@ _MAX_RUNS = 256
 # A run of which the cache holds so much is mapped, and the rest brought there: reading it would fill fresh memory with
 # what is in memory already. Measured on files of which tenths were missing here and there.
 _MAPPED_SHARE = 0.1
+# The kernel reads no more for one call than a device's readahead or its best request, whichever is more.
+_ADVICE_NBYTES = 256 << 10
 # What is smaller is read into memory of the framework's, together with what surrounds it.
 _SMALL_NBYTES = 128 << 10
 
@@ -81,8 +84,8 @@ class Source:
         return found
 
     def is_mapped(self, begin: int, end: int) -> bool:
-        """Return whether bytes are to be mapped, all of them."""
-        return all(mapped for _, mapped in self._runs(begin, end, _MAX_RUNS))
+        """Return whether bytes are to be mapped, all of them: the cache has them."""
+        return self._cached_share(begin, end - begin) == 1
 
     def map(self, begin: int, end: int) -> Any:
         """Return bytes of the file as they are mapped: one map for all calls."""
@@ -96,7 +99,7 @@ class Source:
         """Begin to have bytes of the file in memory, mapped or read."""
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
         file = self.file
-        runs = list(self._runs(first, end, _MAX_RUNS))
+        runs = list(self._runs(first, end))
         core = file._open_file()
         offsets, sizes = [], []
         at = first
@@ -123,32 +126,37 @@ class Source:
             future = file.read_into(segments, first + skipped)
         return Image(mapping, first, future)
 
-    def _runs(self, begin: int, end: int, count: int) -> Iterator[tuple[int, bool]]:
-        """Return runs of bytes that are alike, and whether they are to be mapped."""
-        nbytes = end - begin
-        if nbytes == 0:
-            return
-        share = self._cached_share(begin, nbytes)
+    def _runs(self, begin: int, end: int) -> Iterator[tuple[int, bool]]:
+        """Return runs of bytes that are alike, and whether they are to be mapped.
+
+        What the cache lacks of those is asked for.
+        """
+        share = self._cached_share(begin, end - begin)
         if share in (0, 1):
-            yield nbytes, share == 1
+            yield end - begin, share == 1
             return
-        run_nbytes = -(-nbytes // count // _RUN_NBYTES) * _RUN_NBYTES or _RUN_NBYTES
+        run_nbytes = -(-(end - begin) // _MAX_RUNS // _RUN_NBYTES) * _RUN_NBYTES
+        # They end where huge pages of the file do, and so where those of the image do.
+        cuts = [begin, *range((begin // run_nbytes + 1) * run_nbytes, end, run_nbytes), end]
         alike, before = 0, False
-        for at in range(begin, end, run_nbytes):
-            size = min(run_nbytes, end - at)
-            share = self._cached_share(at, size)
+        for at, stop in itertools.pairwise(cuts):
+            share = self._cached_share(at, stop - at)
             mapped = share >= _MAPPED_SHARE
             if mapped and share < 1:
-                with contextlib.suppress(
-                    OSError
-                ):  # advice: without it pages come as they are touched
-                    descriptor = self.file._open_file().descriptor
-                    os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_WILLNEED)
+                self._bring(at, stop)
             if alike and mapped != before:
                 yield alike, before
                 alike = 0
-            alike, before = alike + size, mapped
+            alike, before = alike + stop - at, mapped
         yield alike, before
+
+    def _bring(self, begin: int, end: int) -> None:
+        """Have the page cache read bytes that will be touched soon."""
+        descriptor = self.file._open_file().descriptor
+        with contextlib.suppress(OSError):  # advice: without it pages come as they are touched
+            for at in range(begin, end, _ADVICE_NBYTES):
+                nbytes = min(_ADVICE_NBYTES, end - at)
+                os.posix_fadvise(descriptor, at, nbytes, os.POSIX_FADV_WILLNEED)
 
     def _cached_share(self, begin: int, nbytes: int) -> float:
         """Return what part of bytes the page cache has, or is to be taken to have."""
@@ -158,7 +166,7 @@ class Source:
         if found is None:  # the kernel does not tell (before Linux 6.5): as safetensors does
             return 1.0
         cached, total = found
-        return min(cached / total, 1.0)
+        return min(cached / total, 1.0) if total else 1.0
 
     def _check_size(self) -> None:
         nbytes, expected = self.file.size, self.header.file_nbytes

@@ -13,8 +13,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry.calls import write
 from tensorferry.profiles import VERSION, FileSystem, Profile, read
+from tensorferry.replacement import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,7 +108,28 @@ def _store(path: Path, profiles: list[Profile]) -> None:
         "version": VERSION,
         "profiles": [dataclasses.asdict(profile) for profile in profiles],
     }
-    write(path, (json.dumps(content, indent=2) + "\n").encode(), atomic=True)
+    with _TextFile(path, json.dumps(content, indent=2) + "\n"):
+        pass
+
+
+class _TextFile(Place):
+    """A place whose file is written by Python: our own writes would begin to go by the profiles before these."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self._text = text
+        super().__init__(path, sync=True)
+
+    def _open(self) -> None:
+        pass
+
+    def _finish(self) -> None:
+        with open(self._descriptor, "w", encoding="utf-8", closefd=False) as file:
+            file.write(self._text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _abort(self) -> None:
+        pass
 
 
 @contextlib.contextmanager
