@@ -122,15 +122,7 @@ def run(settings: Settings) -> Outcome:
         contenders = [
             Contender(SAVE_FILE, "ours", save(make(_PEER, nbytes=nbytes, ours=True))),
             Contender(THEIR_SAVE_FILE, "peer", save(make(_PEER, nbytes=nbytes, ours=False))),
-            *(
-                Contender(
-                    c.label,
-                    "fio",
-                    fio.writes(c, path, nbytes - nbytes % (4 * MIB), "--end_fsync=1"),
-                    c.tags,
-                )
-                for c in fio.usable(_FIOS, settings)
-            ),
+            *_fio_saves(settings, path, nbytes),
         ]
         outcome.comparisons.append(compare(settings, saving, contenders))
         mine = saving.row(SAVE_FILE)
@@ -173,7 +165,7 @@ def run_storage(settings: Settings) -> Outcome:
                 "save",
                 "fresh directory, synced",
                 save,
-                _fios(settings, target, "write", files.remove),
+                _fio_saves(settings, target, settings.nbytes),
                 8.0,
                 0.9,
             ),
@@ -181,7 +173,13 @@ def run_storage(settings: Settings) -> Outcome:
                 "cold load",
                 "cold files",
                 lambda worker: load(worker, files.make_cold),
-                _fios(settings, file, "read", files.make_cold),
+                fio.contenders(
+                    fio.usable(_FIOS, settings),
+                    file,
+                    "read",
+                    file.stat().st_size,
+                    files.make_cold,
+                ),
                 2.5,
                 0.9,
             ),
@@ -209,9 +207,13 @@ def run_storage(settings: Settings) -> Outcome:
     return outcome
 
 
-def _fios(settings: Settings, path: Path, kind: str, prepare: Any) -> list[Contender]:
-    nbytes = path.stat().st_size if path.exists() else settings.nbytes
-    return fio.contenders(fio.usable(_FIOS, settings), path, kind, nbytes, prepare)
+def _fio_saves(settings: Settings, path: Path, nbytes: int) -> list[Contender]:
+    """fio's writes of a fresh file, in whole blocks, with the fsync that everybody's end with."""
+    nbytes -= nbytes % (4 * MIB)
+    return [
+        Contender(c.label, "fio", fio.writes(c, path, nbytes, "--end_fsync=1"), c.tags)
+        for c in fio.usable(_FIOS, settings)
+    ]
 
 
 def _add_over_fio(

@@ -128,9 +128,8 @@ class Boxes:
     def take(self, nbytes: int) -> torch.Tensor:
         """Return memory of so many bytes or more, aligned for any dtype."""
         assert nbytes <= _SLAB_NBYTES
-        if (
-            nbytes > _SLAB_NBYTES // 8 * 7
-        ):  # what is counted as in slabs is hardly less than what is
+        # Only what nearly fills one: Reading bounds slabs by what is wanted of them.
+        if nbytes > _SLAB_NBYTES // 8 * 7:
             if self._kept:
                 return self._kept.pop()
             nbytes = _SLAB_NBYTES
