@@ -100,6 +100,7 @@ nb::list PyScheduler::submit(PyRequest& request, const std::vector<PyFile>& file
   if (!transfers.empty()) {
     owners_->keep(request.core->id(), std::move(owner));
     admitted.handed_over(transfers.size());
+    if (checksums) checksums->begun = true;
   }
   if (transfers.size() == 1 && transfers.front()->from_page_cache()) request.cached = transfers.front();
   {
@@ -145,15 +146,22 @@ std::optional<PyRequest> PyScheduler::run(const PyFile& file, uintptr_t address,
     }
   }
   if (fault) refuse(*fault);
+  if (checksums) checksums->begun = true;
   if (inlined && request.core->done() && request.core->faults().empty()) return std::nullopt;
   if (!request.core->done()) {
     owners_->keep(request.core->id(), std::move(owner));
-    if (!inlined) admitted.handed_over(1);
-    WithoutGil release;
     if (!inlined) {
+      admitted.handed_over(1);
+      WithoutGil release;
       core_->submit(request.core, transfers, {file.core});
       request.core->seal();
       core_->share(transfers.front());
+    }
+    try {
+      (void)request.wait(std::nullopt);
+    } catch (...) {
+      request.core->cancel();
+      throw;
     }
   }
   return request;
@@ -425,7 +433,8 @@ void bind_schedulers(nb::module_& module) {
           },
           "chunk_nbytes"_a, "of_segments"_a, "expected"_a, "straight"_a)
       .def_prop_ro("chunks", [](const PyChecksums& sums) { return sums.core->of_chunks(); })
-      .def_prop_ro("segments", [](const PyChecksums& sums) { return sums.core->of_segments(); });
+      .def_prop_ro("segments", [](const PyChecksums& sums) { return sums.core->of_segments(); })
+      .def_ro("begun", &PyChecksums::begun);
 
   nb::class_<PyScheduler>(module, "Scheduler", nb::is_weak_referenceable())
       .def(nb::init<const std::string&, uint64_t, uint64_t, uint32_t, uint32_t, bool>(), "engine"_a, "block_nbytes"_a,

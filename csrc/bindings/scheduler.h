@@ -46,6 +46,7 @@ class Gates {
 // Shared with the transfer whose they are.
 struct PyChecksums {
   std::shared_ptr<Checksums> core;
+  mutable bool begun = false;  // there has been such a transfer
 };
 
 // What keeps the memory of requests, by their ids.
@@ -153,7 +154,8 @@ class PyScheduler {
                   const std::optional<std::vector<bool>>& last, const PySegments* segments,
                   const PyChecksums* checksums);
 
-  // A blocking call's transfer. None: done, and well. Else the request, to wait for or to ask what went wrong.
+  // A blocking call's transfer, waited for; an interrupted one is cancelled. None: all is well. Else the request, to
+  // ask what went wrong.
   std::optional<PyRequest> run(const PyFile& file, uintptr_t address, uint64_t nbytes, uint64_t offset, bool write,
                                bool truncate, bool sync, bool close_files, bool background, nb::object owner,
                                std::optional<Location> location, const PySegments* segments,

@@ -103,8 +103,9 @@ class Checksums:
         return self._take()
 
     def _give_back(self, core: _core.Checksums) -> None:
-        """Be no transfer's: that which was to have them has not begun."""
-        self._unused.append(core)
+        """Be no transfer's again, unless that which was to have them has begun."""
+        if not core.begun:
+            self._unused.append(core)
 
     def _of_stream(self, make: Callable[[int, bool], _core.Stream]) -> _core.Stream:
         """Return a stream, made with the size of chunks and whether segments count, that these are of from now on."""

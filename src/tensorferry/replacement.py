@@ -92,19 +92,27 @@ class Place(abc.ABC):
         self._sync = sync
         self._finished = False
         self._generation = _core.fork_generation()
-        with self.named(), contextlib.ExitStack() as undo:
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-            self._directory = os.open(str(target.parent), flags)
-            undo.callback(os.close, self._directory)
-            undo.callback(self._remove)
-            # Nobody else may open it before it has the old one's permissions.
-            self._descriptor = self._create(0o666 if old is None else 0o600)
-            undo.callback(self._close)
-            if old is not None:
-                _keep_rights(self._descriptor, self.target, old)
-            self._own_path = f"/proc/self/fd/{self._descriptor}"
-            self._open()
-            self._undo = undo.pop_all()
+        self._descriptor = -1
+        self._undo = contextlib.ExitStack()
+        try:
+            with self.named():
+                self._make(target, old)
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _make(self, target: Path, old: os.stat_result | None) -> None:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        self._directory = os.open(str(target.parent), flags)
+        self._undo.callback(os.close, self._directory)
+        self._undo.callback(self._remove)
+        # Nobody else may open it before it has the old one's permissions.
+        self._descriptor = self._create(0o666 if old is None else 0o600)
+        self._undo.callback(self._close)
+        if old is not None:
+            _keep_rights(self._descriptor, self.target, old)
+        self._own_path = f"/proc/self/fd/{self._descriptor}"
+        self._open()
 
     @abc.abstractmethod
     def _open(self) -> None:
@@ -160,6 +168,10 @@ class Place(abc.ABC):
                 if error.filename2 is not None:
                     del error.filename2
             raise
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.abort()
 
     def __enter__(self) -> Self:
         return self

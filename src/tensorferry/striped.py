@@ -36,7 +36,6 @@ from tensorferry.transfers import (
     checked_offset,
     checked_path,
     direct_mode,
-    finish,
     transfer,
 )
 
@@ -287,8 +286,14 @@ class StripedFile(Transferring):
                     background=background,
                 )
             return array
-        finish(self._begin(files, memory, offset, write, sync, background, memory))
-        if failure := self._failure_of_memory(memory, offset):
+        parts = _Parts(self, nbytes)
+        try:
+            self._begin(parts, files, memory, offset, write, sync, background, memory)
+            parts.wait()
+        except BaseException:  # Ctrl-C: the arrays stay referenced until what has begun is done
+            parts.cancel()
+            raise
+        if failure := parts.exception() or self._failure_of_memory(memory, offset):
             raise failure
         return array
 
@@ -304,8 +309,9 @@ class StripedFile(Transferring):
     ) -> Future[_Array]:
         files, array, memory, offset = self._prepared(array, offset, checksums, write)
         future = Future(array, memory)
-        request = self._begin(files, memory, offset, write, sync, in_background(priority), future)
-        future._start(request, lambda: self._failure_of_memory(memory, offset))
+        parts = _Parts(self, memory[1])
+        self._begin(parts, files, memory, offset, write, sync, in_background(priority), future)
+        future._start(parts, lambda: self._failure_of_memory(memory, offset))
         verb = "writing" if write else "reading"
         future._about = (verb, ", ".join(self._paths), offset, memory[1])
         self._pending.add(future)
@@ -326,6 +332,7 @@ class StripedFile(Transferring):
 
     def _begin(
         self,
+        parts: _Parts,
         files: list[_core.File],
         memory: AnyMemory,
         offset: int,
@@ -333,7 +340,7 @@ class StripedFile(Transferring):
         sync: bool,
         background: bool,
         owner: object,
-    ) -> _Parts:
+    ) -> None:
         """Submit each file's part; either all of them, or an exception."""
         with self._while_open():
             if write:
@@ -346,7 +353,6 @@ class StripedFile(Transferring):
             segments = whole.split(offset, self._layout.stripe_nbytes, len(files))
             # A file without bytes takes part where its name and size must last; and one where there are none at all.
             wanted = [at for at, part in enumerate(segments) if sync or not part.all_gaps()]
-            parts = _Parts(self, memory[1])
             at = 0
             try:
                 for at in wanted or [self._layout.file_of(offset)]:
@@ -361,7 +367,6 @@ class StripedFile(Transferring):
                 if isinstance(error, StorageError):
                     raise self._failure([(at, error)], memory[1], parts.moved_nbytes()) from None
                 raise
-        return parts
 
     def _submit(
         self,

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from tensorferry.checksums import Checksums
-    from tensorferry.futures import Request
 
 _Array = TypeVar("_Array")
 
@@ -142,9 +141,8 @@ def transfer(
         if checksums is not None and sums is not None:
             checksums._give_back(sums)
         raise
-    if request is not None:
-        finish(request)
-    if failure := _failure_of_memory(memory, target, offset):
+    failure = None if request is None else request.exception()
+    if failure := failure or _failure_of_memory(memory, target, offset):
         raise failure
 
 
@@ -219,19 +217,6 @@ def _text_of(target: Path | int | _core.File) -> str:
     if isinstance(target, _core.File):
         return target.path
     return f"/proc/self/fd/{target}" if isinstance(target, int) else os.fsdecode(target)
-
-
-def finish(request: Request) -> None:
-    """Wait until a request is done, and raise what went wrong; if interrupted, cancel it."""
-    if not request.done():
-        try:
-            request.wait(None)
-        except BaseException:
-            request.cancel()
-            raise
-    exception = request.exception()
-    if exception is not None:
-        raise exception
 
 
 def transfer_many(

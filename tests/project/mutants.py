@@ -166,9 +166,9 @@ MUTANTS = [
     Mutant(
         "ctrl-c-cancels-nothing",
         "who is interrupted lets what has begun end, and nothing else",
-        "src/tensorferry/transfers.py",
-        "        except BaseException:\n            request.cancel()\n            raise",
-        "        except BaseException:\n            raise",
+        "csrc/bindings/scheduler.cpp",
+        "      request.core->cancel();\n      throw;",
+        "      throw;",
         (
             "tests/transfers/test_lifetimes.py::test_ctrl_c_ends_a_blocking_read_before_its_time[threads]",
         ),

