@@ -49,7 +49,9 @@ MUTANTS = [
         "src/tensorferry/offload/probe.py",
         "            if not same(joined, param_whole):\n                return None\n",
         "",
-        ("tests/offload/test_exact.py::test_steps_and_state_dicts_are_those_of_memory",),
+        (
+            "tests/offload/test_hostile.py::test_a_value_that_lets_elements_depend_on_each_other_is_refused",
+        ),
     ),
     Mutant(
         "buckets-count-their-steps-one-after-the-other",
@@ -83,7 +85,9 @@ MUTANTS = [
         "src/tensorferry/offload/residency.py",
         "        if not self._slots.count:\n            return self._allocate",
         "        if not self._free:\n            return self._allocate",
-        ("tests/offload/test_exact.py::test_what_the_budget_holds_is_not_moved",),
+        (
+            "tests/offload/test_memory.py::test_the_peak_is_the_budget_and_a_little_first_step_included",
+        ),
     ),
     Mutant(
         "failed-write-forgets-what-was-there",

@@ -52,6 +52,8 @@ class At:
     def _entered(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._path):
             return None
+        if frame.f_code.co_name == "__del__":  # what is raised there ends there
+            return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._traced
 
