@@ -153,7 +153,7 @@ def save_in_a_process(path: str, stager: str) -> None:
             answer: Any = dcp.async_save(state, storage_writer=writer, **options)
             state["weight"].zero_()
             state["large"].zero_()
-            getattr(answer, "upload_completion", answer).result(60)
+            getattr(answer, "upload_completion", answer).result(120)
         dist.destroy_process_group()
 
 
@@ -192,7 +192,7 @@ def save_in_a_process_by_default(path: str) -> list[str]:
                 state, checkpoint_id=f"{path}/{name}", async_checkpointer_type=kind
             )
             state["weight"].zero_()
-            getattr(answer, "upload_completion", answer).result(60)
+            getattr(answer, "upload_completion", answer).result(120)
             del answer
         dist.destroy_process_group()
     return staged

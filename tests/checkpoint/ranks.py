@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 240.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(

@@ -30,7 +30,7 @@ takes_stagers = pytest.mark.skipif(
 
 def done(answer: Any) -> None:
     """Wait for what async_save() has returned."""
-    getattr(answer, "upload_completion", answer).result(60)
+    getattr(answer, "upload_completion", answer).result(120)
 
 
 def test_each_of_several_saves_has_the_state_of_its_call(directory: pathlib.Path) -> None:
@@ -88,10 +88,10 @@ def test_an_overlapped_save_tells_when_the_state_may_change(directory: pathlib.P
     answer: Any = dcp.async_save(
         state, storage_writer=FileSystemWriter(directory / "c"), async_stager=stager
     )
-    answer.staging_completion.result(60)
+    answer.staging_completion.result(120)
     for tensor in (state["weight"], state["large"], state["bool"]):
         tensor.zero_()
-    answer.upload_completion.result(60)
+    answer.upload_completion.result(120)
     assert_same(load(directory / "c", mixed_state()), mixed_state())
 
 
@@ -116,7 +116,7 @@ class FailingPlanner(dcp.DefaultSavePlanner):
         raise ZeroDivisionError
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_failed_saves_of_which_the_exceptions_are_kept_do_not_stop_later_ones(
     directory: pathlib.Path,
 ) -> None:

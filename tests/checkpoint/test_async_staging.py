@@ -120,7 +120,7 @@ def test_memory_in_use_is_left_alone_and_a_third_stage_waits(shared: bool) -> No
     assert thread.is_alive()  # a view is use as well
     assert bool((view == 1).all())
     del view
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
     assert bool((third[0]["a"] == 3).all())
     assert bool((second["a"] == 2).all())
@@ -179,7 +179,7 @@ def test_what_was_staged_outlives_the_stager() -> None:
 def test_an_overlapped_copy_is_a_future() -> None:
     stager = Stager(overlap=True)
     state = {"a": torch.ones(1 << 20)}
-    staged = stager.stage(state).result(60)
+    staged = stager.stage(state).result(120)
     state["a"].zero_()
     assert bool((staged["a"] == 1).all())
 
@@ -188,7 +188,7 @@ def test_an_overlapped_copy_is_a_future() -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        stager.stage({"a": Uncopyable()}).result(60)
+        stager.stage({"a": Uncopyable()}).result(120)
     stager.synchronize_staging()
 
 

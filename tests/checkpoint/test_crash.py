@@ -106,7 +106,7 @@ def test_killed_saves_leave_the_old_checkpoint_or_the_new_one(
         shutil.copytree(old / before, checkpoint)
         arguments = (str(checkpoint), LAYOUTS[layout], victim, die_at)
         with started(RANKS, save_dying, *arguments) as ranks:
-            ranks[victim].process.join(30)
+            ranks[victim].process.join(120)
             assert ranks[victim].process.exitcode == -9, f"seed {seed} was not killed"
         found.add(checked(checkpoint, f"seed {seed}: {arguments}, over {before}"))
         shutil.rmtree(checkpoint)
@@ -138,7 +138,7 @@ def test_the_save_after_a_killed_one_leaves_nothing_of_it(
     shutil.copytree(old / "torch", checkpoint)
     for die_at in (3, 9, 12):
         with started(RANKS, save_dying, str(checkpoint), {}, 1, die_at) as ranks:
-            ranks[1].process.join(30)
+            ranks[1].process.join(120)
             assert ranks[1].process.exitcode == -9
     assert len(files_of(checkpoint)) > 1 + 2 * RANKS
     assert step_in(checkpoint) == OLD
@@ -236,7 +236,7 @@ def whole_step_in(checkpoint: pathlib.Path) -> int:
 
 def await_first_file(checkpoint: pathlib.Path, known: set[str]) -> None:
     """Wait until a save has begun to write."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while files_of(checkpoint) <= known and time.monotonic() < deadline:
         time.sleep(0.001)
 

@@ -96,7 +96,7 @@ def test_writers_and_stagers_that_are_given_are_used(directory: pathlib.Path) ->
     answer: Any = dcp.async_save(
         state, checkpoint_id=directory / "c", storage_writer=writer(directory / "c")
     )
-    getattr(answer, "upload_completion", answer).result(60)
+    getattr(answer, "upload_completion", answer).result(120)
     assert not is_ours(directory / "c")
 
 

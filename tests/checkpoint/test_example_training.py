@@ -28,7 +28,7 @@ def test_training_killed_in_a_save_goes_on_with_one_rank_and_with_three(
         ],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The losses are the same, bit for bit." in done.stdout
@@ -43,7 +43,7 @@ def test_training_killed_at_random_moments_ends_the_same(directory: pathlib.Path
         [warm.python(), program, f"--directory={directory}", "--kills=3", f"--seed={SEED}"],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All is the same, bit for bit." in done.stdout

@@ -328,7 +328,7 @@ def modules_of(command: str, path: pathlib.Path, code: int) -> list[str]:
         [sys.executable, "-c", program, command, str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     found, *modules = done.stdout.splitlines()[-1].split()
     assert int(found) == code, done.stderr
@@ -340,11 +340,11 @@ def test_a_bar_is_for_terminals_alone(directory: pathlib.Path) -> None:
     save(state(), path)
     command = [sys.executable, "-m", "tensorferry", "verify", str(path)]
     env = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.stderr == ""
     ours, theirs = pty.openpty()
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=60, env=env)  # type: ignore[assignment]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=300, env=env)  # type: ignore[assignment]
         assert b"verifying" in os.read(ours, 1 << 16)
         assert b"verifying" not in done.stdout  # type: ignore[operator]
     finally:

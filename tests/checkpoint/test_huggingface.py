@@ -382,7 +382,7 @@ def save_until_killed(path: str, seed: int) -> None:
 def test_a_killed_save_leaves_one_whole_model(directory: pathlib.Path, seed: int) -> None:
     code = f"from tests.checkpoint import test_huggingface as t; t.save_until_killed({str(directory)!r}, {seed})"
     command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=child.ROOT, capture_output=True, timeout=120)
+    ended = subprocess.run(command, cwd=child.ROOT, capture_output=True, timeout=300)
     assert ended.returncode == -9, ended.stderr.decode()
     found = {"a": torch.zeros(MIB), "b": torch.zeros(MIB)}
     dcp.load(found, storage_reader=Reader(directory), no_dist=True)

@@ -84,7 +84,7 @@ class Hold:
 
         def held(writer: Any, metadata: Any, results: Any) -> None:
             self.reached.set()
-            assert self.go.wait(60)
+            assert self.go.wait(120)
             finish(writer, metadata, results)
 
         monkeypatch.setattr(FileSystemWriter, "finish", held)
@@ -101,7 +101,7 @@ def test_what_is_saved_is_the_state_of_the_call_and_counts_when_it_is_whole(
     checkpoints.save(7, state)
     for tensor in state["tensors"].values():
         tensor.zero_()
-    assert hold.reached.wait(60)
+    assert hold.reached.wait(120)
     assert files_of(directory / "run") == {"step_00000007", ".tensorferry.lock"}
     assert checkpoints.steps() == []
     hold.go.set()
@@ -119,13 +119,13 @@ def test_a_second_save_waits_for_the_first(
 ) -> None:
     checkpoints, hold = Checkpoints(directory), Hold(monkeypatch)
     checkpoints.save(1, state_of(1))
-    assert hold.reached.wait(60)
+    assert hold.reached.wait(120)
     second = threading.Thread(target=checkpoints.save, args=(2, state_of(2)))
     second.start()
     time.sleep(0.1)
     assert not checkpoints.path(2).exists()
     hold.go.set()
-    second.join(60)
+    second.join(120)
     checkpoints.wait()
     assert checkpoints.steps() == [1, 2]
 
@@ -437,7 +437,7 @@ def test_a_forked_child_has_no_save_on_its_way(
 ) -> None:
     checkpoints, hold = Checkpoints(directory), Hold(monkeypatch)
     checkpoints.save(1, state_of(1))
-    assert hold.reached.wait(60)
+    assert hold.reached.wait(120)
     pid = os.fork()
     if pid == 0:
 
@@ -460,7 +460,7 @@ def test_ctrl_c_while_waiting_leaves_the_save_on_its_way(
 ) -> None:
     checkpoints, hold = Checkpoints(directory), Hold(monkeypatch)
     checkpoints.save(1, state_of(1))
-    assert hold.reached.wait(60)
+    assert hold.reached.wait(120)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(2, state_of(2))
@@ -573,7 +573,7 @@ def test_killed_at_any_step_of_saving_and_removing_no_half_checkpoint_counts_and
         root = directory / f"k{number}"
         shutil.copytree(directory / "0", root)
         with started(1, save_steps, str(root), 4, 2, die_at) as ranks:
-            ranks[0].process.join(30)
+            ranks[0].process.join(120)
             assert ranks[0].process.exitcode == -9, f"step {die_at} of {count}"
         found.add(check_folder(root, 3))
         shutil.rmtree(root)
@@ -586,7 +586,7 @@ def test_killed_at_any_moment(directory: pathlib.Path) -> None:
     save_all(root, newest)
     for _ in range(12):
         with started(2, save_steps, str(root), newest + 1, 50, None) as ranks:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while (Checkpoints(root).latest() or 0) <= newest and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(choices.uniform(0, 0.05))
@@ -700,7 +700,7 @@ def test_another_process_in_the_same_folder_loses_nothing(directory: pathlib.Pat
                 checkpoints.save(step, state_of(step))
         assert ranks[0].answers.poll(60)
         assert ranks[0].answers.recv() == (None, None) or True
-        ranks[0].process.join(30)
+        ranks[0].process.join(120)
         assert ranks[0].process.exitcode == 0
     # What it keeps are its own last two, and what came after its last removal.
     assert checkpoints.steps()[-2:] == [1007, 1008]
@@ -715,7 +715,7 @@ def test_what_an_alive_save_has_begun_is_no_leftover(
 ) -> None:
     alive, hold = Checkpoints(directory), Hold(monkeypatch)
     alive.save(1, state_of(1))
-    assert hold.reached.wait(60)
+    assert hold.reached.wait(120)
     monkeypatch.undo()
     save_all(directory, 2, 3)
     assert (directory / "step_00000001").is_dir()

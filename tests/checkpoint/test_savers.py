@@ -337,7 +337,7 @@ def processes_that_save(count: int) -> Iterator[list[Connection]]:
             pipe.close()
 
 
-@pytest.mark.timeout(60 + 10 * ROUNDS)
+@pytest.mark.timeout(600 + 10 * ROUNDS)
 def test_two_savers_and_one_that_is_killed_lose_nothing(directory: pathlib.Path) -> None:
     checkpoint = directory / "checkpoint"
     found = set()

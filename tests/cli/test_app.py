@@ -30,7 +30,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env=os.environ | {"COLUMNS": "120"} | environment,
     )
 
@@ -116,7 +116,7 @@ def test_output_that_cannot_be_written_is_told(
     command = [warm.python(), "-m", "tensorferry", *arguments]
     command = [str(tmp_path) if each == "." else each for each in command]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert done.returncode == 1
     assert done.stderr.endswith(": its output cannot be written: No space left on device\n")
     assert len(done.stderr.splitlines()) == 1
@@ -135,7 +135,7 @@ def test_a_command_whose_streams_are_closed_ends_as_any_other(
         [*command, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=tmp_path,
     )
     assert "Traceback" not in done.stderr
@@ -146,7 +146,7 @@ def test_who_has_seen_enough_of_its_output_ends_it_quietly() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [warm.python(), "-m", "tensorferry", "bench", "--help"]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
 

@@ -22,7 +22,7 @@ from tests.support.faultfs import Fault, FaultFS, why_unavailable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
 
 
 def test_all_problems_are_listed_at_once(directory: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_refused_engine_is_named_with_the_remedy(directory: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 2
     assert "io_uring cannot be had here" in done.stderr
@@ -238,7 +238,7 @@ def test_an_interrupted_bench_leaves_no_files_and_no_processes(
 ) -> None:
     with started(directory, *keep) as process:
         (os.killpg if whole_group else os.kill)(process.pid, number)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 130
         assert errors.strip() == "tensorferry bench: interrupted; its files and processes are gone"
         assert list(directory.iterdir()) == []
@@ -259,7 +259,7 @@ def test_an_interrupt_while_processes_start_leaves_nothing(delay_s: float, direc
     time.sleep(delay_s)
     os.killpg(process.pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGTERM)  # impatience changes nothing
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert errors.strip() == "tensorferry bench: interrupted; its files and processes are gone"
     assert list(directory.iterdir()) == []
@@ -291,7 +291,7 @@ def test_an_interrupted_command_that_ends_is_not_stopped_by_a_second_signal() ->
 def test_a_killed_process_is_told_and_the_others_are_ended(directory: Path) -> None:
     with started(directory) as process:
         os.kill(workers_of(process)[1], signal.SIGKILL)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 1
         assert "was killed by SIGKILL" in errors
         assert list(directory.iterdir()) == []

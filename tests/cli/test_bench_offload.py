@@ -23,7 +23,7 @@ def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]
         [sys.executable, "-m", "tensorferry", "bench", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == expect, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

@@ -31,7 +31,7 @@ def run(command_line: str, *folders: Path, expect: int = 0) -> subprocess.Comple
         [warm.python(), "-m", "tensorferry.cli.ds_io", *command_line.format(*folders).split()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == expect, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -123,7 +123,7 @@ def test_it_needs_neither_typer_nor_rich(directory: Path) -> None:
         [sys.executable, str(path), "--folder", str(directory), "--io_size", "64K"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
 

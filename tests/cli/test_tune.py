@@ -90,7 +90,7 @@ class Place:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
 
 
@@ -265,7 +265,7 @@ def test_an_interrupted_tune_leaves_nothing(place: Place, number: signal.Signals
         assert "about " in process.stdout.readline()
         assert "full sweep" in process.stdout.readline()
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     (line,) = errors.strip().splitlines()
     assert "interrupted" in line

@@ -84,7 +84,7 @@ def test_deepspeeds_report_shows_the_ops_as_available(version: Environment) -> N
         env=os.environ | version,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert report.returncode == 0, report.stderr
     ops = ["async_io"] if "PYTHONPATH" in version else ["async_io", "pin_memory"]

@@ -32,7 +32,7 @@ def train(directory: pathlib.Path, environment: Environment, **arguments: Any) -
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]

@@ -23,7 +23,7 @@ def run(directory: Path, *arguments: str) -> str:
         [sys.executable, program, f"--directory={directory}", "--steps=2", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(directory.iterdir()) == []
@@ -51,7 +51,7 @@ def generate(directory: Path, *arguments: str) -> str:
         [sys.executable, program, f"--directory={directory}", "--tokens=3", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(directory.iterdir()) == []

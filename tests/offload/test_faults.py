@@ -186,7 +186,7 @@ def test_closing_waits_for_writes(both, faultfs):
     assert closer.is_alive()
     faultfs.release()
     for thread in (stepping, closer):
-        thread.join(60)
+        thread.join(120)
         assert not thread.is_alive()
     assert not list(faultfs.backing.iterdir())
 

@@ -92,7 +92,7 @@ def run_example(code: str, directory: pathlib.Path) -> None:
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
 

@@ -49,7 +49,7 @@ def run(program: str, *arguments: str | os.PathLike[str]) -> subprocess.Complete
         env=os.environ | deepspeed_gcc.ENVIRONMENT | {"PYTHON": warm.python("torch")},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
 
 
@@ -252,13 +252,13 @@ def test_interrupted_program_removes_its_files(number: signal.Signals, directory
         stderr=subprocess.STDOUT,
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not any(directory.glob("*/*")):
             assert program.poll() is None, program.stdout.read() if program.stdout else ""
             assert time.monotonic() < deadline
             time.sleep(0.02)
         program.send_signal(number)
-        output, _ = program.communicate(timeout=60)
+        output, _ = program.communicate(timeout=300)
     finally:
         program.kill()
         program.wait()

@@ -383,7 +383,7 @@ def test_directories_and_fifos_are_no_files(directory: pathlib.Path) -> None:
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    assert done.wait(30), "opening a FIFO waits for its writer"
+    assert done.wait(120), "opening a FIFO waits for its writer"
 
 
 # --- building ----------------------------------------------------------------------------------------------------

@@ -364,7 +364,7 @@ def killed(function: str, path: pathlib.Path, seed: int) -> None:
     """Run a program that is killed."""
     code = f"from tests.safetensors import programs; programs.{function}({str(path)!r}, {seed})"
     command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=child.ROOT, capture_output=True, timeout=120)
+    ended = subprocess.run(command, cwd=child.ROOT, capture_output=True, timeout=300)
     assert ended.returncode == -9, ended.stderr.decode()
 
 

@@ -12,7 +12,7 @@ from tests.support import child, required, suites
 if TYPE_CHECKING:
     import pathlib
 
-TIMEOUT_S = 500
+TIMEOUT_S = 1500
 
 FILTERS = {"libaio": ["io_uring"], "threads": ["io_uring", "aio"]}
 BLOCKED_ENGINE = {"io_uring": "io_uring", "aio": "libaio"}

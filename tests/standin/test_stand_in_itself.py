@@ -131,7 +131,7 @@ def test_streams_are_independent_and_a_destroyed_one_finishes(driver: StandIn, c
         driver.kernel(slow, 1, seconds=0.1)
     with driver.new_stream():
         driver.kernel(fast, 2)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while driver.peek(fast.address, 10) != b"\2" * 10:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -160,7 +160,7 @@ def test_per_thread_streams_are_those_of_the_calling_thread(driver: StandIn, cud
     with driver.stream(standin.PER_THREAD_STREAM), driver.held(array, 3):
         thread = threading.Thread(target=elsewhere)
         thread.start()
-        thread.join(10)
+        thread.join(120)
     assert ended
 
 

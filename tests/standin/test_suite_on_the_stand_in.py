@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # The stand-in driver has none of torch's CUDA tensors.
 SUITES = ["tests/gpu", "tests/standin/driver", "--ignore=tests/gpu/test_torch_cuda.py"]
-TIMEOUT_S = 500
+TIMEOUT_S = 1500
 
 
 @pytest.mark.minutes

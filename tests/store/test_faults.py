@@ -217,7 +217,7 @@ def test_close_waits_for_what_is_on_its_way(faultfs):
     closer.join(0.2)
     assert closer.is_alive()
     faultfs.release()
-    closer.join(60)
+    closer.join(120)
     assert not closer.is_alive()
     assert write.done()
     assert (read.result() == pattern(NBYTES)).all()

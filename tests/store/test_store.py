@@ -164,7 +164,7 @@ def test_tickets_are_futures(store):
     store.write("a", pattern(7 * SEGMENT))
     ticket = store.read("a")
     ticket.add_done_callback(called.put)
-    assert called.get(timeout=60) is ticket
+    assert called.get(timeout=300) is ticket
     assert ticket.done()
 
 

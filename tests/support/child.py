@@ -44,7 +44,7 @@ def call(
     function: str,
     /,
     *,
-    timeout_s: float = 200,
+    timeout_s: float = 600,
     prefix: Sequence[str] = (),
     imports: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,

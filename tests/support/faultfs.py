@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-START_TIMEOUT_S = 20.0
-HOLD_MAX_S = 30.0
+START_TIMEOUT_S = 120.0
+HOLD_MAX_S = 300.0
 END_OF_FILE = 1 << 62
 PR_SET_PDEATHSIG = 1
 
@@ -128,7 +128,7 @@ class FaultFS:
         """Let go the requests that are held, and those that would be."""
         self._ask("release")
 
-    def await_held(self, count: int = 1, timeout_s: float = 10.0) -> None:
+    def await_held(self, count: int = 1, timeout_s: float = 120.0) -> None:
         """Return when at least `count` requests are held."""
         held = self._ask("await_held", count=count, timeout_s=timeout_s)["held"]
         assert held >= count, f"{held} requests held after {timeout_s} s, not {count}"

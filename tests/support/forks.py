@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CHILD_TIMEOUT_S = 20
+CHILD_TIMEOUT_S = 120
 
 
 def in_child(work: Callable[[], object]) -> None:

@@ -138,7 +138,7 @@ class SlowCalls:
         for slot in self._control.rules:
             slot.hold = 0
 
-    def await_held(self, count: int = 1, timeout_s: float = 10.0) -> None:
+    def await_held(self, count: int = 1, timeout_s: float = 120.0) -> None:
         """Return when at least `count` calls are held."""
         deadline = time.monotonic() + timeout_s
         while self.held() < count:

@@ -118,7 +118,7 @@ def call(
     function: str,
     /,
     *,
-    timeout_s: float = 200,
+    timeout_s: float = 600,
     environment: dict[str, str] | None = None,
     **arguments: Any,
 ) -> Ended:

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,7 +33,7 @@ from tests.support.slow_calls import Rule
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-JOIN_TIMEOUT_S = 15
+JOIN_TIMEOUT_S = 120
 WORKER = "tensorferry"  # the name of a thread that drives a queue
 
 
@@ -116,7 +116,7 @@ def leave_during_submit(engine: str, directory: str) -> bool:
         lambda: tensorferry.write_many([(f"{directory}/late3", data)]),
     ):
         threading.Thread(target=work, daemon=True).start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while calls.hits() < 4:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -170,7 +170,7 @@ def memory_is_given_back(engine: str, directory: str, nbytes: int) -> list[str]:
     def called_back(begin: Callable[[], Any]) -> None:
         ended = threading.Event()
         begin().add_done_callback(lambda _: ended.set())
-        assert ended.wait(10)
+        assert ended.wait(120)
 
     def polled(begin: Callable[[], Any]) -> None:
         future = begin()
@@ -209,7 +209,7 @@ def memory_is_given_back(engine: str, directory: str, nbytes: int) -> list[str]:
             way(moved)
             del moved
             if "callback" in name:  # its thread is on its way back from the call
-                deadline = time.monotonic() + 5
+                deadline = time.monotonic() + 120
                 while watched() is not None and time.monotonic() < deadline:
                     time.sleep(0.001)
             if watched() is not None:
@@ -428,7 +428,7 @@ def wait_for_the_parents_future(engine: str, path: str) -> list[str]:
     def call_back() -> None:
         ended = threading.Event()
         future.add_done_callback(lambda _: ended.set())
-        assert ended.wait(5)
+        assert ended.wait(120)
 
     ways: dict[str, Callable[[], object]] = {
         "result": future.result,
@@ -449,7 +449,7 @@ def wait_for_the_parents_future(engine: str, path: str) -> list[str]:
             in_child(work)
         children[name] = pid
     assert not future.done(), "the write was too fast to be waited for"
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + 30
     hung = []
     for name, pid in children.items():
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -533,7 +533,7 @@ def truncate_beside_a_later_write(engine: str, directory: str, method: str) -> d
         truncating = InThread(lambda: tensorferry.write(path, first, truncate=True))
     else:
         truncating = InThread(lambda: tensorferry.write_many([(path, first)], truncate=True))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while not calls.held() and truncating.thread.is_alive() and time.monotonic() < deadline:
         time.sleep(0.001)
     held = calls.held()
@@ -619,7 +619,7 @@ def come_back_after_giving_up(engine: str, directory: str) -> str:
     del handle
     gc.collect()
     calls.release()
-    future.result(10)
+    future.result(120)
     assert_equal(contents(path), data)
     return "well"
 
@@ -659,7 +659,7 @@ def close_beside_a_slow_sync(engine: str, directory: str, new: bool) -> str | No
     calls.order(Rule("fdatasync", "file", delay_s=0.5))
     calls.watch(path)
     writing = InThread(lambda: file.write(np.full(3_000_001, 7, np.uint8), sync=True))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not path.stat().st_size and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.2)

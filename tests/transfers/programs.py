@@ -172,7 +172,7 @@ def fork_and_wait_for_the_parents_future(engine: str, path: str) -> str:
     if pid == 0:
         in_child(ask)
     assert_exits_with_zero(pid)
-    future.result(60)
+    future.result(120)
     return "done"
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 THREADS = 8
 FILE_NBYTES = 6 << 20
-HANG_S = 60.0
+HANG_S = 240.0
 FORKS_APART_S = 0.4
 M_MMAP_THRESHOLD = -3
 CANCELLED: tuple[type[BaseException], ...] = (concurrent.futures.CancelledError,)

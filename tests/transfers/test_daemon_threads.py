@@ -60,13 +60,13 @@ def leave(engine: str, directory: str) -> None:
     begun = threading.Barrier(len(calls) + 1)
 
     def run(call: Any) -> None:
-        begun.wait(20)
+        begun.wait(120)
         call()
 
     for call in calls:
         threading.Thread(target=run, args=(call,), daemon=True).start()
     kept = handles, files, futures
-    begun.wait(20)
+    begun.wait(120)
     time.sleep(0.5)
 
 

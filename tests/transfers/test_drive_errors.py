@@ -380,10 +380,10 @@ def test_blocks_that_are_stuck_hold_up_their_transfer_and_nothing_else(
         stuck = submit["stuck"](arrays["stuck"])
         faultfs.await_held()
         for _ in range(20):
-            submit["other"](arrays["other"]).result(10)
+            submit["other"](arrays["other"]).result(120)
         assert not stuck.done()
         faultfs.release()
-        stuck.result(30)
+        stuck.result(120)
     for name in data:
         wanted = data[name] if op == "read" else arrays[name]
         assert_equal(arrays[name], wanted)
@@ -547,7 +547,7 @@ def test_a_transfer_that_moved_all_before_it_could_be_cancelled_is_a_success(
         faultfs.await_held()  # its only block is with the drive
         future.cancel()
         faultfs.release()
-        assert future.result(30) is array
+        assert future.result(120) is array
         assert not future.cancelled()
         assert future.exception() is None
     assert_equal(contents(path), array)
@@ -570,6 +570,6 @@ def test_a_future_times_out_and_completes_later(
             future.exception(timeout=0)
         assert not future.done()
         faultfs.release()
-        future.result(timeout=30)
+        future.result(timeout=300)
         assert future.exception() is None
     assert_equal(target, data)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 torch = pytest.importorskip("torch")
 Handle = tensorferry.aio_handle
 
-JOIN_TIMEOUT_S = 60
+JOIN_TIMEOUT_S = 120
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:

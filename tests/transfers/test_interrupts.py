@@ -40,7 +40,7 @@ def interrupted(faultfs: FaultFS) -> Iterator[None]:
         faultfs.await_held()
         time.sleep(0.1)  # the call may be about to begin where others' requests were held before
         os.kill(os.getpid(), signal.SIGINT)
-        if not left.wait(20):
+        if not left.wait(120):
             faultfs.release()
 
     begun, left = threading.Event(), threading.Event()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_warning_names_the_line_of_the_program_that_it_is_about(
     if how == "lock" and os.getuid() != 0:
         pytest.skip("becoming another user needs root")
     command = [sys.executable, program, path, how]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert "sys:1" not in ended.stderr
     for line in lines:
         assert f"program.py:{line}: RuntimeWarning: " in ended.stderr

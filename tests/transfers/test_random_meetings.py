@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 SECONDS = float(os.environ.get("TENSORFERRY_STRESS_SECONDS") or 20)
 
 
-@pytest.mark.timeout(SECONDS + 240)
+@pytest.mark.timeout(SECONDS + 840)
 def test_nothing_is_lost_where_threads_meet_at_random_moments(directory: pathlib.Path) -> None:
     engines = [name for name, refusal in tensorferry.engines().items() if refusal is None]
     ended = child.call(
         "tests.transfers.stress:run",
-        timeout_s=SECONDS + 180,
+        timeout_s=SECONDS + 780,
         directory=directory,
         engines=engines,
         seconds=SECONDS,

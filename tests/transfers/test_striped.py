@@ -364,7 +364,7 @@ def test_a_future_of_several_parts_is_awaited_called_back_and_cancelled(
                 future.result(0.01)
             faultfs.clear()
             assert future.result() is data
-            assert called.wait(20)
+            assert called.wait(120)
 
             async def main() -> None:
                 target = np.zeros_like(data)
@@ -379,7 +379,7 @@ def test_a_future_of_several_parts_is_awaited_called_back_and_cancelled(
             assert not future.done()  # what is in flight still has the memory
             faultfs.clear()
             with pytest.raises(concurrent.futures.CancelledError):
-                future.result(20)
+                future.result(120)
             assert future.cancelled()
 
 
@@ -397,7 +397,7 @@ def test_closing_waits_for_all_parts_and_closes_all(
     closing.join(0.2)
     assert closing.is_alive()
     faultfs.clear()
-    closing.join(20)
+    closing.join(120)
     assert file.closed
     assert future.result(0) is data
     for call in (

@@ -111,9 +111,9 @@ def test_a_write_that_fails_lets_the_one_that_waits_for_it_go_on(
     with tensorferry.open(path, "w", engine=handle.engine) as file:
         futures = [file.write_from(array) for array in (first, second, third)]
         with storage_error(errno.EIO, path, expected=100_003):
-            futures[0].result(timeout=30)
-        futures[1].result(timeout=30)
-        futures[2].result(timeout=30)
+            futures[0].result(timeout=300)
+        futures[1].result(timeout=300)
+        futures[2].result(timeout=300)
     assert_equal(contents(path), third)
 
 
@@ -131,7 +131,7 @@ def test_a_handle_that_closes_lets_anothers_overlapping_writes_go_on(
     closing.start()
     faultfs.release()
     assert second.wait() == 2
-    closing.join(30)
+    closing.join(120)
     assert not closing.is_alive()
     assert_equal(contents(path), arrays[-1])
 
