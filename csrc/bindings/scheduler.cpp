@@ -157,6 +157,7 @@ std::optional<PyRequest> PyScheduler::run(const PyFile& file, uintptr_t address,
       request.core->seal();
       core_->share(transfers.front());
     }
+    transfers.clear();  // what they keep ends with the request
     try {
       (void)request.wait(std::nullopt);
     } catch (...) {
