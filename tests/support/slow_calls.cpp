@@ -46,7 +46,8 @@ enum Call : uint32_t {
 
 constexpr uint32_t rules_max = 16;
 constexpr uint32_t seen_max = 1u << 16;
-constexpr int held_max_milliseconds = 60'000;
+// More than anybody waits: what waits for what is held must fail, not come to its end late.
+constexpr int held_max_milliseconds = 150'000;
 
 struct Rule {
   uint32_t call;  // none: no rule

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROGRAMS = "tests.transfers.meetings"
-HANG_S = 300.0
+HANG_S = 120.0
 
 
 class Run(Protocol):
