@@ -14,6 +14,7 @@ from tensorferry.cli.consoles import (
     print_json,
     progress_bar,
     say,
+    show,
 )
 from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, leaving_with
 from tensorferry.sizes import format_nbytes
@@ -107,7 +108,7 @@ def _show(results: Results, console: Console) -> None:
                 cells = _cells(result.summary(process))
                 table.add_row(f"{name} {process.process}", *cells, style="dim")
         table.add_row(name, *_cells(result.summary()))
-    console.print(table)
+    show(console, table)
     say(
         console,
         "GB: 10^9 bytes. p50, p99: of one block. +MiB: memory besides the buffer. Reads are cold.",
@@ -197,7 +198,7 @@ def _show_prediction(result: Prediction, console: Console) -> None:
             f"{each.step_seconds:.3g}",
             each.limit,
         )
-    console.print(table)
+    show(console, table)
     say(
         console,
         "GB: 10^9 bytes. small: a budget that is small beside the state. A step takes the longer of I/O and "
