@@ -70,7 +70,7 @@ def bench(*, path: str | None, offload: str | None, json: bool, csv: bool, **giv
 
 def _parameters() -> Iterator[inspect.Parameter]:
     """Give what the command takes, as typer wants to be told."""
-    told = typer.Argument(help="The folder to work in; the same as --folder.")
+    told = typer.Argument(metavar="FOLDER", help="The folder to work in; the same as --folder.")
     yield _parameter("path", str | None, told, None)
     for option in (*OPTIONS, *_OURS):
         kind: Any = bool if option.read is None else str | None

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tensorferry.cli.checkpoint_arguments import AsJson  # noqa: TC001 (typer looks at it)
 from tensorferry.cli.consoles import make_console, print_json, say
+from tensorferry.cli.leaving import UNUSABLE, LeavingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +51,7 @@ def report(
     path: Annotated[
         Path,
         typer.Argument(
-            help="Folder, file or block device to look at.", exists=True, show_default=False
+            metavar="PATH", help="Folder, file or block device to look at.", show_default=False
         ),
     ] = Path(),
     as_json: AsJson = False,
@@ -58,6 +59,8 @@ def report(
     """Say what this machine can do for files at PATH, why not more, and what would help."""
     from tensorferry.tuning.report import report as collect
 
+    if not path.exists():
+        raise LeavingError(UNUSABLE, [f"PATH: there is nothing at {str(path)!r}"])
     facts = collect(path)
     if as_json:
         print_json(facts)
