@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from tensorferry.cli.checkpoint_arguments import TrustPickle, looking_at_checkpoints
-from tensorferry.cli.consoles import bytes_bar, make_console, say
+from tensorferry.cli.consoles import bytes_bar, make_console, print_json, say
 from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, leaving_with, printable
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ def convert(
         bool, typer.Option("--tensors-only", help="Leave out what is no tensor.")
     ] = False,
     trust_pickle: TrustPickle = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was moved as JSON, and nothing else.")
+    ] = False,
 ) -> None:
     """Convert a checkpoint of torch.distributed.checkpoint to safetensors or back, or a file of torch.save's to either.
 
@@ -75,6 +78,9 @@ def convert(
             trust_pickle=trust_pickle,
             progress=progress,
         )
+    if as_json:
+        print_json({"target": target, "nbytes": moved.nbytes, "seconds": moved.seconds})
+        return
     words = f"{moved.nbytes:,} bytes of tensors, {moved.gb_per_second:.2f} GB/s"
     say(make_console(), printable(f"{target}: {words}"))
 
