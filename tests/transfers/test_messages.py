@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import os
 import re
 import subprocess
@@ -131,6 +132,17 @@ def test_completion_shows_what_users_may_use() -> None:
     shown = [name for name in dir(tensorferry) if not name.startswith("_")]
     products = {"checkpoint", "deepspeed", "offload", "safetensors", "store"}
     assert set(shown) == {*tensorferry.__all__, *products}
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "deepspeed", "offload", "safetensors", "store"])
+def test_completion_of_a_product_shows_what_users_may_use(name: str) -> None:
+    if name in ("checkpoint", "offload"):
+        pytest.importorskip("torch")
+    product = importlib.import_module(f"tensorferry.{name}")
+    shown = {each for each in dir(product) if not each.startswith("_")}
+    frameworks = {"numpy", "torch"} if name == "safetensors" else set()
+    assert shown == {*product.__all__, *frameworks}
+    assert all(hasattr(product, each) for each in product.__all__)
 
 
 # asyncio
