@@ -128,6 +128,27 @@ def test_representations_say_what_a_thing_is_and_how_it_is(directory: pathlib.Pa
     assert repr(tensorferry.aio_handle.__new__(tensorferry.aio_handle)).startswith("<")
 
 
+def test_representations_of_checksums_and_streams_say_how_far_they_are(
+    directory: pathlib.Path,
+) -> None:
+    path = directory / "file"
+    sums = tensorferry.Checksums(4096, segments=True)
+    wanted = "<tensorferry.Checksums chunk_nbytes=4096, segments=True: "
+    assert repr(sums) == f"{wanted}unused>"
+    with tensorferry.open(path, "w+") as file:
+        with file.stream(5, checksums=sums) as stream:
+            stream.append(bytes(10_000))
+            appended = f"<tensorferry.Stream to {str(path)!r} from offset 5: 10000 bytes appended, "
+            assert repr(stream) == f"{appended}open>"
+            assert repr(sums) == f"{wanted}not complete>"
+        assert repr(stream) == f"{appended}ended>"
+        assert repr(sums) == f"{wanted}complete>"
+    check = tensorferry.Checksums(4096, expected=sums.chunks)
+    assert repr(check) == "<tensorferry.Checksums chunk_nbytes=4096, 3 expected: unused>"
+    tensorferry.read(path, bytearray(10_000), offset=5, checksums=check)
+    assert repr(check).endswith(": complete>")
+
+
 def test_completion_shows_what_users_may_use() -> None:
     shown = [name for name in dir(tensorferry) if not name.startswith("_")]
     products = {"checkpoint", "deepspeed", "offload", "safetensors", "store"}
