@@ -5,8 +5,10 @@ many small ones, checks every byte, and prints what each way costs. The rules ar
 of them:
 
 * a write goes to new files and ends with their data and size durable (``fsync``, or
-``sync=True``); * a read finds nothing in the page cache (the files are dropped from it before,
-which needs no root); * all memory is touched before the clock runs.
+  ``sync=True``);
+* a read finds nothing in the page cache (the files are dropped from it before, which needs no
+  root);
+* all memory is touched before the clock runs.
 """
 
 from __future__ import annotations

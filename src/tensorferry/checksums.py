@@ -89,6 +89,14 @@ class Checksums:
         """The CRC-32 of each segment, or of the one array; ValueError before the transfer has succeeded."""
         return _complete(self._core.segments)
 
+    def __repr__(self) -> str:
+        wanted = [] if self._chunk_nbytes is None else [f"chunk_nbytes={self._chunk_nbytes}"]
+        wanted += ["segments=True"] if self._of_segments else []
+        wanted += [] if self._expected is None else [f"{len(self._expected)} expected"]
+        complete = self._core.segments if self._of_segments else self._core.chunks
+        state = "unused" if self._unused else "not complete" if complete is None else "complete"
+        return f"<tensorferry.Checksums {', '.join(wanted)}: {state}>"
+
     def _use(self, nbytes: int, *, write: bool) -> _core.Checksums:
         """Return the core's, for one transfer of so many bytes."""
         if self._expected is not None:

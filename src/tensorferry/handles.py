@@ -299,6 +299,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
     ) -> int:
         """Begin to write a buffer to a path or an open file descriptor, and return 0; :meth:`wait` counts it.
 
+        It never shortens a file: one that is longer keeps what lies behind the buffer, as with DeepNVMe.
         What can be known at once (a missing directory, a full disk, bad arguments) is raised here and not counted.
         DeepNVMe calls a descriptor ``fd``; that keyword and ``filename`` exclude each other.
         """

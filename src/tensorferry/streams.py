@@ -220,6 +220,11 @@ class Stream:
             raise
         self.abort()
 
+    def __repr__(self) -> str:
+        state = "open" if self._open else "ended"
+        where = f"{self._path!r} from offset {self._offset}"
+        return f"<tensorferry.Stream to {where}: {self.nbytes} bytes appended, {state}>"
+
     def __del__(self) -> None:
         if getattr(self, "_open", False) and self._scheduler.belongs_to_this_process():
             warnings.warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import pathlib
 import subprocess
 import sys
@@ -286,7 +287,12 @@ def test_the_command_converts_both_ways_and_says_so(directory: pathlib.Path) -> 
     assert "bytes of tensors" in result.output
     assert_same(safetensors.torch.load_file(directory / "m.safetensors"), state_of())
     arguments = [str(directory / "m.safetensors"), str(directory / "back")]
-    assert runner.invoke(app, ["convert", *arguments]).exit_code == 0
+    result = runner.invoke(app, ["convert", *arguments, "--json"])
+    assert result.exit_code == 0
+    told = json.loads(result.output)
+    assert told["target"] == arguments[1]
+    assert told["nbytes"] >= sum(tensor.nbytes for tensor in state_of().values())
+    assert told["seconds"] > 0
     assert_same(read_checkpoint(directory / "back", state_of()), state_of())
     command = [
         sys.executable,
@@ -307,7 +313,7 @@ def test_the_command_converts_both_ways_and_says_so(directory: pathlib.Path) -> 
         (["objects.pt", "x"], 1, "--tensors-only"),
         (["cut.safetensors", "x"], 1, "cut short"),
         (["notes.txt", "x"], 2, "neither a file of torch.save"),
-        (["good.safetensors", "x", "--max-shard", "?"], 2, "max_shard_nbytes"),
+        (["good.safetensors", "x", "--max-shard", "?"], 2, "--max-shard: "),
         (["good.safetensors", "notes.txt"], 1, "is a file"),
         (["objects.pt", "x", "--tensors-only"], 0, ""),
     ],

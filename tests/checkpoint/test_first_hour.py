@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter, load
+from tensorferry.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    FileSystemReader,
+    FileSystemWriter,
+    Stager,
+    load,
+)
 
 if TYPE_CHECKING:
     import pathlib
@@ -39,3 +47,30 @@ def test_a_save_over_a_checkpoint_warns_of_nothing(tmp_path: pathlib.Path) -> No
     assert found["a"].tolist() == [2.0] * 3
     with pytest.raises(CheckpointException, match="already exists"):
         dcp.save(found, storage_writer=FileSystemWriter(tmp_path, overwrite=False))
+
+
+def test_representations_say_where_and_how_much(tmp_path: pathlib.Path) -> None:
+    path, state = tmp_path / "one", {"a": torch.ones(1000)}
+    writer, reader = FileSystemWriter(path), FileSystemReader(path)
+    writing = f"<tensorferry.checkpoint.FileSystemWriter {str(path)!r}: last save "
+    reading = f"<tensorferry.checkpoint.FileSystemReader {str(path)!r}, verify='read': last load "
+    assert (repr(writer), repr(reader)) == (f"{writing}None>", f"{reading}None>")
+    dcp.save(state, storage_writer=writer)
+    dcp.load(state, storage_reader=reader)
+    assert re.fullmatch(rf"{re.escape(writing)}\d+ bytes in \S+ s>", repr(writer))
+    assert re.fullmatch(rf"{re.escape(reading)}4000 bytes in \S+ s>", repr(reader))
+
+    stager = Stager()
+    staging = "<tensorferry.checkpoint.Stager shared=False, overlap=False: images of "
+    assert repr(stager) == f"{staging}none>"
+    staged = stager.stage(state)
+    assert re.fullmatch(rf"{staging}\d+ bytes>", repr(stager))
+    assert staged["a"].equal(state["a"])
+
+    with Checkpoints(tmp_path, keep_last=3) as kept:
+        told = (
+            f"<tensorferry.checkpoint.Checkpoints {str(tmp_path)!r}, keep_last=3, keep_every=None"
+        )
+        assert repr(kept) == f"{told}>"
+        kept.save(5, state)
+        assert repr(kept) in (f"{told}: saving step 5>", f"{told}>")

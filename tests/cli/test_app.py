@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -76,20 +77,56 @@ PROBLEMS = {
     "a size that is none": ("bench", ".", "--io-size=many"),
     "two numbers that are none": ("bench", ".", "--loops=many", "--queue-depth=0"),
     "no folder to tune for": ("tune",),
+    "a folder that is not there": ("tune", "/nonexistent"),
+    "no folder to measure in": ("bench",),
+    "another folder that is not there": ("bench", "/nonexistent"),
+    "a folder that is none": ("bench", "--folder", "README.md"),
+    "two folders": ("bench", ".", "--folder", "."),
+    "a picture that cannot be": ("tune", ".", "--plot", "/nonexistent/x.png"),
+    "two that exclude each other": ("bench", ".", "--csv", "--json"),
     "a prediction of nothing": ("bench", "--offload=7B"),
+    "a format that is none": ("convert", "README.md", "x", "--to=many"),
+    "a limit that is none": ("convert", "README.md", "x", "--max-shard=many"),
+    "a missing value": ("bench", ".", "--io-size"),
+    "a value too many": ("ls", ".", "--json=3"),
+    "an argument too many": ("report", ".", "another"),
 }
 
 
 @pytest.mark.parametrize("arguments", PROBLEMS.values(), ids=PROBLEMS)
 def test_all_problems_are_told_in_one_style(arguments: tuple[str, ...]) -> None:
-    """A line for each, that begins with the command's name; no box, no count, no traceback."""
+    """A line for each: the command, the argument as the help names it, and what is wrong; no box, no traceback."""
     done = run(*arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     command = "tensorferry" if arguments[0] == "fly" else f"tensorferry {arguments[0]}"
     lines = done.stderr.splitlines()
     assert len(lines) == (2 if "--queue-depth=0" in arguments else 1)
-    assert all(re.match(f"{command}: \\S", line) for line in lines), lines
+    for line in lines:
+        told = re.fullmatch(rf"{command}: ([-\w]+(?:, [-\w]+)*): (?![A-Z][a-z]).*[^.]", line)
+        assert told is not None, line
+        for name in told[1].split(", "):
+            named = name in arguments or re.search(rf"^ +{name}\b", help_of(arguments[0]), re.M)
+            assert named, line
+
+
+@functools.cache
+def help_of(command: str) -> str:
+    return run(command, "--help").stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_arguments_and_values_in_capitals_or_lists_them(command: str) -> None:
+    """Usage: FOLDER, --io-size BYTES; values to choose from stand with a bar between them."""
+    shown = help_of(command)
+    assert "<" not in shown
+    usage = shown.splitlines()[0].partition("[OPTIONS]")[2]
+    assert usage == usage.upper()
+    listed = re.findall(
+        r"^  (?:--[\w-]+ )?([^\s-]\S*)(?:  |$)", shown.partition("Arguments:")[2], re.M
+    )
+    assert listed
+    assert all(name == name.upper() or "|" in name for name in listed), listed
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import importlib.util
 import io
 import json
 import os
-import pty
 import re
 import shutil
 import subprocess
@@ -97,26 +95,6 @@ def test_csv_has_a_line_for_each_process_and_one_for_all(directory: Path) -> Non
     assert all(float(row["gb_per_second_median"]) > 0 for row in rows)
     assert float(rows[2]["latency_p50_microseconds"]) > 0
     assert "choose one" in run(directory, "--csv", "--json", expect=2).stderr
-
-
-@pytest.mark.parametrize("width", [80, 100, 160])
-def test_a_terminal_shows_whole_words_within_its_width(width: int, directory: Path) -> None:
-    parent, terminal = pty.openpty()
-    command = [warm.python(), *BENCH[1:], str(directory), "--io-size=64K", "--loops=1", "--write"]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": str(width), "NO_COLOR": "1"}
-    with subprocess.Popen(command, env=environment, stdout=terminal, cwd=ROOT) as child:
-        os.close(terminal)
-        shown = b""
-        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
-            while part := os.read(parent, 65536):
-                shown += part
-    os.close(parent)
-    assert child.returncode == 0
-    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= width
-    words = " ".join(lines).split()
-    assert {"queue_depth", "single_submit", "overlap_events", "intra_op_parallelism"} <= set(words)
-    assert "CPU s/GB" in shown.decode()
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_all_problems_are_listed_at_once(directory: Path) -> None:
         "'aio'",
         "'uring'",
         "--use-gds: GPUDirect Storage cannot be had: ",
-        "--use-gds needs --gpu",
+        "--use-gds: needs --gpu",
     ):
         assert problem in done.stderr
     assert done.stdout == ""
@@ -56,8 +56,11 @@ def test_all_problems_are_listed_at_once(directory: Path) -> None:
     ("arguments", "problem"),
     [
         ([], "a folder is needed"),
-        (["--folder=.", "--folder-to-device-mapping=.:0"], "cannot be used together"),
-        (["--folder=.", "docs"], "two folders"),
+        (
+            ["--folder=.", "--folder-to-device-mapping=.:0"],
+            "--folder, --folder-to-device-mapping: choose one of them",
+        ),
+        (["--folder=.", "docs"], "FOLDER, --folder: choose one of them"),
         (["--folder=README.md"], "is no folder"),
         (["--folder-to-device-mapping=docs"], "is not FOLDER:DEVICE"),
         (["--folder-to-device-mapping=docs:first"], "is not FOLDER:DEVICE"),

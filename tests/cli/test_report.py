@@ -57,6 +57,15 @@ def test_it_prints_plain_text_with_every_part_where_nobody_watches(
     assert str(directory) in done.stdout
 
 
+def test_a_line_can_end_after_every_mount_option(
+    directory: pathlib.Path, quick: dict[str, str]
+) -> None:
+    printed = run(directory, **quick).stdout
+    options = re.search(r"^  options +(.*)$", printed, re.MULTILINE)
+    assert options is not None
+    assert all("," not in word[:-1] for word in options[1].split())
+
+
 def test_json_has_the_facts_and_the_advice(directory: pathlib.Path, quick: dict[str, str]) -> None:
     done = run(directory, "--json", **quick)
     assert (done.returncode, done.stderr) == (0, "")

@@ -200,18 +200,18 @@ def test_a_terminal_gets_a_live_table(place: Place) -> None:
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        ([], ["PATHS"]),
-        (["/nonexistent"], ["/nonexistent: no such folder"]),
-        (["/dev/null", "--io-size", "1Q"], ["/dev/null: no folder", "--io-size: '1Q'"]),
+        ([], ["FOLDER: "]),
+        (["/nonexistent"], ["FOLDER: the folder '/nonexistent' does not exist"]),
+        (["/dev/null", "--io-size", "1Q"], ["FOLDER: '/dev/null' is no folder", "--io-size: '1Q'"]),
         (
             ["/", "--io-size", "1M", "--no-read", "--no-write", "--plot", "/nonexistent/x.png"],
-            ["--io-size: 1M is less", "--no-read, --no-write", "--plot: /nonexistent"],
+            ["--io-size: 1M is less", "--no-read, --no-write", "--plot: the folder '/nonexistent'"],
         ),
         (["/", "--sweep-config", "/nonexistent"], ["--sweep-config: /nonexistent: No such file"]),
         (["/", "--plot", "map.bmp"], ["--plot: map.bmp ends"]),
         (["--show", "--forget"], ["--show, --forget"]),
         (["/", "--full", "--quick"], ["--full, --quick: choose one"]),
-        (["--forget", "/nonexistent"], ["/nonexistent: no such folder"]),
+        (["--forget", "/nonexistent"], ["FOLDER: the folder '/nonexistent' does not exist"]),
     ],
 )
 def test_bad_arguments_are_all_listed_at_once(
@@ -317,7 +317,7 @@ def test_links_that_lead_in_a_circle_are_one_clear_line(place: Place) -> None:
     for done in (place.run(circle), place.run_theirs("--nvme_dir", circle)):
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
-        assert f"{circle}: no such folder" in done.stderr
+        assert f": the folder '{circle}' does not exist" in done.stderr
     place.environment["TENSORFERRY_PROFILES"] = str(circle)
     assert_failed(place.run_small(), f"{circle}: ")
     assert_failed(place.run("--forget"), f"{circle}: ")
@@ -355,7 +355,7 @@ def test_command_lines_of_ds_nvme_tune_work_unchanged(place: Place) -> None:
     assert re.fullmatch(r"read = +\d+\.\d\d, write = +\d+\.\d\d", best)
     aio = json.loads(section)["aio"]
     assert aio["block_size"] == 1 << 20
-    assert aio["single_submit"] is False
+    assert isinstance(aio["single_submit"], bool)  # whichever was faster
     content = json.loads((logs / "tune.json").read_text())
     told = [float(rate) for rate in re.findall(r"\d+\.\d\d", best)]
     found = [content["rates"][name]["median"] / (1 << 30) for name in ("read", "write")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +14,11 @@ import pytest
 
 import tensorferry
 
+# Folders of the repository, and pages: `docs/guide.md`, CONTRIBUTING, README.md.
+REPOSITORY_FILE = re.compile(
+    r"(?<![\w/.])(?:docs|tests|tools|csrc|benchmarks|examples|third_party|src)/|"
+    r"\.md\b|\b(?:ARCHITECTURE|CONTRIBUTING|CHANGELOG|README)\b"
+)
 SOURCE = pathlib.Path(tensorferry.__file__).parent
 
 
@@ -34,6 +41,22 @@ def test_public_names_are_documented(name: str) -> None:
                 inspect.isfunction(value) or isinstance(value, property)
             ):
                 assert inspect.getdoc(value), f"{name}.{member}"
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".checkpoint", ".deepspeed", ".offload", ".safetensors", ".store"]
+)
+def test_help_points_at_no_file_that_a_wheel_lacks(name: str) -> None:
+    if name in (".checkpoint", ".offload"):
+        pytest.importorskip("torch")
+    package = importlib.import_module(f"tensorferry{name}")
+    for public in package.__all__:
+        thing = getattr(package, public)
+        members = vars(thing).items() if inspect.isclass(thing) else ()
+        ours = [(f".{member}", value) for member, value in members if not member.startswith("_")]
+        for member, each in (("", package), ("", thing), *ours):
+            found = REPOSITORY_FILE.search(inspect.getdoc(each) or "")
+            assert found is None, f"{public}{member} names {found}"
 
 
 def test_help_of_the_handle_reads_like_documentation() -> None:

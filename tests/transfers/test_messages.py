@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import os
 import re
 import subprocess
@@ -127,10 +128,42 @@ def test_representations_say_what_a_thing_is_and_how_it_is(directory: pathlib.Pa
     assert repr(tensorferry.aio_handle.__new__(tensorferry.aio_handle)).startswith("<")
 
 
+def test_representations_of_checksums_and_streams_say_how_far_they_are(
+    directory: pathlib.Path,
+) -> None:
+    path = directory / "file"
+    sums = tensorferry.Checksums(4096, segments=True)
+    wanted = "<tensorferry.Checksums chunk_nbytes=4096, segments=True: "
+    assert repr(sums) == f"{wanted}unused>"
+    with tensorferry.open(path, "w+") as file:
+        with file.stream(5, checksums=sums) as stream:
+            stream.append(bytes(10_000))
+            appended = f"<tensorferry.Stream to {str(path)!r} from offset 5: 10000 bytes appended, "
+            assert repr(stream) == f"{appended}open>"
+            assert repr(sums) == f"{wanted}not complete>"
+        assert repr(stream) == f"{appended}ended>"
+        assert repr(sums) == f"{wanted}complete>"
+    check = tensorferry.Checksums(4096, expected=sums.chunks)
+    assert repr(check) == "<tensorferry.Checksums chunk_nbytes=4096, 3 expected: unused>"
+    tensorferry.read(path, bytearray(10_000), offset=5, checksums=check)
+    assert repr(check).endswith(": complete>")
+
+
 def test_completion_shows_what_users_may_use() -> None:
     shown = [name for name in dir(tensorferry) if not name.startswith("_")]
     products = {"checkpoint", "deepspeed", "offload", "safetensors", "store"}
     assert set(shown) == {*tensorferry.__all__, *products}
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "deepspeed", "offload", "safetensors", "store"])
+def test_completion_of_a_product_shows_what_users_may_use(name: str) -> None:
+    if name in ("checkpoint", "offload"):
+        pytest.importorskip("torch")
+    product = importlib.import_module(f"tensorferry.{name}")
+    shown = {each for each in dir(product) if not each.startswith("_")}
+    frameworks = {"numpy", "torch"} if name == "safetensors" else set()
+    assert shown == {*product.__all__, *frameworks}
+    assert all(hasattr(product, each) for each in product.__all__)
 
 
 # asyncio

@@ -109,6 +109,12 @@ class Checkpoints:
         self._flights: list[_Flight] = []  # at most one
         weakref.finalize(self, _tell_unasked, self._flights, self._process)
 
+    def __repr__(self) -> str:
+        given = f"keep_last={self._keep_last}, keep_every={self._keep_every}"
+        saving = [each.step for each in tuple(self._flights) if not each.done.is_set()]
+        state = f": saving step {saving[0]}" if saving else ""
+        return f"<tensorferry.checkpoint.Checkpoints {str(self._folder.root)!r}, {given}{state}>"
+
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be."""
         return self._folder.path(_integer("step", step))

@@ -137,6 +137,11 @@ class Stager:
         with self._lock:
             self._images.clear()
 
+    def __repr__(self) -> str:
+        images = ", ".join(f"{image.nbytes} bytes" for image in tuple(self._images)) or "none"
+        given = f"shared={self.shared}, overlap={self.overlap}"
+        return f"<tensorferry.checkpoint.Stager {given}: images of {images}>"
+
     def __getstate__(self) -> dict[str, Any]:
         return {"shared": self.shared, "overlap": self.overlap}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +35,14 @@ _LOOK: dict[str, Any] = {
         "token_normalize_func": lambda token: token.replace("_", "-"),
     },
 }
+_WORDS = (
+    (r"\.$", ""),
+    (r"^Invalid value for '(.+?)': ", r"\1: "),
+    (r"^Missing (?:argument|option) '(.+)'", r"\1: missing"),
+    (r"^No such (command|option):? '?(--)?([\w-]+)'?", r"\2\3: no such \1"),
+    (r"^Option '(.+?)' ", r"\1: "),
+    (r"^Got unexpected extra (argument).* \((.*)\)$", r"\2: unexpected \1"),
+)
 # click's, which some versions of typer have a copy of.
 _ClickError: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
@@ -48,14 +57,21 @@ def run(arguments: list[str] | None = None) -> None:
         code = app(arguments or ["--help"], prog_name=_NAME, standalone_mode=False)
         sys.stdout.flush()
     except _ClickError as error:
-        context = getattr(error, "ctx", None)
-        say_problems(context.command_path if context else _NAME, [error.format_message()])
+        name = f"{_NAME} {arguments[0]}" if arguments[0] in COMMANDS else _NAME
+        say_problems(name, [_in_our_words(error.format_message())])
         code = error.exit_code
     except OSError as error:
         leave_for(_NAME, error)
     except typer.Abort:  # Ctrl-C before a command has begun
         code = INTERRUPTED
     sys.exit(code)
+
+
+def _in_our_words(text: str) -> str:
+    """Return what click says as the commands say it: the name that the help has, and what is wrong, in lower case."""
+    for theirs, ours in _WORDS:
+        text = re.sub(theirs, ours, text)
+    return text if text[:2].isupper() else text[:1].lower() + text[1:]
 
 
 class _Commands(TyperGroup):
@@ -76,7 +92,15 @@ class _Commands(TyperGroup):
             short_help=text.partition("\n\n")[0],
             context_settings=_LOOK["context_settings"],
         )(_leaving_well(f"{_NAME} {cmd_name}", function))
-        return typer.main.get_command(alone)
+        command: Any = typer.main.get_command(alone)
+        for each in command.params:
+            if each.param_type_name == "argument":
+                each.display_type_rich = _no_type
+        return command
+
+
+def _no_type(**_: Any) -> None:
+    """Return no type of an argument: some versions of typer would show Python's beside its name."""
 
 
 def unwrapped(text: str) -> str:

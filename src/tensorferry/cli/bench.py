@@ -14,6 +14,7 @@ from tensorferry.cli.consoles import (
     print_json,
     progress_bar,
     say,
+    show,
 )
 from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, leaving_with
 from tensorferry.sizes import format_nbytes
@@ -69,7 +70,7 @@ def bench(*, path: str | None, offload: str | None, json: bool, csv: bool, **giv
 
 def _parameters() -> Iterator[inspect.Parameter]:
     """Give what the command takes, as typer wants to be told."""
-    told = typer.Argument(help="The folder to work in; the same as --folder.")
+    told = typer.Argument(metavar="FOLDER", help="The folder to work in; the same as --folder.")
     yield _parameter("path", str | None, told, None)
     for option in (*OPTIONS, *_OURS):
         kind: Any = bool if option.read is None else str | None
@@ -107,7 +108,7 @@ def _show(results: Results, console: Console) -> None:
                 cells = _cells(result.summary(process))
                 table.add_row(f"{name} {process.process}", *cells, style="dim")
         table.add_row(name, *_cells(result.summary()))
-    console.print(table)
+    show(console, table)
     say(
         console,
         "GB: 10^9 bytes. p50, p99: of one block. +MiB: memory besides the buffer. Reads are cold.",
@@ -197,7 +198,7 @@ def _show_prediction(result: Prediction, console: Console) -> None:
             f"{each.step_seconds:.3g}",
             each.limit,
         )
-    console.print(table)
+    show(console, table)
     say(
         console,
         "GB: 10^9 bytes. small: a budget that is small beside the state. A step takes the longer of I/O and "

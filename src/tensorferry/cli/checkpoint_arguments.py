@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 CheckpointPath = Annotated[
     str,
     typer.Argument(
-        help="The checkpoint's folder, a file of torch.save's, or safetensors: a file, an index, or their folder."
+        metavar="PATH",
+        help="The checkpoint's folder, a file of torch.save's, or safetensors: a file, an index, or their folder.",
     ),
 ]
 TrustPickle = Annotated[
@@ -31,13 +32,15 @@ AsJson = Annotated[
 
 
 @contextlib.contextmanager
-def looking_at_checkpoints() -> Iterator[None]:
-    """End with 2 where there is no checkpoint, or a file of another kind, and with 1 where it is damaged."""
+def looking_at_checkpoints(name: str = "PATH") -> Iterator[None]:
+    """End with 2 where an argument is no checkpoint, or a file of another kind, and with 1 where it is damaged."""
     from tensorferry.checkpoint.errors import CheckpointError, NotACheckpointError
     from tensorferry.safetensors.errors import SafetensorError
 
     with (
         leaving_with(FAILED, CheckpointError, SafetensorError),
-        leaving_with(UNUSABLE, FileNotFoundError, NotADirectoryError, NotACheckpointError),
+        leaving_with(
+            UNUSABLE, FileNotFoundError, NotADirectoryError, NotACheckpointError, name=name
+        ),
     ):
         yield

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +19,12 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.progress import Progress as Moved
     from tensorferry.tuning.bench.run import Progress as Listener
 
-_PIPED_WIDTH = 140
+# No row of a table is folded there: lines are searched, cut and mailed.
+_PIPED_WIDTH = 100_000
 
 
 def make_console() -> Console:
-    """Return a console on stdout; on a pipe one of a fixed width, without control codes."""
+    """Return a console on stdout; on a pipe one that is as wide as any line, without control codes."""
     console = Console(highlight=False, emoji=False)
     return (
         console
@@ -31,8 +34,23 @@ def make_console() -> Console:
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line of text: wrapped between words on a terminal, as long as it is elsewhere."""
-    console.print(text, markup=False, soft_wrap=not console.is_terminal)
+    """Print a line of text: as long as it is, and on a terminal wrapped between words, each line as far in."""
+    if not console.is_terminal:
+        console.print(text, markup=False, soft_wrap=True)
+        return
+    inside = text.lstrip(" ")
+    console.print(Padding(Text(inside), (0, 0, 0, len(text) - len(inside)), expand=False))
+
+
+def show(console: Console, table: Table) -> None:
+    """Print a table; elsewhere than on a terminal without the blanks that fill its rows."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as drawn:
+        console.print(table)
+    lines = [line.rstrip() for line in drawn.get().splitlines()]
+    print("\n".join(lines).strip("\n"))
 
 
 def make_table(words: Sequence[str], numbers: Sequence[str]) -> Table:

@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Annotated
+import contextlib
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from tensorferry.cli.checkpoint_arguments import TrustPickle, looking_at_checkpoints
-from tensorferry.cli.consoles import bytes_bar, make_console, say
-from tensorferry.cli.leaving import FAILED, UNUSABLE, leaving_with, printable
+from tensorferry.cli.consoles import bytes_bar, make_console, print_json, say
+from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, leaving_with, printable
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-class Format(str, Enum):
-    """What a folder gets."""
-
-    AUTO = "auto"
-    DCP = "dcp"
-    SAFETENSORS = "safetensors"
+# What the function's parameters are called here.
+_NAMES = {"to": "--to", "max_shard_nbytes": "--max-shard", "target": "TARGET"}
 
 
 def convert(
     source: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint's folder, a file of torch.save's, or a safetensors file or folder."
+            metavar="SOURCE",
+            help="A checkpoint's folder, a file of torch.save's, or a safetensors file or folder.",
         ),
     ],
     target: Annotated[
         str,
-        typer.Argument(help="The new folder; or the new file, if the name ends in .safetensors."),
+        typer.Argument(
+            metavar="TARGET",
+            help="The new folder; or the new file, if the name ends in .safetensors.",
+        ),
     ],
     to: Annotated[
-        Format,
-        typer.Option(help="What the folder gets; auto: dcp of safetensors, and safetensors else."),
-    ] = Format.AUTO,
+        str,
+        typer.Option(
+            metavar="auto|dcp|safetensors",
+            help="What the folder gets; auto: dcp of safetensors, and safetensors else.",
+        ),
+    ] = "auto",
     max_shard: Annotated[
-        str, typer.Option(help="The most that one safetensors file of a folder has (GB of 10^9).")
+        str,
+        typer.Option(
+            metavar="BYTES",
+            help="The most that one safetensors file of a folder has (GB of 10^9).",
+        ),
     ] = "5GB",
     tensors_only: Annotated[
         bool, typer.Option("--tensors-only", help="Leave out what is no tensor.")
     ] = False,
     trust_pickle: TrustPickle = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was moved as JSON, and nothing else.")
+    ] = False,
 ) -> None:
     """Convert a checkpoint of torch.distributed.checkpoint to safetensors or back, or a file of torch.save's to either.
 
@@ -50,9 +62,9 @@ def convert(
     convert, or a bad argument.
     """
     with (
-        leaving_with(UNUSABLE, ValueError),
-        looking_at_checkpoints(),
-        leaving_with(FAILED, NotADirectoryError),  # of the target
+        _leaving_for_arguments(),
+        looking_at_checkpoints("SOURCE"),
+        leaving_with(FAILED, NotADirectoryError, name="TARGET"),
         bytes_bar("converting") as progress,
     ):
         from tensorferry.checkpoint.tools.convert import convert
@@ -60,11 +72,24 @@ def convert(
         moved = convert(
             source,
             target,
-            to=to.value,
+            to=cast("Any", to),  # looked at there
             max_shard_nbytes=max_shard,
             tensors_only=tensors_only,
             trust_pickle=trust_pickle,
             progress=progress,
         )
+    if as_json:
+        print_json({"target": target, "nbytes": moved.nbytes, "seconds": moved.seconds})
+        return
     words = f"{moved.nbytes:,} bytes of tensors, {moved.gb_per_second:.2f} GB/s"
     say(make_console(), printable(f"{target}: {words}"))
+
+
+@contextlib.contextmanager
+def _leaving_for_arguments() -> Iterator[None]:
+    """End with 2 where an argument is none that can be."""
+    try:
+        yield
+    except ValueError as error:
+        name, colon, problem = str(error).partition(": ")
+        raise LeavingError(UNUSABLE, [_NAMES.get(name, name) + colon + problem]) from None

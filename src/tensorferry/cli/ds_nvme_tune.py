@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"this needs {missing.name}; install it with: pip install 'tensorferry[cli]'")
     with leaving_well("tensorferry-ds-nvme-tune"):
         folders = command.absolute(options.nvme_dir)
-        problems = command.folder_problems(folders) + _problems(options)
+        problems = command.folder_problems("--nvme_dir", folders) + _problems(options)
         space = command.checked_space(options.sweep_config, deepspeed_space(), problems)
         space = command.space_on_gpus(space, options.gpu, options.gds, problems)
         log_directory = Path(options.log_dir)
@@ -113,18 +113,24 @@ def _parser() -> Parser:
         "--nvme_dir",
         nargs="+",
         required=True,
-        metavar="DIR",
+        metavar="FOLDER",
         help="writable folders on NVMe drives",
     )
     add(
         "--sweep_config",
         type=Path,
+        metavar="PATH",
         help="JSON with lists of values to try (block_size, queue_depth, sequential_requests, single_submit, "
         "io_parallel)",
     )
     add("--no_read", action="store_true", help="do not measure reading")
     add("--no_write", action="store_true", help="do not measure writing")
-    add("--io_size", default="400M", help="bytes written and read in each folder (default 400M)")
+    add(
+        "--io_size",
+        default="400M",
+        metavar="BYTES",
+        help="bytes written and read in each folder (default 400M)",
+    )
     add(
         "--gpu",
         action="store_true",
@@ -139,9 +145,16 @@ def _parser() -> Parser:
     add(
         "--log_dir",
         default=_LOG_DIRECTORY,
+        metavar="FOLDER",
         help=f"folder for every measurement, as JSON (default {_LOG_DIRECTORY})",
     )
-    add("--loops", type=int, default=1, help="times the data is moved in each measurement")
+    add(
+        "--loops",
+        type=int,
+        default=1,
+        metavar="N",
+        help="times the data is moved in each measurement",
+    )
     add("--verbose", action="store_true", help="print the arguments and all tables")
     add("--no_save", action="store_true", help="do not store the settings for use (ours)")
     return parser

@@ -48,12 +48,16 @@ def open_missing_streams() -> None:
 
 
 @contextlib.contextmanager
-def leaving_with(code: int, *kinds: type[Exception]) -> Iterator[None]:
-    """Make of exceptions of some kinds the end of the command; one's ``problems`` are told, if it has any."""
+def leaving_with(code: int, *kinds: type[Exception], name: str = "") -> Iterator[None]:
+    """Make of exceptions of some kinds the end of the command; one's ``problems`` are told, if it has any.
+
+    ``name`` is the argument that they are about, as the help has it.
+    """
     try:
         yield
     except kinds as error:
-        raise LeavingError(code, getattr(error, "problems", [error])) from None
+        problems = getattr(error, "problems", [f"{name}: {error}" if name else error])
+        raise LeavingError(code, problems) from None
 
 
 @contextlib.contextmanager

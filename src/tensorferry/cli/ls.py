@@ -15,7 +15,7 @@ from tensorferry.cli.checkpoint_arguments import (
     TrustPickle,
     looking_at_checkpoints,
 )
-from tensorferry.cli.consoles import counted, make_console, make_table, print_json, say
+from tensorferry.cli.consoles import counted, make_console, make_table, print_json, say, show
 from tensorferry.cli.leaving import printable
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _show(entries: list[Entry], with_shards: bool) -> None:
         if with_shards:
             for shard in entry.shards:
                 table.add_row(Text(printable(f"  {_place(shard)}")), "", _box(shard), style="dim")
-    console.print(table)
+    show(console, table)
     what = counted(len(entries), "entry", "entries")
     say(console, f"{what}, {decimal(sum(entry.nbytes for entry in entries))}")
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from tensorferry.cli.checkpoint_arguments import AsJson  # noqa: TC001 (typer looks at it)
 from tensorferry.cli.consoles import make_console, print_json, say
+from tensorferry.cli.leaving import UNUSABLE, LeavingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,14 +44,14 @@ _NOTHING = {
 }
 _NO_LIMIT_KB = (1 << 31) - 1  # what a driver without a limit says
 
-Row = tuple[str, str]
+Row = tuple[str | Text, str]
 
 
 def report(
     path: Annotated[
         Path,
         typer.Argument(
-            help="Folder, file or block device to look at.", exists=True, show_default=False
+            metavar="PATH", help="Folder, file or block device to look at.", show_default=False
         ),
     ] = Path(),
     as_json: AsJson = False,
@@ -58,6 +59,8 @@ def report(
     """Say what this machine can do for files at PATH, why not more, and what would help."""
     from tensorferry.tuning.report import report as collect
 
+    if not path.exists():
+        raise LeavingError(UNUSABLE, [f"PATH: there is nothing at {str(path)!r}"])
     facts = collect(path)
     if as_json:
         print_json(facts)
@@ -79,13 +82,13 @@ def _print_rows(console: Console, rows: list[Row]) -> None:
     width = max(len(name) for name, _ in rows)
     if not console.is_terminal:
         for name, value in rows:
-            say(console, f"  {name:{width}}  {value}".rstrip())
+            say(console, f"  {name!s:{width}}  {value}".rstrip())
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(f"  {escape(name)}", escape(value))
+        table.add_row(Text.assemble("  ", name), Text(value))
     console.print(table)
 
 
@@ -122,6 +125,8 @@ def _value(name: str, fact: Any) -> str:
         return _NOTHING.get(name, "none")
     if isinstance(fact, bool):
         return "yes" if fact else "no"
+    if name == "options":  # of a mount, without a blank between them where a line could end
+        return str(fact).replace(",", ", ")
     if name.endswith("nbytes") or (name in ("soft", "hard") and fact >= 1 << 20):
         return _nbytes(fact)
     if name.endswith("_kb"):
@@ -141,9 +146,9 @@ def _print_advice(console: Console, advice: list[dict[str, str]]) -> None:
         console.print("\n[bold]Advice[/bold]\n  None: nothing was found that would help.")
         return
     console.print("\n[bold]Advice[/bold], most important first")
+    rows: list[Row] = []
     for number, item in enumerate(advice, 1):
-        level = item["level"]
-        finding = f"[{_STYLE_OF_LEVEL[level]}]{level}[/]  {escape(item['finding'])}"
-        console.print(f"  {number}. {finding}", soft_wrap=not console.is_terminal)
-        for name in ("meaning", "remedy"):
-            say(console, f"     {name + ':':9}{item[name]}")
+        level = Text(f"{number}. ").append(item["level"], _STYLE_OF_LEVEL[item["level"]])
+        rows.append((level, item["finding"]))
+        rows += [(f"   {name}", item[name]) for name in ("meaning", "remedy")]
+    _print_rows(console, rows)

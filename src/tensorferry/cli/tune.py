@@ -20,6 +20,7 @@ from tensorferry.cli.tune_view import LiveView, print_profiles, print_result
 from tensorferry.errors import EngineUnavailableError
 from tensorferry.sizes import format_nbytes, parse_nbytes
 from tensorferry.tuning import gpus, heatmap, storing
+from tensorferry.tuning.bench import arguments
 from tensorferry.tuning.space import Space, default_space, quick_space, space_from_json
 from tensorferry.tuning.tune import SMALLEST_NBYTES, Job, Result
 from tensorferry.tuning.tune import tune as run_job
@@ -32,6 +33,7 @@ def tune(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
+            metavar="FOLDER",
             help="Folders on the drives to tune; several are measured at the same time.",
             show_default=False,
         ),
@@ -39,6 +41,7 @@ def tune(
     io_size: Annotated[
         str | None,
         typer.Option(
+            metavar="BYTES",
             help="Bytes written and read in each folder, such as 400M. Default: what the drive moves in 0.3 s, "
             "at most a quarter of the free space and of the memory.",
             show_default=False,
@@ -64,6 +67,7 @@ def tune(
     sweep_config: Annotated[
         Path | None,
         typer.Option(
+            metavar="PATH",
             help="JSON with lists of values to try: block_size, queue_depth, io_parallel, single_submit, io_engine.",
             show_default=False,
         ),
@@ -74,17 +78,24 @@ def tune(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the heat maps here (.png; needs matplotlib).", show_default=False),
+        typer.Option(
+            metavar="PATH",
+            help="Draw the heat maps here (.png; needs matplotlib).",
+            show_default=False,
+        ),
     ] = None,
     no_save: Annotated[
         bool, typer.Option("--no-save", help="Do not store the settings for use.")
     ] = False,
     show: Annotated[
-        bool, typer.Option("--show", help="Show the stored settings (of PATHS), and do no more.")
+        bool,
+        typer.Option("--show", help="Show the stored settings (of the folders), and do no more."),
     ] = False,
     forget: Annotated[
         bool,
-        typer.Option("--forget", help="Remove the stored settings (of PATHS), and do no more."),
+        typer.Option(
+            "--forget", help="Remove the stored settings (of the folders), and do no more."
+        ),
     ] = False,
 ) -> None:
     """Find the settings that reach a drive's full speed, and have them used.
@@ -101,8 +112,8 @@ def tune(
         (_show if show else _forget)(console, paths or [])
         return
     folders = absolute(paths or [])
-    problems = [] if folders else ["PATHS: name a folder on the drive to tune"]
-    problems += folder_problems(folders)
+    problems = [] if folders else ["FOLDER: name a folder on the drive to tune"]
+    problems += folder_problems("FOLDER", folders)
     nbytes = _checked_nbytes(io_size, problems)
     space = checked_space(sweep_config, quick_space() if quick else default_space(), problems)
     space = space_on_gpus(space, gpu, gds, problems)
@@ -162,17 +173,11 @@ def run(console: Console, job: Job, *, save: bool) -> Result:
     return result
 
 
-def folder_problems(folders: tuple[Path, ...]) -> list[str]:
-    """Return what is wrong with folders as arguments."""
-    problems = []
-    for folder in folders:
-        if not folder.exists():
-            problems.append(f"{folder}: no such folder (is the drive mounted?)")
-        elif folder.is_block_device():
-            problems.append(f"{folder}: a device; name a folder of the file system on it")
-        elif not folder.is_dir():
-            problems.append(f"{folder}: no folder")
-    return problems
+def folder_problems(name: str, folders: tuple[Path, ...]) -> list[str]:
+    """Return what is wrong with folders as arguments of this name."""
+    return [
+        problem for folder in folders for problem in arguments.folder_problems(name, str(folder))
+    ]
 
 
 def checked_space(path: Path | None, default: Space, problems: list[str]) -> Space:
@@ -216,7 +221,7 @@ def _file_problems(name: str, path: Path) -> list[str]:
     if path.is_dir():
         return [f"{name}: {path} is a folder"]
     if not path.parent.is_dir():
-        return [f"{name}: {path.parent}: no such folder"]
+        return [f"{name}: the folder {str(path.parent)!r} does not exist"]
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return [f"{name}: {path} cannot be written"]
     return []
@@ -292,7 +297,10 @@ def _of(path: Path, kept: list[profiles.Profile]) -> list[profiles.Profile]:
     """Return the profile of a path's file system; where the path is gone, those it was mounted at."""
     if not path.exists():
         found = [each for each in kept if Path(each.file_system.mount_point) == path.absolute()]
-        fail([] if found else [f"{path}: no such folder, and no settings are stored for it"])
+        missing = (
+            f"FOLDER: the folder {str(path)!r} does not exist, and no settings are stored for it"
+        )
+        fail([] if found else [missing])
         return found
     match = profiles.profile_of(profiles.file_system_of(path), kept)
     return [match] if match else []

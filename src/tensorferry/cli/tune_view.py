@@ -6,7 +6,6 @@ import json
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tensorferry.cli.consoles import counted, say
+from tensorferry.cli.consoles import counted, make_table, say, show
 from tensorferry.cli.leaving import printable
 from tensorferry.sizes import format_nbytes
 from tensorferry.tuning.gpus import CUFILE
@@ -96,10 +95,11 @@ class LiveView:
 def print_result(console: Console, result: Result) -> None:
     """Print the finalists, the heat maps of the chosen engine, and what the outcome is worth."""
     found = result.found
-    console.print(_finalists(result))
+    show(console, _finalists(result))
     for grid in grids(found.turns):
         if grid.engine == found.chosen.engine and known(grid):
-            console.print(_heat_map(grid))
+            say(console, f"\n{grid.title}")
+            show(console, _heat_map(grid))
     for line in conclusion(result):
         say(console, line)
     say(console, "\nFor DeepSpeed's configuration:")
@@ -141,8 +141,8 @@ def conclusion(result: Result) -> list[str]:
 def print_profiles(console: Console, profiles: list[Profile], path: str) -> None:
     """Print stored profiles."""
     table = _settings_table("write GB/s", "read GB/s")
-    table.add_column("file system")
-    table.add_column("found")
+    table.add_column("file system", overflow="fold")
+    table.add_column("found", no_wrap=True)
     for profile in profiles:
         rates = profile.found.get("rates", {})
         cells = (_rate_of(rates, action) for action in ("write", "read"))
@@ -151,7 +151,7 @@ def print_profiles(console: Console, profiles: list[Profile], path: str) -> None
         when = str(profile.found.get("when", ""))[:10]
         names = (Text(printable(name)) for name in (place, when))
         table.add_row(*_cells(profile.settings), *cells, *names)
-    console.print(table)
+    show(console, table)
     say(console, printable(f"in {path}"))
 
 
@@ -165,11 +165,7 @@ def describe(settings: Settings) -> str:
 
 
 def _settings_table(*numbers: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("engine")
-    for heading in ("block", "depth", "workers", *numbers):
-        table.add_column(heading, justify="right")
-    return table
+    return make_table(["engine"], ("block", "depth", "workers", *numbers))
 
 
 def _cells(settings: Settings) -> tuple[str, ...]:
@@ -207,10 +203,9 @@ def _finalists(result: Result) -> Table:
 
 
 def _heat_map(grid: Grid) -> Table:
-    table = Table(title=grid.title, title_justify="left", box=None, padding=0)
-    table.add_column("block ", justify="right")
-    for depth in grid.queue_depths:
-        table.add_column(f"depth {depth} ", justify="right")
+    table = Table(box=None, padding=0)
+    for heading in ("block", *(f"depth {depth}" for depth in grid.queue_depths)):
+        table.add_column(f"{heading} ", justify="right", no_wrap=True)
     values = known(grid)
     low, span = min(values), max(values) - min(values) or 1.0
     for block, row in zip(grid.block_sizes, grid.values, strict=True):

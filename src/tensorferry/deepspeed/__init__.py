@@ -14,10 +14,16 @@ import os
 import sys
 import threading
 
+__all__ = ["install", "installed", "uninstall"]
+
 VARIABLE = "TENSORFERRY_DEEPSPEED"
 
 _lock = threading.Lock()
 _replaced: contextlib.ExitStack | None = None
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__doc__", "__file__", "__name__", "__path__"])
 
 
 def install() -> None:

@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__doc__", "__file__", "__name__", "__path__"])
+
+
 def offload_optimizer(
     optimizer: torch.optim.Optimizer,
     directories: Path | Sequence[Path],

@@ -30,3 +30,11 @@ __all__ = [
     "tensor_parallel_plan",
     "uninstall",
 ]
+
+
+# Other modules of the package are its own affair.
+_FRAMEWORKS = ["numpy", "torch"]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_FRAMEWORKS, "__doc__", "__file__", "__name__", "__path__"])

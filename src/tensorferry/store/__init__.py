@@ -10,3 +10,7 @@ from tensorferry.store.tensor_store import TensorStore
 from tensorferry.store.tensors import TensorInfo
 
 __all__ = ["TensorInfo", "TensorStore"]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__doc__", "__file__", "__name__", "__path__"])

@@ -135,9 +135,9 @@ def make_job(parameters: str, folders: Sequence[str | None], io_size: str, loops
             problems.append(f"{option}: {error}")
     given = [folder for folder in folders if folder is not None]
     if len(given) == 1:
-        problems += folder_problems("--folder", given[0])
+        problems += folder_problems("--folder" if folders[0] is None else "FOLDER", given[0])
     else:
-        problems.append("--offload needs one folder" + (f", not {len(given)}" if given else ""))
+        problems.append("--offload: needs one folder" + (f", not {len(given)}" if given else ""))
     if importlib.util.find_spec("torch") is None:
         problems.append(f"--offload: {NO_TORCH}")
     if problems:

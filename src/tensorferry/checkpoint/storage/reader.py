@@ -108,6 +108,11 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._checked: Metadata | None = None
         self._global_error: Exception | None = None
 
+    def __repr__(self) -> str:
+        last = self.last_load and f"{self.last_load.nbytes} bytes in {self.last_load.seconds:.3g} s"
+        given = f"{str(self.path)!r}, verify={self._verify!r}"
+        return f"<tensorferry.checkpoint.FileSystemReader {given}: last load {last}>"
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another folder next, if one is given."""
         super().reset(checkpoint_id)

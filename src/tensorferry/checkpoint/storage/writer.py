@@ -150,6 +150,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self._stager: Stager | None = None
         self._of_thread = threading.local()
 
+    def __repr__(self) -> str:
+        last = self.last_save and f"{self.last_save.nbytes} bytes in {self.last_save.seconds:.3g} s"
+        return f"<tensorferry.checkpoint.FileSystemWriter {str(self.path)!r}: last save {last}>"
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to another directory next, if one is given."""
         super().reset(checkpoint_id)

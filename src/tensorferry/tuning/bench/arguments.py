@@ -109,7 +109,9 @@ def folder_problems(option: str, folder: str) -> list[str]:
     """Return what is wrong with a folder as an argument."""
     path = Path(folder)
     if not path.exists():
-        return [f"{option}: the folder {folder!r} does not exist"]
+        return [f"{option}: the folder {folder!r} does not exist (is the drive mounted?)"]
+    if path.is_block_device():
+        return [f"{option}: {folder!r} is a device; name a folder of the file system on it"]
     return [] if path.is_dir() else [f"{option}: {folder!r} is no folder"]
 
 
@@ -157,17 +159,17 @@ class _Checker:
         folder, also = self._values["folder"], self._given.get("path")
         mappings = self._given.get("folder_to_device_mapping") or []
         if folder is not None and also is not None:
-            self._problem(f"two folders: {also!r}, and --folder {folder!r}")
+            self._problem("FOLDER, --folder: choose one of them")
         folder = also if folder is None else folder
         count = self._values["multi_process"] or 1
         if folder is not None and mappings:
-            self._problem("--folder and --folder-to-device-mapping cannot be used together")
+            self._problem("--folder, --folder-to-device-mapping: choose one of them")
         if folder is not None:
-            self._problems += folder_problems("--folder", folder)
+            self._problems += folder_problems("--folder" if also is None else "FOLDER", folder)
             return tuple(Place(Path(folder), number) for number in range(count))
         if not mappings:
             self._problem(
-                "a folder is needed: --folder, or --folder-to-device-mapping FOLDER:DEVICE"
+                "--folder: a folder is needed, or --folder-to-device-mapping FOLDER:DEVICE"
             )
         elif count not in (1, len(mappings)):
             self._notes.append(
@@ -225,7 +227,7 @@ class _Checker:
         values = self._values
         if values["use_gds"]:
             if not values["gpu"]:
-                self._problem("--use-gds needs --gpu")
+                self._problem("--use-gds: needs --gpu")
             if values["engine"] not in (None, "aio_handle"):
                 self._problem(
                     f"--use-gds: gds_handle takes the place of --engine aio_handle, not of {values['engine']}"

@@ -1,0 +1,166 @@
+"""What commands print, on terminals of several widths and in a pipe: no line too long, no word broken, nothing cut."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support import libraries, warm
+
+if TYPE_CHECKING:
+    import pathlib
+
+numpy = pytest.importorskip("numpy")
+pytest.importorskip("torch")  # which reads checkpoints
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+PROFILE = {
+    "file_system": {
+        "type": "ext4",
+        "uuid": None,
+        "fsid": None,
+        "source": "/dev/x",
+        "mount_point": "/mnt/one/two/three",
+    },
+    "settings": {"engine": "io_uring", "single_submit": True},
+    "found": {"rates": {"write": {"median": 2e9}}, "when": "2026-01-31T12:00"},
+}
+COMMANDS = {
+    "report": ("report", "."),
+    "bench": ("bench", ".", "--io-size=64K", "--loops=1", "--write"),
+    "ls": ("ls", "model.safetensors"),
+    "ls --shards": ("ls", "--shards", "model.safetensors"),
+    "verify": ("verify", "model.safetensors"),
+    "tune --show": ("tune", "--show"),
+    "convert": ("convert", "model.safetensors", "converted"),
+}
+
+
+@pytest.fixture
+def place(directory: pathlib.Path) -> pathlib.Path:
+    from tensorferry.safetensors.numpy import save_file
+
+    names = ("model.layers.0.attention.key", "model.layers.11.perceptron.down", "x")
+    save_file({name: numpy.zeros((3, 1000)) for name in names}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture
+def environment(tmp_path: pathlib.Path) -> dict[str, str]:
+    (tmp_path / "profiles").write_text(json.dumps({"version": 1, "profiles": [PROFILE]}))
+    ours = {"TENSORFERRY_PROFILES": str(tmp_path / "profiles"), "TERM": "xterm", "NO_COLOR": "1"}
+    without_colours = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+    return without_colours | ours
+
+
+def piped(arguments: tuple[str, ...], place: pathlib.Path, environment: dict[str, str]) -> str:
+    command = [warm.python(), "-m", "tensorferry", *arguments]
+    done = subprocess.run(
+        command, env=environment, cwd=place, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def shown(
+    arguments: tuple[str, ...], place: pathlib.Path, environment: dict[str, str], width: int
+) -> list[str]:
+    """Return the lines that a terminal gets, without its control codes."""
+    parent, terminal = pty.openpty()
+    command = [warm.python(), "-m", "tensorferry", *arguments]
+    environment = environment | {"COLUMNS": str(width)}
+    with subprocess.Popen(command, env=environment, stdout=terminal, cwd=place) as child:
+        os.close(terminal)
+        output = b""
+        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+            while part := os.read(parent, 65536):
+                output += part
+    os.close(parent)
+    assert child.returncode == 0
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode()))
+
+
+def words(text: str) -> set[str]:
+    """Return the words with a letter in them; numbers are others in each run."""
+    found = (re.sub(r"\d[\d.,]*", "0", word) for word in text.split())
+    return {word for word in found if re.search(r"[^\W\d_]", word)}
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_terminal_shows_whole_words_within_its_width(
+    command: str,
+    width: int,
+    place: pathlib.Path,
+    environment: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    if command == "report":  # which waits for torch, in a process of its own
+        environment |= libraries.broken(tmp_path_factory.mktemp("libraries"))
+    lines = shown(COMMANDS[command], place, environment, width)
+    assert max(map(len, lines)) <= width
+    expected, found = words(piped(COMMANDS[command], place, environment)), words(" ".join(lines))
+    # Only what is too long for its place may be folded: paths, with what stands around them.
+    folded = {word for word in expected if "/" in word and len(word) > width // 5}
+    assert all(any(word in path for path in folded) for word in found - expected)
+    assert expected - found <= folded, "nothing is cut off"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_lines_in_a_pipe_are_as_long_as_they_are_and_end_with_their_text(
+    command: str,
+    place: pathlib.Path,
+    environment: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    if command == "report":
+        environment |= libraries.broken(tmp_path_factory.mktemp("libraries"))
+    name = "layer." * 40
+    if command.startswith("ls"):
+        from tensorferry.safetensors.numpy import save_file
+
+        save_file({name: numpy.zeros(3)}, place / "model.safetensors")
+    output = piped(COMMANDS[command], place, environment)
+    lines = output.splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert lines[0]
+    assert lines[-1]
+    assert "\x1b" not in output
+    assert not command.startswith("ls") or f" {name} " in output
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_what_tune_finds_fits_the_terminal(
+    width: int, place: pathlib.Path, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "sweep").write_text('{"io_engine": ["threads"], "block_size": ["1M"]}')
+    sweep = ("--sweep-config", str(tmp_path / "sweep"), "--no-save", "--quick")
+    lines = shown(("tune", ".", "--io-size=16M", *sweep), place, environment, width)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(line.rstrip() for line in lines)
+    assert re.search(r"^\w+, write, GB/s$", text, re.MULTILINE)
+    assert re.search(
+        r"^ engine +block +depth +workers +write GB/s +read GB/s +CPU s/GB$", text, re.MULTILINE
+    )
+    # What goes on in the next line is as far in as what it belongs to.
+    conclusion = text.partition("\nBest: ")[2].partition("\nFor DeepSpeed")[0]
+    assert all(line.startswith("  ") for line in conclusion.splitlines()[1:])
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_advice_goes_on_below_its_text(
+    width: int, place: pathlib.Path, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    environment |= libraries.broken(tmp_path)
+    lines = shown(COMMANDS["report"], place, environment, width)
+    first = next(n for n, line in enumerate(lines) if line.startswith("Advice"))
+    advice = [line for line in lines[first + 1 :] if line.strip()]
+    assert all(re.match(r" {2}\d\. | {5}(meaning|remedy) | {14}\S|  None", line) for line in advice)
