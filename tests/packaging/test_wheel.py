@@ -6,14 +6,18 @@ TENSORFERRY_WHEEL names a wheel that is there already; without it, one is built 
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 
 import pytest
+
+from tests.support import snippets, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,6 +47,11 @@ assert part == data[4097:5097]
 
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 print(tensorferry.__file__)
+"""
+
+SAY_WHERE_IT_IS = """
+import tensorferry, tensorferry._core
+print(tensorferry.__file__, tensorferry._core.__file__, sep="\\n")
 """
 
 
@@ -182,6 +191,41 @@ def test_the_tests_of_the_sources_pass_with_the_wheel(installed: Path, tmp_path:
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.minutes
+def test_the_examples_in_the_docs_run_with_the_wheel(
+    wheel: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    # Where wheels are tested alone there is no conftest.py, and no torch.
+    directory = request.getfixturevalue("directory")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv = tmp_path / "venv"
+    made = run(sys.executable, "-m", "venv", "--without-pip", venv)
+    assert made.returncode == 0, made.stdout
+    pip = [sys.executable, "-m", "pip", "--isolated", "--python", venv / "bin/python"]
+    done = run(*pip, "install", "--no-index", wheel)
+    assert done.returncode == 0, done.stdout
+    # What examples need beside it is that of this environment, whose own .pth files, the editable install's among
+    # them, are not read there.
+    (site_packages,) = venv.glob("lib/python*/site-packages")
+    (site_packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    python = warm.python("torch", interpreter=str(venv / "bin/python"))
+    where = snippets.run(SAY_WHERE_IT_IS, directory, python)
+    assert where.returncode == 0, where.stdout
+    assert all(Path(path).is_relative_to(venv) for path in where.stdout.splitlines()), where.stdout
+
+    failed = []
+    for number, (name, code) in enumerate([*snippets.ON_HOST, *snippets.REHEARSED]):
+        if snippets.missing(code) is None:
+            own = directory / str(number)
+            own.mkdir()
+            done = snippets.run(code, own, python)
+            if done.returncode != 0:
+                failed.append(f"{name}:\n{done.stdout}")
+    assert not failed, "\n".join(failed)
 
 
 def test_source_build_without_liburing_names_the_package_to_install(tmp_path: Path) -> None:
