@@ -13,9 +13,11 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+from tools import build_wheels
 
 from tests.support import snippets, warm
 
@@ -26,6 +28,7 @@ SYSTEM_LIBRARIES = {"libc", "libm", "libgcc_s", "libstdc++", "libpthread", "libd
     "ld-linux-x86-64",
     "ld-linux-aarch64",
 }
+EPOCH = {"SOURCE_DATE_EPOCH": "1700000000"}  # what is built at different times is the same under it
 
 MOVE_A_FILE = """
 import sys
@@ -81,7 +84,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = ROOT / "tools" / "build_wheels.py"
     # As `make build` does, which has compiled it all.
     settings = {"BUILD_DIR": "build/core-{cache_tag}", "CMAKE_DEFINE": "TENSORFERRY_WERROR=ON"}
-    environment = os.environ | {f"SKBUILD_{name}": value for name, value in settings.items()}
+    environment = (
+        os.environ | {f"SKBUILD_{name}": value for name, value in settings.items()} | EPOCH
+    )
     command = [sys.executable, script, "--no-isolation", "--out", out, sys.executable]
     (ROOT / "build").mkdir(exist_ok=True)
     with open(ROOT / "build" / "wheel.lock", "w") as lock:  # other workers build theirs there
@@ -244,20 +249,24 @@ def test_source_build_without_liburing_names_the_package_to_install(tmp_path: Pa
     assert not list(tmp_path.glob("*.whl"))
 
 
-def test_sdist_holds_what_a_build_needs_and_no_more_and_is_the_same_each_time(
-    tmp_path: Path,
-) -> None:
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_sources(tmp_path_factory.mktemp("sdist"))
+
+
+def pack_sources(out: Path) -> Path:
     pytest.importorskip("build.util")
-    made = []
-    for name in ("first", "second"):
-        command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir"]
-        done = run(
-            *command, tmp_path / name, ROOT, env=os.environ | {"SOURCE_DATE_EPOCH": "1700000000"}
-        )
-        assert done.returncode == 0, done.stdout
-        made += (tmp_path / name).glob("*.tar.gz")
-    sdist, again = made
-    assert sdist.read_bytes() == again.read_bytes()
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, ROOT]
+    done = run(*command, env=os.environ | EPOCH)
+    assert done.returncode == 0, done.stdout
+    (path,) = out.glob("*.tar.gz")
+    return path
+
+
+def test_sdist_holds_what_a_build_needs_and_no_more_and_is_the_same_each_time(
+    sdist: Path, tmp_path: Path
+) -> None:
+    assert pack_sources(tmp_path).read_bytes() == sdist.read_bytes()
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/**/*.h"), *ROOT.glob("src/**/*.py")]
@@ -266,3 +275,26 @@ def test_sdist_holds_what_a_build_needs_and_no_more_and_is_the_same_each_time(
     assert {"CMakeLists.txt", "pyproject.toml", "LICENSE", "cmake/FindLiburing.cmake"} <= names
     tests = "tests/packaging/test_installed.py"
     assert [name for name in names if name.startswith(("tests/", "build/", ".venv/"))] == [tests]
+
+
+@pytest.mark.minutes
+@pytest.mark.skipif("TENSORFERRY_WHEEL" in os.environ, reason="that wheel was made by other tools")
+def test_the_sdist_builds_elsewhere_into_the_wheel_of_the_checkout(
+    wheel: Path, sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (sources,) = tmp_path.iterdir()
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", EPOCH["SOURCE_DATE_EPOCH"])
+    again = build_wheels.build_wheel(sys.executable, sources, tmp_path / "wheel", isolated=False)
+    ours, theirs = (contents(path) for path in (wheel, again))
+    assert [
+        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+    ] == []
+    assert again.name == wheel.name
+    assert again.read_bytes() == wheel.read_bytes()
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
