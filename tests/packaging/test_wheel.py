@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from tools import build_wheels
 
-from tests.support import snippets, warm
+from tests.support import required, snippets, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,7 +79,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = os.environ.get("TENSORFERRY_WHEEL")
     if given:
         return Path(given).resolve()
-    pytest.importorskip("auditwheel")
+    required.module("auditwheel")
     out = tmp_path_factory.mktemp("wheel")
     script = ROOT / "tools" / "build_wheels.py"
     # As `make build` does, which has compiled it all.
@@ -234,7 +234,7 @@ def test_the_examples_in_the_docs_run_with_the_wheel(
 
 
 def test_source_build_without_liburing_names_the_package_to_install(tmp_path: Path) -> None:
-    pytest.importorskip("scikit_build_core")
+    required.module("scikit_build_core")
     settings = {
         "build-dir": str(tmp_path / "build"),
         "cmake.define.Liburing_ROOT": str(tmp_path / "nothing"),
@@ -255,7 +255,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pack_sources(out: Path) -> Path:
-    pytest.importorskip("build.util")
+    required.module("build.util")
     command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, ROOT]
     done = run(*command, env=os.environ | EPOCH)
     assert done.returncode == 0, done.stdout

@@ -17,7 +17,7 @@ from tools import throughput_picture
 
 import tensorferry
 from tensorferry.tuning import gpus
-from tests.support import snippets, warm
+from tests.support import required, snippets, warm
 from tests.support.snippets import PAGES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -101,8 +101,8 @@ def test_readme_and_the_index_lead_to_every_page() -> None:
 
 
 def test_the_site_is_built_and_no_link_is_broken(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("mkdocstrings")
+    required.module("mkdocs")
+    required.module("mkdocstrings")
     command = [
         sys.executable,
         "-m",

@@ -35,7 +35,7 @@ SUITES = [
 
 def under_seccomp(engine: str) -> list[str]:
     """Return the command that runs another where engine is the best one left."""
-    pytest.importorskip("pyseccomp")
+    required.module("pyseccomp")
     command = [sys.executable, "-m", "tests.support.seccomp"]
     for group in FILTERS[engine]:
         command += ["--block", group]
