@@ -198,6 +198,16 @@ def test_the_tests_of_the_sources_pass_with_the_wheel(installed: Path, tmp_path:
     assert done.returncode == 0, done.stdout
 
 
+def test_make_wheel_ends_at_a_wheel_that_does_not_work(wheel: Path, tmp_path: Path) -> None:
+    broken = tmp_path / wheel.name
+    with zipfile.ZipFile(broken, "w") as archive:
+        for name, content in contents(wheel).items():
+            if name != "tensorferry/futures.py":
+                archive.writestr(name, content)
+    with pytest.raises(SystemExit, match=r"test_installed\.py"):
+        build_wheels.try_wheel(sys.executable, broken)
+
+
 @pytest.mark.minutes
 def test_the_examples_in_the_docs_run_with_the_wheel(
     wheel: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
