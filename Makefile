@@ -105,8 +105,8 @@ sanitize-thread:
 bench: $(VENV)/.core.stamp ## Run the benchmarks
 	$(BIN)/python -m benchmarks
 
-wheel: $(VENV)/.deps.stamp ## Build the sdist and manylinux wheels into dist/
-	$(BIN)/python tools/build_wheels.py --sdist --out dist $(PYTHONS)
+wheel: $(VENV)/.deps.stamp ## Build the sdist and manylinux wheels into dist/, and test each wheel
+	$(BIN)/python tools/build_wheels.py --sdist --test --out dist $(PYTHONS)
 
 clean: ## Remove what was built (.venv stays)
 	rm -rf build dist $(VENV)/.core.stamp

@@ -3,7 +3,8 @@
 A wheel for CPython 3.12 serves every later one (the stable ABI); 3.10, 3.11 and free-threaded
 interpreters need their own. So of the interpreters at hand, one is taken for each wheel there is.
 Each wheel is built in an environment of its own and repaired by auditwheel, which gives it the
-oldest manylinux tag that this machine's C library allows.
+oldest manylinux tag that this machine's C library allows. With --test it is then installed where
+nothing else is, and the tests of installed packages run there.
 """
 
 from __future__ import annotations
@@ -92,6 +93,16 @@ def build_wheel(python: str, source: Path, out: Path, *, isolated: bool) -> Path
         return Path(shutil.move(repaired, out / repaired.name))
 
 
+def try_wheel(python: str, wheel: Path) -> None:
+    """Installs `wheel` into an empty environment of `python`; exits unless its tests pass there."""
+    with tempfile.TemporaryDirectory(prefix="tensorferry-installed-") as scratch:
+        venv = Path(scratch) / "venv"
+        subprocess.run([python, "-m", "venv", venv], check=True)
+        installed = venv / "bin/python"
+        _run_quietly([installed, "-m", "pip", "--isolated", "install", "--no-index", wheel])
+        _run_quietly([installed, ROOT / "tests/packaging/test_installed.py"])
+
+
 def build_sdist(out: Path) -> None:
     """Packs the sources into `out`."""
     _run_quietly([sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", out, ROOT])
@@ -136,6 +147,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheels")
     parser.add_argument("--sdist", action="store_true", help="pack the sources too")
+    parser.add_argument("--test", action="store_true", help="install each wheel, and test it")
     parser.add_argument(
         "--no-isolation", action="store_true", help="build with what the interpreter has installed"
     )
@@ -151,6 +163,9 @@ def main() -> int:
         print(f"{flavour}: building with {python}", flush=True)
         wheel = build_wheel(python, ROOT, arguments.out, isolated=not arguments.no_isolation)
         print(f"{flavour}: {wheel.name}", flush=True)
+        if arguments.test:
+            try_wheel(python, wheel)
+            print(f"{flavour}: works where it is installed alone", flush=True)
     return 0
 
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tensorferry
-from tests.support import warm
+from tests.support import required, warm
 
 if TYPE_CHECKING:
     import pathlib
 
 numpy = pytest.importorskip("numpy")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
+required.module("typer")
+required.module("rich")
 
 COMMANDS = ("report", "bench", "tune", "ls", "verify", "convert")
 

@@ -19,9 +19,9 @@ import pytest
 from tensorferry import profiles
 from tensorferry.settings import Settings
 from tensorferry.tuning import gpus, storing
-from tests.support import warm
+from tests.support import required, warm
 
-pytest.importorskip("typer")
+required.module("typer")
 
 BENCH = [sys.executable, "-m", "tensorferry", "bench"]
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli.test_bench import BENCH, ROOT, SIZE, run
-from tests.support import mounts
+from tests.support import mounts, required
 from tests.support.faultfs import Fault, FaultFS, why_unavailable
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def test_gpu_is_refused_with_the_reason_where_there_is_none(directory: Path) -> 
 
 
 def test_a_refused_engine_is_named_with_the_remedy(directory: Path) -> None:
-    pytest.importorskip("pyseccomp")
+    required.module("pyseccomp")
     prefix = [sys.executable, "-m", "tests.support.seccomp", "--block", "io_uring", "--"]
     done = subprocess.run(
         [*prefix, *BENCH, str(directory), "--io-engine=io_uring"],

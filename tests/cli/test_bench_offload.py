@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("typer")
 pytest.importorskip("torch")
 
 from tensorferry.tuning.offload import parse_count, predict
+from tests.support import required
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+required.module("typer")
 
 
 def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import tensorferry
-from tests.support import libraries, standin
+from tests.support import libraries, required, standin
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
+required.module("typer")
+required.module("rich")
 
 # Libraries that take their time to import leave time to interrupt.
 SLOW_IMPORT = "import time; time.sleep(60)"

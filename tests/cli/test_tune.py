@@ -17,13 +17,13 @@ import pytest
 
 from tensorferry.settings import Settings
 from tensorferry.tuning import gpus
-from tests.support import mounts, warm
+from tests.support import mounts, required, warm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
+required.module("typer")
+required.module("rich")
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {
@@ -163,7 +163,7 @@ def test_tune_stores_nothing_where_it_must_not(place: Place) -> None:
 
 
 def test_all_measurements_are_printed_and_the_heat_map_is_drawn_where_asked(place: Place) -> None:
-    pytest.importorskip("matplotlib")
+    required.module("matplotlib")
     plot = place.home / "map.png"
     done = place.run_small("--json", "--plot", plot, "--no_save", "--full")
     assert done.returncode == 0, done.stderr

@@ -6,14 +6,20 @@ TENSORFERRY_WHEEL names a wheel that is there already; without it, one is built 
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+from tools import build_wheels
+
+from tests.support import required, snippets, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,6 +28,7 @@ SYSTEM_LIBRARIES = {"libc", "libm", "libgcc_s", "libstdc++", "libpthread", "libd
     "ld-linux-x86-64",
     "ld-linux-aarch64",
 }
+EPOCH = {"SOURCE_DATE_EPOCH": "1700000000"}  # what is built at different times is the same under it
 
 MOVE_A_FILE = """
 import sys
@@ -43,6 +50,11 @@ assert part == data[4097:5097]
 
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 print(tensorferry.__file__)
+"""
+
+SAY_WHERE_IT_IS = """
+import tensorferry, tensorferry._core
+print(tensorferry.__file__, tensorferry._core.__file__, sep="\\n")
 """
 
 
@@ -67,12 +79,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = os.environ.get("TENSORFERRY_WHEEL")
     if given:
         return Path(given).resolve()
-    pytest.importorskip("auditwheel")
+    required.module("auditwheel")
     out = tmp_path_factory.mktemp("wheel")
     script = ROOT / "tools" / "build_wheels.py"
     # As `make build` does, which has compiled it all.
     settings = {"BUILD_DIR": "build/core-{cache_tag}", "CMAKE_DEFINE": "TENSORFERRY_WERROR=ON"}
-    environment = os.environ | {f"SKBUILD_{name}": value for name, value in settings.items()}
+    environment = (
+        os.environ | {f"SKBUILD_{name}": value for name, value in settings.items()} | EPOCH
+    )
     command = [sys.executable, script, "--no-isolation", "--out", out, sys.executable]
     (ROOT / "build").mkdir(exist_ok=True)
     with open(ROOT / "build" / "wheel.lock", "w") as lock:  # other workers build theirs there
@@ -184,8 +198,53 @@ def test_the_tests_of_the_sources_pass_with_the_wheel(installed: Path, tmp_path:
     assert done.returncode == 0, done.stdout
 
 
+def test_make_wheel_ends_at_a_wheel_that_does_not_work(wheel: Path, tmp_path: Path) -> None:
+    broken = tmp_path / wheel.name
+    with zipfile.ZipFile(broken, "w") as archive:
+        for name, content in contents(wheel).items():
+            if name != "tensorferry/futures.py":
+                archive.writestr(name, content)
+    with pytest.raises(SystemExit, match=r"test_installed\.py"):
+        build_wheels.try_wheel(sys.executable, broken)
+
+
+@pytest.mark.minutes
+def test_the_examples_in_the_docs_run_with_the_wheel(
+    wheel: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    # Where wheels are tested alone there is no conftest.py, and no torch.
+    directory = request.getfixturevalue("directory")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv = tmp_path / "venv"
+    made = run(sys.executable, "-m", "venv", "--without-pip", venv)
+    assert made.returncode == 0, made.stdout
+    pip = [sys.executable, "-m", "pip", "--isolated", "--python", venv / "bin/python"]
+    done = run(*pip, "install", "--no-index", wheel)
+    assert done.returncode == 0, done.stdout
+    # What examples need beside it is that of this environment, whose own .pth files, the editable install's among
+    # them, are not read there.
+    (site_packages,) = venv.glob("lib/python*/site-packages")
+    (site_packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    python = warm.python("torch", interpreter=str(venv / "bin/python"))
+    where = snippets.run(SAY_WHERE_IT_IS, directory, python)
+    assert where.returncode == 0, where.stdout
+    assert all(Path(path).is_relative_to(venv) for path in where.stdout.splitlines()), where.stdout
+
+    failed = []
+    for number, (name, code) in enumerate([*snippets.ON_HOST, *snippets.REHEARSED]):
+        if snippets.missing(code) is None:
+            own = directory / str(number)
+            own.mkdir()
+            done = snippets.run(code, own, python)
+            if done.returncode != 0:
+                failed.append(f"{name}:\n{done.stdout}")
+    assert not failed, "\n".join(failed)
+
+
 def test_source_build_without_liburing_names_the_package_to_install(tmp_path: Path) -> None:
-    pytest.importorskip("scikit_build_core")
+    required.module("scikit_build_core")
     settings = {
         "build-dir": str(tmp_path / "build"),
         "cmake.define.Liburing_ROOT": str(tmp_path / "nothing"),
@@ -200,20 +259,24 @@ def test_source_build_without_liburing_names_the_package_to_install(tmp_path: Pa
     assert not list(tmp_path.glob("*.whl"))
 
 
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_sources(tmp_path_factory.mktemp("sdist"))
+
+
+def pack_sources(out: Path) -> Path:
+    required.module("build.util")
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, ROOT]
+    done = run(*command, env=os.environ | EPOCH)
+    assert done.returncode == 0, done.stdout
+    (path,) = out.glob("*.tar.gz")
+    return path
+
+
 def test_sdist_holds_what_a_build_needs_and_no_more_and_is_the_same_each_time(
-    tmp_path: Path,
+    sdist: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("build.util")
-    made = []
-    for name in ("first", "second"):
-        command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir"]
-        done = run(
-            *command, tmp_path / name, ROOT, env=os.environ | {"SOURCE_DATE_EPOCH": "1700000000"}
-        )
-        assert done.returncode == 0, done.stdout
-        made += (tmp_path / name).glob("*.tar.gz")
-    sdist, again = made
-    assert sdist.read_bytes() == again.read_bytes()
+    assert pack_sources(tmp_path).read_bytes() == sdist.read_bytes()
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/**/*.h"), *ROOT.glob("src/**/*.py")]
@@ -222,3 +285,26 @@ def test_sdist_holds_what_a_build_needs_and_no_more_and_is_the_same_each_time(
     assert {"CMakeLists.txt", "pyproject.toml", "LICENSE", "cmake/FindLiburing.cmake"} <= names
     tests = "tests/packaging/test_installed.py"
     assert [name for name in names if name.startswith(("tests/", "build/", ".venv/"))] == [tests]
+
+
+@pytest.mark.minutes
+@pytest.mark.skipif("TENSORFERRY_WHEEL" in os.environ, reason="that wheel was made by other tools")
+def test_the_sdist_builds_elsewhere_into_the_wheel_of_the_checkout(
+    wheel: Path, sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (sources,) = tmp_path.iterdir()
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", EPOCH["SOURCE_DATE_EPOCH"])
+    again = build_wheels.build_wheel(sys.executable, sources, tmp_path / "wheel", isolated=False)
+    ours, theirs = (contents(path) for path in (wheel, again))
+    assert [
+        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+    ] == []
+    assert again.name == wheel.name
+    assert again.read_bytes() == wheel.read_bytes()
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import deepspeed_gcc, warm
+from tests.support import deepspeed_gcc, required, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -49,8 +49,8 @@ ON_LOOP_DEVICES = {"loop", "segments", "striped", "offload_drives", "safetensors
 OURS |= {"checkpoint", "checkpoint_load", "checkpoint_objects", "checkpoint_async"}
 
 pytest.importorskip("torch")
-pytest.importorskip("rich")
-pytest.importorskip("psutil")
+required.module("rich")
+required.module("psutil")
 
 
 def run(scenario: str, directory: Path, *arguments: str) -> dict[str, Any]:

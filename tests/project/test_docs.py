@@ -7,8 +7,6 @@ right but for CUDA.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
 import pathlib
 import re
 import subprocess
@@ -19,10 +17,10 @@ from tools import throughput_picture
 
 import tensorferry
 from tensorferry.tuning import gpus
-from tests.support import warm
+from tests.support import required, snippets, warm
+from tests.support.snippets import PAGES
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 # README.md is shown where there is nothing beside it: on PyPI.
 REPOSITORY = re.compile(
     r"https://(?:github\.com/tensorferry/tensorferry/blob|raw\.githubusercontent\.com/tensorferry/tensorferry)"
@@ -34,21 +32,6 @@ MORE_PAGES = [
     "benchmarks/README.md",
     "examples/file_access/README.md",
 ]
-BLOCKS = [
-    (f"{page}:{text.count(chr(10), 0, match.start()) + 1}", match.group(1))
-    for page in PAGES
-    for text in [(ROOT / page).read_text()]
-    for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-]
-_GPU = re.compile(r'"cuda|torch\.cuda|cupy')
-ON_HOST = [(name, code) for name, code in BLOCKS if not _GPU.search(code)]
-ON_GPU = [(name, code) for name, code in BLOCKS if _GPU.search(code)]
-# The others would have nothing left to show.
-REHEARSED = [
-    (name, code.replace('"cuda"', '"cpu"'))
-    for name, code in ON_GPU
-    if not re.search(r"torch\.cuda|cupy|new_pinned_device_tensor", code)
-]
 
 
 def named(blocks: list[tuple[str, str]]) -> pytest.MarkDecorator:
@@ -57,13 +40,13 @@ def named(blocks: list[tuple[str, str]]) -> pytest.MarkDecorator:
     )
 
 
-@named(ON_HOST)
+@named(snippets.ON_HOST)
 def test_examples_run(code: str, directory: pathlib.Path) -> None:
     run_example(code, directory)
 
 
 @pytest.mark.gpu
-@named(ON_GPU)
+@named(snippets.ON_GPU)
 def test_gpu_examples_run(code: str, directory: pathlib.Path) -> None:
     if reason := gpus.why_no_gpu():
         pytest.skip(reason)
@@ -72,29 +55,21 @@ def test_gpu_examples_run(code: str, directory: pathlib.Path) -> None:
     run_example(code, directory)
 
 
-@named(REHEARSED)
+@named(snippets.REHEARSED)
 def test_gpu_examples_run_with_tensors_of_the_cpu(code: str, directory: pathlib.Path) -> None:
     run_example(code, directory)
 
 
-@named(ON_GPU)
+@named(snippets.ON_GPU)
 def test_gpu_examples_are_python(code: str) -> None:
     compile(code, "example", "exec")
 
 
 def run_example(code: str, directory: pathlib.Path) -> None:
-    for name in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
-    run = subprocess.run(
-        [warm.python("torch"), "-c", code],
-        cwd=directory,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
+    if name := snippets.missing(code):
+        pytest.skip(f"{name} is not installed")
+    run = snippets.run(code, directory, warm.python("torch"))
+    assert run.returncode == 0, run.stdout
 
 
 @pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES])
@@ -126,8 +101,8 @@ def test_readme_and_the_index_lead_to_every_page() -> None:
 
 
 def test_the_site_is_built_and_no_link_is_broken(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("mkdocstrings")
+    required.module("mkdocs")
+    required.module("mkdocstrings")
     command = [
         sys.executable,
         "-m",

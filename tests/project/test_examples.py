@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import required
+
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
 
 pytest.importorskip("torch")
-pytest.importorskip("rich")
+required.module("rich")
 
 
 def test_demo_moves_tensors_every_way_and_cleans_up(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests.support import required
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 # Lines with "# wrong" are errors, no others are.
@@ -115,7 +117,7 @@ def wrong_lines() -> list[int]:
 
 
 def test_mypy_knows_what_comes_back_and_what_is_refused(program: pathlib.Path) -> None:
-    pytest.importorskip("mypy")
+    required.module("mypy")
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", program]
     environment = {"MYPYPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
@@ -131,7 +133,7 @@ def test_mypy_knows_what_comes_back_and_what_is_refused(program: pathlib.Path) -
 
 
 def test_pyright_knows_what_comes_back_and_what_is_refused(program: pathlib.Path) -> None:
-    pytest.importorskip("basedpyright")
+    required.module("basedpyright")
     settings = {"include": ["program.py"], "extraPaths": [str(ROOT / "src")]}
     settings["typeCheckingMode"] = "standard"  # type: ignore[assignment]
     (program.parent / "pyrightconfig.json").write_text(json.dumps(settings))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support import child, libraries
+from tests.support import child, libraries, required
 
 if TYPE_CHECKING:
     import pathlib
@@ -22,7 +22,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def under_seccomp(*groups: str) -> list[str]:
-    pytest.importorskip("pyseccomp")
+    required.module("pyseccomp")
     blocked = [word for group in groups for word in ("--block", group)]
     return [sys.executable, "-m", "tests.support.seccomp", *blocked, "--"]
 

@@ -8,9 +8,7 @@ import json
 import os
 import pathlib
 
-import pytest
-
-from tests.support import child
+from tests.support import child, required
 
 PROFILE = pathlib.Path(__file__).parents[2] / "examples/containers/io_uring.json"
 ACTIONS = {"SCMP_ACT_ALLOW", "SCMP_ACT_ERRNO"}
@@ -69,7 +67,7 @@ def under_the_profile(directory: str) -> dict[str, object]:
 def test_io_uring_works_under_the_shipped_profile_and_other_things_do_not(
     directory: pathlib.Path,
 ) -> None:
-    pytest.importorskip("pyseccomp")
+    required.module("pyseccomp")
     import tensorferry
 
     found = child.call(f"{__name__}:under_the_profile", directory=directory).result

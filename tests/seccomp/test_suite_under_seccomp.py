@@ -35,7 +35,7 @@ SUITES = [
 
 def under_seccomp(engine: str) -> list[str]:
     """Return the command that runs another where engine is the best one left."""
-    pytest.importorskip("pyseccomp")
+    required.module("pyseccomp")
     command = [sys.executable, "-m", "tests.support.seccomp"]
     for group in FILTERS[engine]:
         command += ["--block", group]
@@ -60,6 +60,23 @@ def test_the_best_engine_left_is_chosen_and_the_refusals_name_seccomp_and_a_reme
             assert "seccomp" in reason
             assert ";" in reason, "a reason, then a remedy"
             assert len(reason.split(";")[1]) > 10
+
+
+def test_where_io_uring_is_hidden_as_by_podman_the_refusal_names_it_and_no_old_kernel(
+    directory: pathlib.Path,
+) -> None:
+    prefix = under_seccomp("libaio")
+    ended = child.call(
+        "tests.transfers.programs:report_engine",
+        prefix=[*prefix[:-1], "--errno", "ENOSYS", "--"],
+        directory=directory,
+    )
+    assert ended.result["engine"] == "libaio"
+    reason = ended.result["refusals"]["io_uring"]
+    assert reason.startswith("io_uring_setup: Function not implemented; ")
+    assert "a seccomp profile (Podman's" in reason
+    assert "remedy: run the container with a profile that allows io_uring_setup" in reason
+    assert "a kernel" not in reason
 
 
 @pytest.mark.minutes

@@ -13,7 +13,7 @@ import pytest
 
 import tensorferry
 from tensorferry.store import TensorStore
-from tests.support import mounts
+from tests.support import mounts, required
 from tests.support.faultfs import Fault
 
 SEGMENT = 1 << 20
@@ -254,12 +254,9 @@ def test_ragged_neighbours_on_xfs_with_large_blocks_and_its_reflinks(tmp_path, b
     image = tmp_path / "xfs.img"
     with image.open("wb") as file:
         file.truncate(320 << 20)
-    try:
-        make = ["mkfs.xfs", "-q", "-b", f"size={block_nbytes}", str(image)]
-        if subprocess.run(make, capture_output=True, check=False).returncode != 0:
-            pytest.skip("mkfs.xfs failed")
-    except FileNotFoundError:
-        pytest.skip("mkfs.xfs is not installed")
+    make = [required.command("mkfs.xfs"), "-q", "-b", f"size={block_nbytes}", str(image)]
+    if subprocess.run(make, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mkfs.xfs failed")
     with mounts.mounted(tmp_path / "xfs", "-o", "loop", str(image)) as mount:
         store = TensorStore(mount / "s", segment_nbytes=SEGMENT)
         rng = np.random.default_rng(1)

@@ -2,7 +2,7 @@
 
 `python -m tests.support.seccomp --block io_uring --block aio -- command...`
 
-The forbidden system calls fail with EPERM, as with Docker's default profile.
+The forbidden system calls fail with EPERM, as with Docker's default profile; `--errno ENOSYS` is Podman's way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SYSTEM_CALLS = {
 }
 
 
-def block(groups: Iterable[str]) -> None:
+def block(groups: Iterable[str], error_number: int = errno.EPERM) -> None:
     """Forbid the system calls of these groups to this process and all that it starts."""
     import pyseccomp
 
@@ -38,7 +38,7 @@ def block(groups: Iterable[str]) -> None:
     filter_.set_attr(pyseccomp.Attr.CTL_NNP, False)  # set-user-ID helpers go on working
     for group in groups:
         for name in SYSTEM_CALLS[group]:
-            filter_.add_rule(pyseccomp.ERRNO(errno.EPERM), name)
+            filter_.add_rule(pyseccomp.ERRNO(error_number), name)
     try:
         filter_.load()
     except OSError:  # without privileges it takes this promise to gain none
@@ -50,9 +50,10 @@ def main() -> None:
     """Install the filter and become the command."""
     parser = argparse.ArgumentParser(prog="tests.support.seccomp", description=__doc__)
     parser.add_argument("--block", action="append", default=[], choices=sorted(SYSTEM_CALLS))
+    parser.add_argument("--errno", default="EPERM", choices=["EPERM", "ENOSYS"])
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
-    block(options.block)
+    block(options.block, getattr(errno, options.errno))
     os.execvp(options.command[0], options.command)
 
 

@@ -87,17 +87,20 @@ os._exit(status)
 
 
 @functools.cache
-def python(*modules: str) -> str:
-    """Return the command; its server has imported these modules, or PRELOADED, and ends with this process."""
+def python(*modules: str, interpreter: str = sys.executable) -> str:
+    """Return the command; its server has imported these modules, or PRELOADED, and ends with this process.
+
+    `interpreter` is run instead of this process's: that of another environment.
+    """
     folder, owner = Path(tempfile.mkdtemp(prefix="warm-")), os.getpid()
     client, address = folder / "python", str(folder / "socket")
-    client.write_text(_CLIENT.format(python=sys.executable, address=address))
+    client.write_text(_CLIENT.format(python=interpreter, address=address))
     client.chmod(0o700)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
         server = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(listener.fileno()), str(client), *modules],
+            [interpreter, "-m", __name__, str(listener.fileno()), str(client), *modules],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,

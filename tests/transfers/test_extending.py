@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.support import child, mounts
+from tests.support import child, mounts, required
 from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.forks import assert_exits_with_zero, in_child
@@ -136,7 +136,7 @@ def test_a_child_forked_while_its_parent_reserves_space_extends_the_same_file(
 def test_where_io_uring_is_forbidden_after_its_start_transfers_fail_and_close_returns(
     engine: str, directory: pathlib.Path
 ) -> None:
-    pytest.importorskip("pyseccomp")
+    required.module("pyseccomp")
     program = "tests.transfers.programs:forbidden_while_running"
     ended = child.call(program, engine=engine, directory=directory)
     assert ended.result == [errno.EPERM] * 3
@@ -149,12 +149,9 @@ def test_ragged_neighbours_keep_their_bytes_where_blocks_are_larger_than_pages(
     image = directory / "xfs.img"
     with image.open("wb") as file:
         file.truncate(320 * MIB)
-    try:
-        make = ["mkfs.xfs", "-q", "-b", f"size={block_nbytes}", str(image)]
-        if subprocess.run(make, capture_output=True, check=False).returncode != 0:
-            pytest.skip("mkfs.xfs failed")
-    except FileNotFoundError:
-        pytest.skip("mkfs.xfs is not installed")
+    make = [required.command("mkfs.xfs"), "-q", "-b", f"size={block_nbytes}", str(image)]
+    if subprocess.run(make, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mkfs.xfs failed")
     nbytes = 256 << 10
     random = np.random.default_rng(3)
     handle = tensorferry.aio_handle(block_size=64 << 10, queue_depth=64, intra_op_parallelism=2)

@@ -20,6 +20,7 @@ import pytest
 
 import tensorferry
 from tests.conftest import ROOT
+from tests.support import required
 from tests.support.leaks import settled
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ with tensorferry.open("file", "w+") as file:
         reveal_type(await file.write_from(b"x"))
 """
     )
-    pytest.importorskip("mypy")
+    required.module("mypy")
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(directory / "cache")]
     command += [
         "--no-site-packages",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +14,7 @@ from tensorferry.tuning.bench.memory import Memory, ValidationError
 from tensorferry.tuning.bench.results import ProcessResult, Result
 from tensorferry.tuning.bench.task import Loop, Task
 from tensorferry.tuning.scratch import make_cold, remove, scratch_directory
+from tests.support import required
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -195,8 +195,8 @@ def test_a_cold_file_keeps_its_content_and_a_removed_one_is_gone(directory: Path
     assert not path.exists()
 
 
-@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_fio_runs_a_job_for_each_file(directory: Path) -> None:
+    required.command("fio")
     files = [directory / "a:b", directory / "c"]
     jobs = fio.run(files, "write", 1 << 20, ["--bs=64K", "--direct=1", "--ioengine=libaio"])
     assert [path.stat().st_size for path in files] == [1 << 20] * 2
@@ -206,8 +206,8 @@ def test_fio_runs_a_job_for_each_file(directory: Path) -> None:
         assert measured.latency_microseconds["p99"] >= measured.latency_microseconds["p50"] > 0
 
 
-@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_a_failure_of_fio_is_raised_in_its_words(directory: Path) -> None:
+    required.command("fio")
     with pytest.raises(fio.FioError, match="fio failed"):
         fio.run([directory / "x"], "write", 1 << 20, ["--ioengine=nonexistent"])
 

@@ -23,7 +23,7 @@ from tensorferry.tuning import tune as tuning
 from tensorferry.tuning.drive import Drives
 from tensorferry.tuning.space import Space
 from tensorferry.tuning.tune import Job, Progress, tune
-from tests.support import leaks, mounts
+from tests.support import leaks, mounts, required
 from tests.support.expect import assert_equal
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def test_heat_maps_have_what_was_measured(directory: pathlib.Path) -> None:
 
 
 def test_heat_maps_are_drawn(directory: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("matplotlib")
+    required.module("matplotlib")
     result = tune(job(directory), Notes(), save=False)
     picture = tmp_path / "map.png"
     heatmap.draw(heatmap.grids(result.found.turns), picture, "a drive")
