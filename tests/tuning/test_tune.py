@@ -103,13 +103,13 @@ def test_what_is_not_proven_is_not_stored_and_an_older_profile_is_dropped(
 ) -> None:
     system = profiles.file_system_of(directory)
     storing.save(store, profiles.Profile(system, BAD_DEFAULT))
-    notes = Notes()
-    result = tune(job(directory), notes)
-    assert any(trial.nominee == BAD_DEFAULT for trial in result.found.trials)
-    assert result.found.chosen != BAD_DEFAULT
-    if result.found.chosen == result.found.default:  # as it nearly always is
-        assert result.dropped_for == [system.mount_point]
-        assert not store.exists()
+    # Nothing else is in the race: on a busy machine others may truly be better than the default.
+    none_better = Space(("threads",), (BAD_DEFAULT.block_size,), (BAD_DEFAULT.queue_depth,), (1,))
+    result = tune(job(directory, space=none_better), Notes())
+    assert [trial.nominee for trial in result.found.trials] == [BAD_DEFAULT]
+    assert result.found.chosen == result.found.default
+    assert result.dropped_for == [system.mount_point]
+    assert not store.exists()
 
 
 @pytest.mark.usefixtures("bad_default")
