@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 
+#include "base/after_fork.h"
 #include "base/fault.h"
 #include "bindings/without_gil.h"
 
@@ -52,6 +53,7 @@ bool wait_interruptibly(std::optional<double> timeout_seconds, Step step) {
   using clock = std::chrono::steady_clock;
   // Longer than a century is for ever, and fits the clock.
   const bool forever = !timeout_seconds || *timeout_seconds > 3e9;
+  const uint64_t generation = fork_generation();
   const auto deadline = forever ? clock::time_point::max()
                                 : clock::now() + std::chrono::duration_cast<clock::duration>(
                                                      std::chrono::duration<double>(std::max(*timeout_seconds, 0.0)));
@@ -68,6 +70,7 @@ bool wait_interruptibly(std::optional<double> timeout_seconds, Step step) {
     }
     if (over) return true;
     check_signals();
+    if (fork_generation() != generation) raise_forked("this transfer");  // a handler's child
     if (!forever && clock::now() >= deadline) return false;
   }
 }

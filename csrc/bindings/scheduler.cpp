@@ -161,7 +161,7 @@ std::optional<PyRequest> PyScheduler::run(const PyFile& file, uintptr_t address,
     try {
       (void)request.wait(std::nullopt);
     } catch (...) {
-      request.core->cancel();
+      if (request.core->fork_generation() == fork_generation()) request.core->cancel();
       throw;
     }
   }

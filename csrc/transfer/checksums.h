@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/after_fork.h"
 #include "checksum/checksum.h"
 #include "transfer/segments.h"
 
@@ -79,7 +80,8 @@ class Checksums {
   };
 
   std::optional<std::vector<uint32_t>> complete(const Table& table) {
-    std::lock_guard lock(mutex_);
+    // A forked child may look: nothing changes there, and a thread of the parent may have held the lock.
+    const auto lock = fork_generation_ == fork_generation() ? std::unique_lock(mutex_) : std::unique_lock<std::mutex>();
     return of_ && kept_nbytes_ == nbytes_ ? std::optional(table.crcs) : std::nullopt;
   }
 
@@ -94,6 +96,7 @@ class Checksums {
   const std::vector<uint32_t> expected_;
   const Segments* of_ = nullptr;
   uint64_t nbytes_ = 0;
+  const uint64_t fork_generation_ = fork_generation();
   std::mutex mutex_;
   uint64_t kept_nbytes_ = 0;
   Table chunks_, segments_;

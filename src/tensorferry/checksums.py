@@ -90,6 +90,8 @@ class Checksums:
         return _complete(self._core.segments)
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_unused"):  # its constructor raised
+            return object.__repr__(self)
         wanted = [] if self._chunk_nbytes is None else [f"chunk_nbytes={self._chunk_nbytes}"]
         wanted += ["segments=True"] if self._of_segments else []
         wanted += [] if self._expected is None else [f"{len(self._expected)} expected"]

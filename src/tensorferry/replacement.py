@@ -92,27 +92,25 @@ class Place(abc.ABC):
         self._sync = sync
         self._finished = False
         self._generation = _core.fork_generation()
-        self._descriptor = -1
-        self._undo = contextlib.ExitStack()
+        self._directory = self._descriptor = -1
+        self._opened = False
         try:
             with self.named():
                 self._make(target, old)
         except BaseException:
-            self._undo.close()
+            self._let_go()
             raise
 
     def _make(self, target: Path, old: os.stat_result | None) -> None:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         self._directory = os.open(str(target.parent), flags)
-        self._undo.callback(os.close, self._directory)
-        self._undo.callback(self._remove)
         # Nobody else may open it before it has the old one's permissions.
         self._descriptor = self._create(0o666 if old is None else 0o600)
-        self._undo.callback(self._close)
         if old is not None:
             _keep_rights(self._descriptor, self.target, old)
         self._own_path = f"/proc/self/fd/{self._descriptor}"
         self._open()
+        self._opened = True
 
     @abc.abstractmethod
     def _open(self) -> None:
@@ -141,20 +139,23 @@ class Place(abc.ABC):
             Not everything could be written, made durable, or put in place. What was there has stayed, unless it is
             only the new file's name that could not be made durable.
         """
-        with self._undo:
-            try:
-                if not self._finished:
-                    self.finish()
-                with self.named():
-                    self._take_place(sync_names=sync_names)
-            except BaseException:
-                self._give_up()
-                raise
+        try:
+            if not self._finished:
+                self.finish()
+            with self.named():
+                self._take_place(sync_names=sync_names)
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._let_go()
 
     def abort(self) -> None:
         """Give the file up, and close: what was there stays. After an end nothing is done."""
-        with self._undo:
+        try:
             self._give_up()
+        finally:
+            self._let_go()
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -170,7 +171,7 @@ class Place(abc.ABC):
             raise
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
+        if getattr(self, "_directory", -1) >= 0:
             self.abort()
 
     def __enter__(self) -> Self:
@@ -232,7 +233,7 @@ class Place(abc.ABC):
         return self._generation != _core.fork_generation()
 
     def _give_up(self) -> None:
-        if self.is_parents:
+        if self.is_parents or not self._opened:
             return
         self._abort()
         # An exception's traceback may keep the file open for long; its space is wanted now. Nothing is cut that has a
@@ -241,15 +242,19 @@ class Place(abc.ABC):
             if os.fstat(self._descriptor).st_nlink == 0:
                 os.ftruncate(self._descriptor, 0)
 
-    def _close(self) -> None:
-        # Who gives the file up a second time finds none.
+    def _let_go(self) -> None:
+        # Who lets go a second time finds nothing.
         descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
-
-    def _remove(self) -> None:
-        if self._name is not None and not self.is_parents:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._name, dir_fd=self._directory)
+        directory, self._directory = self._directory, -1
+        try:
+            if descriptor >= 0:
+                os.close(descriptor)
+            if directory >= 0 and self._name is not None and not self.is_parents:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._name, dir_fd=directory)
+        finally:
+            if directory >= 0:
+                os.close(directory)
 
 
 class Replacement(Place):

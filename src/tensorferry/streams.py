@@ -221,6 +221,8 @@ class Stream:
         self.abort()
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_open"):  # its constructor raised
+            return object.__repr__(self)
         state = "open" if self._open else "ended"
         where = f"{self._path!r} from offset {self._offset}"
         return f"<tensorferry.Stream to {where}: {self.nbytes} bytes appended, {state}>"

@@ -356,10 +356,9 @@ class StripedFile(Transferring):
             at = 0
             try:
                 for at in wanted or [self._layout.file_of(offset)]:
-                    request = self._submit(
-                        at, files[at], segments[at], offset, write, sync, background, owner
+                    self._submit(
+                        parts, at, files[at], segments[at], offset, write, sync, background, owner
                     )
-                    parts.add(at, segments[at].nbytes, request)
             except BaseException as error:
                 parts.cancel()
                 if isinstance(error, Exception):  # not for Ctrl-C: the arrays stay referenced
@@ -370,6 +369,7 @@ class StripedFile(Transferring):
 
     def _submit(
         self,
+        parts: _Parts,
         at: int,
         file: _core.File,
         segments: _core.Segments,
@@ -378,20 +378,21 @@ class StripedFile(Transferring):
         sync: bool,
         background: bool,
         owner: object,
-    ) -> _core.Request:
+    ) -> None:
         scheduler = self._files[at]._scheduler
         scheduler.check_usable()
         begin = self._layout.nbytes_in(at, offset)
 
-        def submit() -> _core.Request:
+        def submit() -> None:
             request = scheduler.new_request(write, False, sync, False, background)
-            for _, refusal in scheduler.submit(
-                *(request, [file], [0], [segments.nbytes], [begin], [0], owner), segments=segments
-            ):
-                raise refusal
-            return request
+            with parts.having(at, segments.nbytes, request):
+                for _, refusal in scheduler.submit(
+                    *(request, [file], [0], [segments.nbytes], [begin], [0], owner),
+                    segments=segments,
+                ):
+                    raise refusal
 
-        return with_descriptors(scheduler, submit)
+        with_descriptors(scheduler, submit)
 
     @contextlib.contextmanager
     def _while_open(self) -> Iterator[None]:
@@ -543,9 +544,16 @@ class _Parts:
         self._parts: list[tuple[int, int, _core.Request]] = []  # which file, bytes, request
         self._requests: list[_core.Request] = []
 
-    def add(self, at: int, nbytes: int, request: _core.Request) -> None:
-        self._parts.append((at, nbytes, request))
+    @contextlib.contextmanager
+    def having(self, at: int, nbytes: int, request: _core.Request) -> Iterator[None]:
+        """Know a request before it is submitted, so that who is interrupted can cancel it; not one that is refused."""
         self._requests.append(request)
+        try:
+            yield
+        except Exception:
+            self._requests.remove(request)
+            raise
+        self._parts.append((at, nbytes, request))
 
     def done(self) -> bool:
         return all(request.done() for request in self._requests)

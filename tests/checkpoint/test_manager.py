@@ -146,10 +146,10 @@ def test_the_last_ones_and_every_so_manyeth_stay(directory: pathlib.Path, wait: 
 
 def test_without_keep_last_all_stay_and_newer_ones_always_do(directory: pathlib.Path) -> None:
     save_all(directory, 10, 20, 30)
-    save_all(directory, 5, keep_last=1)
+    save_all(directory, 5, keep_last=2)
     assert Checkpoints(directory).steps() == [5, 10, 20, 30]
-    save_all(directory, 25, keep_last=1)
-    assert Checkpoints(directory).steps() == [25, 30]
+    save_all(directory, 25, keep_last=2)
+    assert Checkpoints(directory).steps() == [20, 25, 30]
 
 
 def test_other_things_in_the_folder_are_left_alone(directory: pathlib.Path) -> None:

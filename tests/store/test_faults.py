@@ -2,11 +2,14 @@
 
 import errno
 import gc
+import os
 import pathlib
 import resource
 import shutil
+import signal
 import subprocess
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -341,6 +344,29 @@ def test_a_sync_that_failed_is_not_forgotten(faultfs, store, tmp_path):
     for path in (faultfs.path, tmp_path / "snap"):
         with TensorStore.open(path) as old:
             assert (old.read("a").result() == pattern(NBYTES, 1)).all()
+
+
+def test_a_sync_that_failed_while_another_was_interrupted_is_not_forgotten(faultfs, store):
+    store.write("a", pattern(3 * SEGMENT)).result()
+    first, second, _ = sorted(faultfs.backing.glob("*.segment"))
+    faultfs.order(
+        Fault("fsync", name=first.name, hold=True),
+        Fault("fsync", name=second.name, error=errno.EIO, times=1),
+    )
+
+    def interrupt():
+        faultfs.await_held()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)  # Python hears it while the first is waited for
+        faultfs.release()
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        store.commit(sync=True)
+    sender.join()
+    with pytest.raises(tensorferry.StorageError, match="written again"):
+        store.commit(sync=True)
 
 
 def test_commits_that_cannot_be_written_keep_no_space(faultfs, store):

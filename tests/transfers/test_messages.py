@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 import warnings
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ import tensorferry
 
 if TYPE_CHECKING:
     import pathlib
+    from collections.abc import Callable
 
 
 def python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -161,8 +163,7 @@ def test_completion_of_a_product_shows_what_users_may_use(name: str) -> None:
         pytest.importorskip("torch")
     product = importlib.import_module(f"tensorferry.{name}")
     shown = {each for each in dir(product) if not each.startswith("_")}
-    frameworks = {"numpy", "torch"} if name == "safetensors" else set()
-    assert shown == {*product.__all__, *frameworks}
+    assert shown == {*product.__all__}
     assert all(hasattr(product, each) for each in product.__all__)
 
 
@@ -255,3 +256,20 @@ def test_files_that_stay_open_end_with_the_limit_and_calls_by_path_wait(
     ended = python(MANY_OPEN, directory)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["24", "True"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tensorferry.Checksums(7),
+        lambda: importlib.import_module("tensorferry.checkpoint").Checkpoints("", keep_last=-5),
+        lambda: importlib.import_module("tensorferry.checkpoint").FileSystemReader("", verify="no"),
+        lambda: importlib.import_module("tensorferry.checkpoint").FileSystemWriter("", nope=1),
+    ],
+)
+def test_what_could_not_be_made_can_be_shown_in_a_traceback(make: Callable[[], object]) -> None:
+    pytest.importorskip("torch")
+    with pytest.raises((TypeError, ValueError)) as caught:
+        make()
+    told = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
+    assert "Error" in "".join(told.format())

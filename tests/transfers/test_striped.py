@@ -8,6 +8,7 @@ import errno
 import gc
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -419,9 +420,19 @@ def test_closing_waits_for_all_parts_and_closes_all(
 
 
 def test_a_write_that_meets_a_close_is_whole_or_refused(
-    engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+    engine: str,
+    directory: pathlib.Path,
+    random_bytes: RandomBytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = random_bytes(1 << 20)
+    submit = tensorferry.StripedFile._submit
+
+    def slowly(self: tensorferry.StripedFile, *arguments: Any) -> Any:
+        time.sleep(0.002)
+        return submit(self, *arguments)
+
+    monkeypatch.setattr(tensorferry.StripedFile, "_submit", slowly)
     for number in range(20):
         paths = [directory / f"{number}.{index}" for index in range(3)]
         file = tensorferry.open(paths, "w", stripe_nbytes=65536, engine=engine)

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import tensorferry
+from tensorferry import replacement
 from tests.support import child
 from tests.support.data import aligned
 from tests.support.expect import assert_equal, contents, storage_error
@@ -479,6 +480,16 @@ def test_ctrl_c_anywhere_in_an_atomic_write_leaves_the_old_file_or_the_new(
     gc.collect()
     # At the few moments between open() and who keeps what it gave, these are lost.
     assert count_descriptors() <= before + 10
+
+
+def test_a_place_that_is_dropped_closes_and_leaves_nothing(directory: pathlib.Path) -> None:
+    before = count_descriptors()
+    place = replacement.Replacement(directory / "file", sync=False)
+    place.file.write(b"new")
+    assert count_descriptors() > before
+    del place  # at once: no garbage need be collected
+    assert count_descriptors() == before
+    assert list(directory.iterdir()) == []
 
 
 KILLED = """

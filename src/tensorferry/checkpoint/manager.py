@@ -110,6 +110,8 @@ class Checkpoints:
         weakref.finalize(self, _tell_unasked, self._flights, self._process)
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_flights"):  # its constructor raised
+            return object.__repr__(self)
         given = f"keep_last={self._keep_last}, keep_every={self._keep_every}"
         saving = [each.step for each in tuple(self._flights) if not each.done.is_set()]
         state = f": saving step {saving[0]}" if saving else ""

@@ -138,6 +138,8 @@ class Stager:
             self._images.clear()
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_images"):  # its constructor raised
+            return object.__repr__(self)
         images = ", ".join(f"{image.nbytes} bytes" for image in tuple(self._images)) or "none"
         given = f"shared={self.shared}, overlap={self.overlap}"
         return f"<tensorferry.checkpoint.Stager {given}: images of {images}>"

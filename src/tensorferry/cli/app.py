@@ -35,13 +35,14 @@ _LOOK: dict[str, Any] = {
         "token_normalize_func": lambda token: token.replace("_", "-"),
     },
 }
-_WORDS = (
+_WORDS: tuple[tuple[str, Any], ...] = (
     (r"\.$", ""),
-    (r"^Invalid value for '(.+?)': ", r"\1: "),
+    (r"^Invalid value for '(.+?)': (.)", lambda found: f"{found[1]}: {found[2].lower()}"),
     (r"^Missing (?:argument|option) '(.+)'", r"\1: missing"),
-    (r"^No such (command|option):? '?(--)?([\w-]+)'?", r"\2\3: no such \1"),
+    (r"^No such (command|option):? '(.*)'", r"\2: no such \1"),
+    (r"^No such (option):? (\S+)", r"\2: no such \1"),
     (r"^Option '(.+?)' ", r"\1: "),
-    (r"^Got unexpected extra (argument).* \((.*)\)$", r"\2: unexpected \1"),
+    (r"^Got unexpected extra (argument).*? \((.*)\)$", r"\2: unexpected \1"),
 )
 # click's, which some versions of typer have a copy of.
 _ClickError: Any = next(
@@ -70,8 +71,8 @@ def run(arguments: list[str] | None = None) -> None:
 def _in_our_words(text: str) -> str:
     """Return what click says as the commands say it: the name that the help has, and what is wrong, in lower case."""
     for theirs, ours in _WORDS:
-        text = re.sub(theirs, ours, text)
-    return text if text[:2].isupper() else text[:1].lower() + text[1:]
+        text = re.sub(theirs, ours, text, flags=re.DOTALL)
+    return text
 
 
 class _Commands(TyperGroup):

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.progress import Progress as Moved
     from tensorferry.tuning.bench.run import Progress as Listener
 
-# No row of a table is folded there: lines are searched, cut and mailed.
-_PIPED_WIDTH = 100_000
+# Lines are searched, cut and mailed: no name of ordinary length is folded there. But one long name, which anybody may
+# have put into a file, must not make each line as long.
+_PIPED_WIDTH = 500
 
 
 def make_console() -> Console:
-    """Return a console on stdout; on a pipe one that is as wide as any line, without control codes."""
+    """Return a console on stdout; on a pipe one that is wide enough for any ordinary line, without control codes."""
     console = Console(highlight=False, emoji=False)
     return (
         console

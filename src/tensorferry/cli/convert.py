@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from tensorferry.cli.checkpoint_arguments import TrustPickle, looking_at_checkpoints
 from tensorferry.cli.consoles import bytes_bar, make_console, print_json, say
-from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, leaving_with, printable
+from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +66,7 @@ def convert(
     with (
         _leaving_for_arguments(),
         looking_at_checkpoints("SOURCE"),
-        leaving_with(FAILED, NotADirectoryError, name="TARGET"),
+        _leaving_for_target(target),
         bytes_bar("converting") as progress,
     ):
         from tensorferry.checkpoint.tools.convert import convert
@@ -83,6 +85,20 @@ def convert(
         return
     words = f"{moved.nbytes:,} bytes of tensors, {moved.gb_per_second:.2f} GB/s"
     say(make_console(), printable(f"{target}: {words}"))
+
+
+@contextlib.contextmanager
+def _leaving_for_target(target: str) -> Iterator[None]:
+    """End with 1 where nothing can be made at the target."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, NotADirectoryError) and error.filename is None:  # our own words
+            raise LeavingError(FAILED, [f"TARGET: {error}"]) from None
+        place, found = Path(target).absolute(), Path(os.fsdecode(error.filename or "")).absolute()
+        if error.filename is None or not (found in place.parents or found.is_relative_to(place)):
+            raise
+        raise LeavingError(FAILED, [f"TARGET: {error.strerror}: {target!r}"]) from None
 
 
 @contextlib.contextmanager

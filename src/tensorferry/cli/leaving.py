@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -45,6 +46,11 @@ def open_missing_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        # Names of tensors and files may be in any script, and a terminal's or pipe's encoding may know none of it.
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(OSError):  # what it leads to may have been replaced
+                stream.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tensorferry.cli.checkpoint_arguments import AsJson  # noqa: TC001 (typer looks at it)
 from tensorferry.cli.consoles import make_console, print_json, say
-from tensorferry.cli.leaving import UNUSABLE, LeavingError
+from tensorferry.cli.leaving import UNUSABLE, LeavingError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,15 +59,20 @@ def report(
     """Say what this machine can do for files at PATH, why not more, and what would help."""
     from tensorferry.tuning.report import report as collect
 
-    if not path.exists():
-        raise LeavingError(UNUSABLE, [f"PATH: there is nothing at {str(path)!r}"])
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise LeavingError(UNUSABLE, [f"PATH: there is nothing at {str(path)!r}"]) from None
+    except OSError as error:
+        raise LeavingError(UNUSABLE, [f"PATH: {error.strerror}: {str(path)!r}"]) from None
     facts = collect(path)
     if as_json:
         print_json(facts)
         return
     console = make_console()
     about = facts["tensorferry"]
-    say(console, f"tensorferry {about['version']}, Python {about['python']}, {facts['path']}")
+    name = printable(facts["path"])
+    say(console, f"tensorferry {about['version']}, Python {about['python']}, {name}")
     engines = facts["engines"]
     works = {name: refusal or "works" for name, refusal in engines["available"].items()}
     shown = facts | {"engines": {**engines, "available": works}}
@@ -82,13 +87,13 @@ def _print_rows(console: Console, rows: list[Row]) -> None:
     width = max(len(name) for name, _ in rows)
     if not console.is_terminal:
         for name, value in rows:
-            say(console, f"  {name!s:{width}}  {value}".rstrip())
+            say(console, printable(f"  {name!s:{width}}  {value}".rstrip()))
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(Text.assemble("  ", name), Text(value))
+        table.add_row(Text.assemble("  ", name), Text(printable(value)))
     console.print(table)
 
 

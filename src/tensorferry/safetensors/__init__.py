@@ -33,8 +33,5 @@ __all__ = [
 
 
 # Other modules of the package are its own affair.
-_FRAMEWORKS = ["numpy", "torch"]
-
-
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_FRAMEWORKS, "__doc__", "__file__", "__name__", "__path__"])
+    return sorted([*__all__, "__doc__", "__file__", "__name__", "__path__"])

@@ -242,13 +242,13 @@ class Directory:
         return _core.open_file(path, True, True, True, True, False, self._direct)
 
 
-def sync_segments(segments: Sequence[Segment]) -> list[Segment]:
+def sync_segments(segments: Sequence[Segment]) -> None:
     """Make what has been written to segments last (fdatasync), of all of them at once: most of it is waiting.
 
-    Return those that failed; their ``sync_failure`` says how.
+    The ``sync_failure`` of those that failed says how.
     """
     requests = []
-    failed = []
+    interrupt: BaseException | None = None
     for segment in segments:
         scheduler = scheduler_of(segment.directory.scheduler, segment.file)
         # A write of nothing, with sync=True.
@@ -256,15 +256,19 @@ def sync_segments(segments: Sequence[Segment]) -> list[Segment]:
         refused = scheduler.submit(request, [segment.file], [0], [0], [0], [0], None)
         if refused:
             segment.sync_failure = refused[0][1]
-            failed.append(segment)
         else:
             requests.append((segment, request))
     for segment, request in requests:
-        request.wait(None)
-        if failure := request.exception():
-            segment.sync_failure = failure
-            failed.append(segment)
-    return failed
+        try:
+            request.wait(None)
+        except (
+            BaseException
+        ) as error:  # Ctrl-C: the kernel tells of a failure only once, so all are heard before
+            interrupt = error
+            request.wait(None)
+        segment.sync_failure = request.exception()
+    if interrupt is not None:
+        raise interrupt
 
 
 def parts_of(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:

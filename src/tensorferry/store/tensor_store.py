@@ -585,10 +585,13 @@ class TensorStore:
                     f"{again.strerror}; an earlier sync: what it was to keep must be written again"
                 )
                 raise again
-        failed = sync_segments(segments)
-        with self._lock:
-            for segment in failed:
-                self._room.retire(segment)
+        try:
+            sync_segments(segments)
+        finally:
+            failed = [segment for segment in segments if segment.sync_failure is not None]
+            with self._lock:
+                for segment in failed:
+                    self._room.retire(segment)
         for segment in failed:
             assert segment.sync_failure is not None
             raise copy.copy(segment.sync_failure)

@@ -109,6 +109,8 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._global_error: Exception | None = None
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_verify"):  # its constructor raised
+            return object.__repr__(self)
         last = self.last_load and f"{self.last_load.nbytes} bytes in {self.last_load.seconds:.3g} s"
         given = f"{str(self.path)!r}, verify={self._verify!r}"
         return f"<tensorferry.checkpoint.FileSystemReader {given}: last load {last}>"

@@ -151,6 +151,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self._of_thread = threading.local()
 
     def __repr__(self) -> str:
+        if not hasattr(self, "last_save"):  # its constructor raised
+            return object.__repr__(self)
         last = self.last_save and f"{self.last_save.nbytes} bytes in {self.last_save.seconds:.3g} s"
         return f"<tensorferry.checkpoint.FileSystemWriter {str(self.path)!r}: last save {last}>"
 

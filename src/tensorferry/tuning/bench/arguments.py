@@ -160,6 +160,7 @@ class _Checker:
         mappings = self._given.get("folder_to_device_mapping") or []
         if folder is not None and also is not None:
             self._problem("FOLDER, --folder: choose one of them")
+            return ()
         folder = also if folder is None else folder
         count = self._values["multi_process"] or 1
         if folder is not None and mappings:
