@@ -617,17 +617,6 @@ MUTANTS = [
         ("tests/checkpoint/test_verify.py::test_flips_after_which_torch_fails_are_found",),
     ),
     Mutant(
-        "pieces-keep-any-number-of-tensors",
-        "a save or load takes 40 to 64 MiB beside the state",
-        "src/tensorferry/streams.py",
-        "self._scheduler, MAX_FILE_NBYTES if kept else MAX_UNCOPIED_NBYTES\n",
-        "self._scheduler, MAX_FILE_NBYTES\n",
-        (
-            "tests/transfers/test_streams.py::"
-            "test_arrays_of_a_generator_are_let_go_of_as_it_goes[io_uring]",
-        ),
-    ),
-    Mutant(
         "any-number-of-transfers-is-begun",
         "a save or load takes 40 to 64 MiB beside the state",
         "src/tensorferry/checkpoint/storage/reading.py",

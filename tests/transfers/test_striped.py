@@ -429,8 +429,9 @@ def test_a_write_that_meets_a_close_is_whole_or_refused(
     submit = tensorferry.StripedFile._submit
 
     def slowly(self: tensorferry.StripedFile, *arguments: Any) -> Any:
-        time.sleep(0.002)
-        return submit(self, *arguments)
+        submitted = submit(self, *arguments)
+        time.sleep(0.002)  # in which the file is closed
+        return submitted
 
     monkeypatch.setattr(tensorferry.StripedFile, "_submit", slowly)
     for number in range(20):
@@ -452,6 +453,9 @@ def test_a_write_that_meets_a_close_is_whole_or_refused(
         writer.start()
         while len(done) < 2:
             pass
+        time.sleep(
+            0.001 * (number % 8)
+        )  # a write takes about as long: it is met at all of its steps
         file.close()
         writer.join()
         assert sum(path.stat().st_size for path in paths) == len(done) * data.nbytes
