@@ -6,11 +6,18 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 
 namespace tensorferry {
 
 // Counts the forks between the first process and this one.
 uint64_t fork_generation();
+
+// Locks what was made in a generation, for looking: a forked child does without, since nothing changes there any more,
+// and a thread of the parent may have held the mutex.
+inline std::unique_lock<std::mutex> locked_unless_forked(std::mutex& mutex, uint64_t generation) {
+  return generation == fork_generation() ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
+}
 
 template <typename T>
 class ForkSafe {

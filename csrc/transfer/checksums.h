@@ -80,8 +80,7 @@ class Checksums {
   };
 
   std::optional<std::vector<uint32_t>> complete(const Table& table) {
-    // A forked child may look: nothing changes there, and a thread of the parent may have held the lock.
-    const auto lock = fork_generation_ == fork_generation() ? std::unique_lock(mutex_) : std::unique_lock<std::mutex>();
+    const auto lock = locked_unless_forked(mutex_, fork_generation_);
     return of_ && kept_nbytes_ == nbytes_ ? std::optional(table.crcs) : std::nullopt;
   }
 

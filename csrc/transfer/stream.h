@@ -123,11 +123,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
     return ended_ ? std::optional(crcs) : std::nullopt;
   }
 
-  // A forked child may look: nothing changes there, and a thread of the parent may have held the lock.
-  std::unique_lock<std::mutex> locked() const {
-    return fork_generation_ == tensorferry::fork_generation() ? std::unique_lock(mutex_)
-                                                              : std::unique_lock<std::mutex>();
-  }
+  std::unique_lock<std::mutex> locked() const { return locked_unless_forked(mutex_, fork_generation_); }
 
   struct Source {
     char* memory = nullptr;  // null: made

@@ -6,6 +6,7 @@ import operator
 from typing import TYPE_CHECKING
 
 from tensorferry import _core
+from tensorferry.reprs import once_made
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -89,9 +90,8 @@ class Checksums:
         """The CRC-32 of each segment, or of the one array; ValueError before the transfer has succeeded."""
         return _complete(self._core.segments)
 
+    @once_made
     def __repr__(self) -> str:
-        if not hasattr(self, "_unused"):  # its constructor raised
-            return object.__repr__(self)
         wanted = [] if self._chunk_nbytes is None else [f"chunk_nbytes={self._chunk_nbytes}"]
         wanted += ["segments=True"] if self._of_segments else []
         wanted += [] if self._expected is None else [f"{len(self._expected)} expected"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tensorferry import _core
 from tensorferry.arrays import collect_segments, is_several, moved
 from tensorferry.errors import memory_moved
+from tensorferry.reprs import once_made
 from tensorferry.runtime import with_descriptors
 from tensorferry.transfers import MAX_FILE_NBYTES
 
@@ -220,9 +221,8 @@ class Stream:
             raise
         self.abort()
 
+    @once_made
     def __repr__(self) -> str:
-        if not hasattr(self, "_open"):  # its constructor raised
-            return object.__repr__(self)
         state = "open" if self._open else "ended"
         where = f"{self._path!r} from offset {self._offset}"
         return f"<tensorferry.Stream to {where}: {self.nbytes} bytes appended, {state}>"

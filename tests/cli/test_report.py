@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import pty
 import re
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 import tensorferry
-from tests.support import libraries, required, standin
+from tests.support import commands, libraries, required, standin
 
 required.module("typer")
 required.module("rich")
@@ -101,19 +100,9 @@ def test_without_a_path_it_looks_at_the_working_folder(
 
 
 def test_it_is_coloured_on_a_terminal(directory: pathlib.Path, quick: dict[str, str]) -> None:
-    parent, terminal = pty.openpty()
     command = [sys.executable, "-m", "tensorferry", "report", str(directory)]
     environment = os.environ | quick | {"TERM": "xterm", "COLUMNS": "80"}
-    with subprocess.Popen(command, env=environment, stdout=terminal) as child:
-        os.close(terminal)
-        shown = b""
-        try:
-            while part := os.read(parent, 65536):
-                shown += part
-        except OSError:  # how Linux says that the other end is closed
-            pass
-    os.close(parent)
-    assert child.returncode == 0
+    shown = commands.on_terminal(command, env=environment)
     assert b"\x1b[1mEngines\x1b[0m" in shown
 
 

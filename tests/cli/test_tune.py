@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import pty
 import re
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 
 from tensorferry.settings import Settings
 from tensorferry.tuning import gpus
-from tests.support import mounts, required, warm
+from tests.support import commands, mounts, required, warm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,25 +173,13 @@ def test_all_measurements_are_printed_and_the_heat_map_is_drawn_where_asked(plac
 
 
 def test_a_terminal_gets_a_live_table(place: Place) -> None:
-    ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "tensorferry", "tune", str(place.folder), "--io-size=16M"]
-    with subprocess.Popen(
+    output = commands.on_terminal(
         [*command, f"--sweep-config={place.sweep}", "--no-save"],
         env=place.environment | {"TERM": "xterm-256color"},
         cwd=ROOT,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    ) as process:
-        os.close(theirs)
-        output = b""
-        while True:
-            try:
-                output += os.read(ours, 65536)
-            except OSError:  # the terminal is gone with the last process that had it open
-                break
-    os.close(ours)
-    assert process.returncode == 0, output
+        streams=("stdin", "stdout", "stderr"),
+    )
     assert b" left: final" in output
     assert b"Best: " in output
 

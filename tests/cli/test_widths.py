@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pty
 import re
 import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import libraries, warm
+from tests.support import commands, libraries, required, warm
 
 if TYPE_CHECKING:
     import pathlib
 
 numpy = pytest.importorskip("numpy")
 pytest.importorskip("torch")  # which reads checkpoints
-pytest.importorskip("typer")
-pytest.importorskip("rich")
+required.module("typer")
+required.module("rich")
 
 PROFILE = {
     "file_system": {
@@ -74,17 +72,8 @@ def shown(
     arguments: tuple[str, ...], place: pathlib.Path, environment: dict[str, str], width: int
 ) -> list[str]:
     """Return the lines that a terminal gets, without its control codes."""
-    parent, terminal = pty.openpty()
     command = [warm.python(), "-m", "tensorferry", *arguments]
-    environment = environment | {"COLUMNS": str(width)}
-    with subprocess.Popen(command, env=environment, stdout=terminal, cwd=place) as child:
-        os.close(terminal)
-        output = b""
-        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
-            while part := os.read(parent, 65536):
-                output += part
-    os.close(parent)
-    assert child.returncode == 0
+    output = commands.on_terminal(command, env=environment | {"COLUMNS": str(width)}, cwd=place)
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode()))
 
 

@@ -9,7 +9,6 @@ import fcntl
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -20,6 +19,7 @@ import pytest
 from tools import build_wheels
 
 from tests.support import required, snippets, warm
+from tests.support.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,22 +56,6 @@ SAY_WHERE_IT_IS = """
 import tensorferry, tensorferry._core
 print(tensorferry.__file__, tensorferry._core.__file__, sep="\\n")
 """
-
-
-def run(
-    *command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env=env,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")

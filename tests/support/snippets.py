@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.support import commands
+
+if TYPE_CHECKING:
+    import subprocess
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -36,12 +41,4 @@ def missing(code: str) -> str | None:
 
 def run(code: str, directory: Path, python: str) -> subprocess.CompletedProcess[str]:
     """Run code in a directory of its own by an interpreter; what it printed is in stdout."""
-    return subprocess.run(
-        [python, "-c", code],
-        cwd=directory,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
+    return commands.run(python, "-c", code, cwd=directory, timeout_s=300)

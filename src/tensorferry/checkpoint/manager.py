@@ -28,6 +28,7 @@ from tensorferry.checkpoint.staging import Stager
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.together import Ranks, plain_failures
+from tensorferry.reprs import once_made
 
 if TYPE_CHECKING:
     import types
@@ -109,9 +110,8 @@ class Checkpoints:
         self._flights: list[_Flight] = []  # at most one
         weakref.finalize(self, _tell_unasked, self._flights, self._process)
 
+    @once_made
     def __repr__(self) -> str:
-        if not hasattr(self, "_flights"):  # its constructor raised
-            return object.__repr__(self)
         given = f"keep_last={self._keep_last}, keep_every={self._keep_every}"
         saving = [each.step for each in tuple(self._flights) if not each.done.is_set()]
         state = f": saving step {saving[0]}" if saving else ""

@@ -32,6 +32,7 @@ from torch.distributed import checkpoint
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from tensorferry import _core
+from tensorferry.reprs import once_made
 
 if TYPE_CHECKING:
     import types
@@ -137,9 +138,8 @@ class Stager:
         with self._lock:
             self._images.clear()
 
+    @once_made
     def __repr__(self) -> str:
-        if not hasattr(self, "_images"):  # its constructor raised
-            return object.__repr__(self)
         images = ", ".join(f"{image.nbytes} bytes" for image in tuple(self._images)) or "none"
         given = f"shared={self.shared}, overlap={self.overlap}"
         return f"<tensorferry.checkpoint.Stager {given}: images of {images}>"

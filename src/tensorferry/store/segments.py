@@ -261,10 +261,10 @@ def sync_segments(segments: Sequence[Segment]) -> None:
     for segment, request in requests:
         try:
             request.wait(None)
-        except (
-            BaseException
-        ) as error:  # Ctrl-C: the kernel tells of a failure only once, so all are heard before
-            interrupt = error
+        except BaseException as error:
+            interrupt = (
+                error  # raised when all have been heard: the kernel tells of a failure only once
+            )
             request.wait(None)
         segment.sync_failure = request.exception()
     if interrupt is not None:

@@ -108,8 +108,7 @@ def _store(path: Path, profiles: list[Profile]) -> None:
         "version": VERSION,
         "profiles": [dataclasses.asdict(profile) for profile in profiles],
     }
-    with _TextFile(path, json.dumps(content, indent=2) + "\n"):
-        pass
+    _TextFile(path, json.dumps(content, indent=2) + "\n").commit()
 
 
 class _TextFile(Place):

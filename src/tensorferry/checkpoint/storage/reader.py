@@ -25,6 +25,7 @@ from tensorferry.checkpoint.storage import delivery, sharing
 from tensorferry.checkpoint.storage.contents import Contents, Item
 from tensorferry.checkpoint.storage.metadata import check_metadata, metadata_path, read_metadata
 from tensorferry.checkpoint.storage.reading import Reading
+from tensorferry.reprs import once_made
 
 if TYPE_CHECKING:
     import os
@@ -108,9 +109,8 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._checked: Metadata | None = None
         self._global_error: Exception | None = None
 
+    @once_made
     def __repr__(self) -> str:
-        if not hasattr(self, "_verify"):  # its constructor raised
-            return object.__repr__(self)
         last = self.last_load and f"{self.last_load.nbytes} bytes in {self.last_load.seconds:.3g} s"
         given = f"{str(self.path)!r}, verify={self._verify!r}"
         return f"<tensorferry.checkpoint.FileSystemReader {given}: last load {last}>"

@@ -39,6 +39,7 @@ from tensorferry.checkpoint.zipformat.archive import (
     tensor_archive,
 )
 from tensorferry.new_file import NewFile, RawNewFile
+from tensorferry.reprs import once_made
 from tensorferry.runtime import descriptor_limit
 
 if TYPE_CHECKING:
@@ -150,9 +151,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self._stager: Stager | None = None
         self._of_thread = threading.local()
 
+    @once_made
     def __repr__(self) -> str:
-        if not hasattr(self, "last_save"):  # its constructor raised
-            return object.__repr__(self)
         last = self.last_save and f"{self.last_save.nbytes} bytes in {self.last_save.seconds:.3g} s"
         return f"<tensorferry.checkpoint.FileSystemWriter {str(self.path)!r}: last save {last}>"
 
