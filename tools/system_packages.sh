@@ -50,8 +50,9 @@ if ((${#apt_missing[@]} == 0)); then exit 0; fi
 if [[ $(id -u) == 0 ]] && command -v apt-get > /dev/null; then
   export DEBIAN_FRONTEND=noninteractive
   echo "Installing ${apt_missing[*]}"
-  apt-get install -y --no-install-recommends "${apt_missing[@]}" \
-    || { apt-get update && apt-get install -y --no-install-recommends "${apt_missing[@]}"; }
+  # Another installation, such as that of a second checkout, is waited for.
+  install=(apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "${apt_missing[@]}")
+  "${install[@]}" || { apt-get update && "${install[@]}"; }
   check
 fi
 

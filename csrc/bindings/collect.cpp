@@ -21,11 +21,7 @@ using namespace nb::literals;
 namespace tensorferry {
 namespace {
 
-struct Found {
-  uintptr_t address = 0;
-  uint64_t nbytes = 0;
-  nb::object owner;
-};
+using Found = PlainArray;
 
 // Attribute and method look-ups by interned names. Any error means "not plainly usable".
 class Names {
@@ -114,6 +110,36 @@ struct DlpackFunctions {
   }
 };
 
+// What libraries that have been imported call their types. Found once, and then kept like Names: looking them up takes
+// as long as all else that is asked of a small array.
+struct Types {
+  PyObject* tensor = nullptr;
+  PyObject* strided = nullptr;
+  PyObject* storage = nullptr;
+  PyObject* ndarray = nullptr;
+  const DlpackFunctions* functions = nullptr;
+
+  static Types get() {
+    static nb::ft_mutex mutex;
+    static Types known;
+    nb::ft_lock_guard guard(mutex);
+    if (known.storage == nullptr && look_up("torch", "UntypedStorage", known.storage) &&
+        look_up("torch", "strided", known.strided) && look_up("torch", "Tensor", known.tensor)) {
+      known.functions = DlpackFunctions::of(known.tensor);
+    }
+    if (known.ndarray == nullptr) (void)look_up("numpy", "ndarray", known.ndarray);
+    return known;
+  }
+
+ private:
+  static bool look_up(const char* library, const char* name, PyObject*& found) {
+    PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), library);
+    found = module == nullptr ? nullptr : PyObject_GetAttrString(module, name);
+    if (found == nullptr) PyErr_Clear();  // not there, or not yet
+    return found != nullptr;
+  }
+};
+
 bool plain_tensor(PyObject* tensor, PyObject* strided, Found& found) {
   const Names& names = Names::get();
   if (!names.is_cpu(tensor) || !names.has_layout(tensor, strided) || names.is_quantized(tensor) ||
@@ -138,35 +164,68 @@ bool plain_ndarray(PyObject* array, bool writable, Found& found) {
   return !objects;
 }
 
+bool storage_moved(PyObject* storage, uint64_t address, uint64_t nbytes) {
+  const Names& names = Names::get();
+  const uint64_t begin = names.data_ptr(storage);
+  return address < begin || address + nbytes > begin + names.storage_nbytes(storage);
+}
+
+// An array that has no buffer to show cannot be asked in so few calls; its address is in its interface.
+bool ndarray_moved(PyObject* array, uint64_t address, uint64_t nbytes) {
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(array, &buffer, PyBUF_C_CONTIGUOUS) == 0) {
+    const bool moved = reinterpret_cast<uintptr_t>(buffer.buf) != address || static_cast<uint64_t>(buffer.len) < nbytes;
+    PyBuffer_Release(&buffer);
+    return moved;
+  }
+  PyErr_Clear();
+  return nb::cast<uint64_t>(nb::handle(array).attr("__array_interface__")["data"][0]) != address;
+}
+
+// Whether the owner, a torch storage or an ndarray, no longer has the memory.
+bool is_moved(PyObject* owner, uint64_t address, uint64_t nbytes, const Types& types) {
+  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(owner));
+  if (nbytes == 0) return false;
+  if (type == types.storage) return storage_moved(owner, address, nbytes);
+  return type == types.ndarray && ndarray_moved(owner, address, nbytes);
+}
+
 // Knows the exact torch.Tensors and numpy.ndarrays that are plainly usable.
 class PlainArrays {
  public:
-  PlainArrays(bool writable, nb::handle tensor_type, nb::handle strided, nb::handle ndarray_type)
-      : writable_(writable),
-        tensor_type_(tensor_type),
-        strided_(strided),
-        ndarray_type_(ndarray_type),
-        functions_(DlpackFunctions::of(tensor_type)) {}
+  explicit PlainArrays(bool writable) : writable_(writable) {}
 
   bool find(PyObject* array, Found& found) {
     const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(array));
-    if (type == ndarray_type_.ptr()) return plain_ndarray(array, writable_, found);
-    if (type != tensor_type_.ptr()) return false;
-    if (!is_shown(array, found)) return plain_tensor(array, strided_.ptr(), found);
+    if (type == types_.ndarray) return plain_ndarray(array, writable_, found);
+    if (type != types_.tensor) return false;
+    if (!is_shown(array, found)) return plain_tensor(array, types_.strided, found);
     const Names& names = Names::get();
     if (names.is_lazy(array)) return false;  // which DLPack does not say
     found.owner = nb::steal(names.storage_of(array));
     return found.address != 0 && found.nbytes != 0 && found.owner.is_valid();
   }
 
+  // Whether an array that has been found does not have that memory any more. A tensor that shows it has it; of another
+  // one the storage is asked, which may be no longer its own.
+  bool moved(PyObject* array, const Found& before) {
+    Found now;
+    if (Py_TYPE(array) == reinterpret_cast<PyTypeObject*>(types_.tensor) && is_shown(array, now) &&
+        now.address == before.address && now.nbytes == before.nbytes) {
+      return false;
+    }
+    return is_moved(before.owner.ptr(), before.address, before.nbytes, types_);
+  }
+
  private:
   // The memory of a contiguous tensor of the host as DLPack shows it, if it does.
   bool is_shown(PyObject* tensor, Found& found) {
     nb::dlpack::dltensor shown;
-    if (functions_ == nullptr) return false;
-    if (functions_->show(tensor, &shown) != 0) {
+    if (types_.functions == nullptr) return false;
+    if (types_.functions->show(tensor, &shown) != 0) {
       PyErr_Clear();
-      functions_ = nullptr;  // a dtype that DLPack has no word for: an exception for each would cost more than it saves
+      types_.functions =
+          nullptr;  // a dtype that DLPack has no word for: an exception for each would cost more than it saves
       return false;
     }
     if (shown.device.device_type != nb::device::cpu::value) return false;
@@ -181,15 +240,13 @@ class PlainArrays {
   }
 
   const bool writable_;
-  const nb::handle tensor_type_, strided_, ndarray_type_;
-  const DlpackFunctions* functions_;
+  Types types_ = Types::get();
 };
 
 // Arrays, and numbers of bytes that are to be passed over, as the memory of one transfer. `check(index, array)` does
 // one of them the long way, and returns (address, nbytes, owner, location) or raises.
-PySegments collect_segments(nb::sequence arrays, bool writable, nb::handle tensor_type, nb::handle strided,
-                            nb::handle ndarray_type, nb::callable check) {
-  PlainArrays plain(writable, tensor_type, strided, ndarray_type);
+PySegments collect_segments(nb::sequence arrays, bool writable, nb::callable check) {
+  PlainArrays plain(writable);
   PySegments segments;
   segments.pieces.reserve(nb::len(arrays));
   bool any_array = false;
@@ -259,31 +316,22 @@ std::vector<PySegments> split(const PySegments& whole, uint64_t offset, uint64_t
 
 // Returns lists side by side: paths, addresses, bytes, offsets, owners, locations; None for the last one where all is
 // in host memory. `check(index, item)` does one item the long way and returns or raises.
-nb::tuple collect(nb::sequence items, bool writable, nb::handle tensor_type, nb::handle strided,
-                  nb::handle ndarray_type, nb::callable check) {
-  PlainArrays plain(writable, tensor_type, strided, ndarray_type);
+nb::tuple collect(nb::sequence items, bool writable, nb::callable check) {
+  PlainArrays plain(writable);
   nb::list paths, addresses, sizes, offsets, owners, locations;
   bool any_elsewhere = false;
   Py_ssize_t index = 0;
   for (nb::handle item : items) {
     Found found;
-    int64_t offset = 0;
-    bool usable = PyTuple_CheckExact(item.ptr()) != 0;
-    const Py_ssize_t length = usable ? PyTuple_Size(item.ptr()) : 0;
-    usable = usable && (length == 2 || length == 3);
-    if (usable && length == 3) {
-      PyObject* given = PyTuple_GetItem(item.ptr(), 2);
-      offset = PyLong_CheckExact(given) ? PyLong_AsLongLong(given) : -1;
-      if (PyErr_Occurred()) PyErr_Clear();
-      usable = offset >= 0;
-    }
-    PyObject* array = usable ? PyTuple_GetItem(item.ptr(), 1) : nullptr;
-    usable = array && plain.find(array, found);
-    if (usable && found.nbytes <= static_cast<uint64_t>(INT64_MAX - offset)) {
+    std::optional<uint64_t> offset = 0;
+    const Py_ssize_t length = PyTuple_CheckExact(item.ptr()) ? PyTuple_Size(item.ptr()) : 0;
+    const bool usable = (length == 2 || length == 3) && plain.find(PyTuple_GetItem(item.ptr(), 1), found);
+    if (usable && length == 3) offset = plain_offset(PyTuple_GetItem(item.ptr(), 2), found.nbytes);
+    if (usable && offset) {
       paths.append(nb::handle(PyTuple_GetItem(item.ptr(), 0)));
       addresses.append(found.address);
       sizes.append(found.nbytes);
-      offsets.append(offset);
+      offsets.append(*offset);
       owners.append(found.owner);
       locations.append(nb::none());
     } else {
@@ -302,50 +350,23 @@ nb::tuple collect(nb::sequence items, bool writable, nb::handle tensor_type, nb:
   return nb::make_tuple(paths, addresses, sizes, offsets, owners, any_elsewhere ? nb::object(locations) : nb::none());
 }
 
-bool storage_moved(PyObject* storage, uint64_t address, uint64_t nbytes) {
-  const Names& names = Names::get();
-  const uint64_t begin = names.data_ptr(storage);
-  return address < begin || address + nbytes > begin + names.storage_nbytes(storage);
-}
-
-// An array that has no buffer to show cannot be asked in so few calls; its address is in its interface.
-bool ndarray_moved(PyObject* array, uint64_t address, uint64_t nbytes) {
-  Py_buffer buffer;
-  if (PyObject_GetBuffer(array, &buffer, PyBUF_C_CONTIGUOUS) == 0) {
-    const bool moved = reinterpret_cast<uintptr_t>(buffer.buf) != address || static_cast<uint64_t>(buffer.len) < nbytes;
-    PyBuffer_Release(&buffer);
-    return moved;
-  }
-  PyErr_Clear();
-  return nb::cast<uint64_t>(nb::handle(array).attr("__array_interface__")["data"][0]) != address;
-}
-
-// Whether the owner, a torch storage or an ndarray, no longer has the memory.
-bool is_moved(PyObject* owner, uint64_t address, uint64_t nbytes, nb::handle storage_type, nb::handle ndarray_type) {
-  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(owner));
-  if (nbytes == 0) return false;
-  if (type == storage_type.ptr()) return storage_moved(owner, address, nbytes);
-  return type == ndarray_type.ptr() && ndarray_moved(owner, address, nbytes);
-}
-
-// The index of the first item whose memory is_moved; None: none is.
-std::optional<size_t> first_moved(nb::list addresses, nb::list sizes, nb::list owners, nb::handle storage_type,
-                                  nb::handle ndarray_type) {
+// The index of the first item whose memory has moved; None: none has.
+std::optional<size_t> first_moved(nb::list addresses, nb::list sizes, nb::list owners) {
+  const Types types = Types::get();
   for (size_t index = 0; index < owners.size(); ++index) {
     if (is_moved(nb::handle(owners[index]).ptr(), nb::cast<uint64_t>(addresses[index]),
-                 nb::cast<uint64_t>(sizes[index]), storage_type, ndarray_type)) {
+                 nb::cast<uint64_t>(sizes[index]), types)) {
       return index;
     }
   }
   return std::nullopt;
 }
 
-bool any_moved(const PySegments& segments, nb::handle storage_type, nb::handle ndarray_type) {
+bool any_moved(const PySegments& segments) {
+  const Types types = Types::get();
   for (size_t index = 0; index < segments.pieces.size(); ++index) {
     const auto& piece = segments.pieces[index];
-    if (is_moved(nb::handle(segments.owners[index]).ptr(), piece.address, piece.nbytes, storage_type, ndarray_type)) {
-      return true;
-    }
+    if (is_moved(nb::handle(segments.owners[index]).ptr(), piece.address, piece.nbytes, types)) return true;
   }
   return false;
 }
@@ -371,33 +392,42 @@ PyType_Slot collected[] = {
 
 }  // namespace
 
+std::optional<PlainArray> plain_array(nb::handle array, bool writable) {
+  PlainArray found;
+  return PlainArrays(writable).find(array.ptr(), found) ? std::optional(std::move(found)) : std::nullopt;
+}
+
+std::optional<uint64_t> plain_offset(nb::handle offset, uint64_t nbytes) {
+  const long long found = PyLong_CheckExact(offset.ptr()) ? PyLong_AsLongLong(offset.ptr()) : -1;
+  if (PyErr_Occurred()) PyErr_Clear();
+  if (found < 0 || nbytes > static_cast<uint64_t>(INT64_MAX - found)) return std::nullopt;
+  return static_cast<uint64_t>(found);
+}
+
+bool is_moved(nb::handle array, const PlainArray& before) { return PlainArrays(false).moved(array.ptr(), before); }
+
 void bind_collect(nb::module_& module) {
   nb::class_<PySegments>(module, "Segments", nb::type_slots(collected))
       .def_ro("nbytes", &PySegments::nbytes)
       .def("__len__", [](const PySegments& segments) { return segments.pieces.size(); })
-      .def("moved", &any_moved, "storage_type"_a.none(), "ndarray_type"_a.none())
+      .def("moved", &any_moved)
       .def_static("of", &of_one, "address"_a, "nbytes"_a, "owner"_a.none(), "location"_a.none())
       .def("split", &split, "offset"_a, "stripe_nbytes"_a, "count"_a)
       .def("all_gaps", [](const PySegments& segments) {
         return std::all_of(segments.pieces.begin(), segments.pieces.end(),
                            [](const PySegments::Piece& piece) { return piece.address == 0; });
       });
-  module.def("collect_segments", &collect_segments, "arrays"_a, "writable"_a, "tensor_type"_a.none(),
-             "strided"_a.none(), "ndarray_type"_a.none(), "check"_a,
+  module.def("collect_segments", &collect_segments, "arrays"_a, "writable"_a, "check"_a,
              nb::sig("def collect_segments(arrays: collections.abc.Sequence[typing.Any], writable: bool, "
-                     "tensor_type: object, strided: object, ndarray_type: object, "
                      "check: collections.abc.Callable[[int, typing.Any], "
                      "tuple[int, int, object, tuple[int, int] | None]]) -> Segments"));
-  module.def("collect", &collect, "items"_a, "writable"_a, "tensor_type"_a.none(), "strided"_a.none(),
-             "ndarray_type"_a.none(), "check"_a,
-             nb::sig("def collect(items: collections.abc.Sequence[typing.Any], writable: bool, tensor_type: object, "
-                     "strided: object, ndarray_type: object, check: collections.abc.Callable[[int, typing.Any], "
+  module.def("collect", &collect, "items"_a, "writable"_a, "check"_a,
+             nb::sig("def collect(items: collections.abc.Sequence[typing.Any], writable: bool, check: "
+                     "collections.abc.Callable[[int, typing.Any], "
                      "tuple[typing.Any, int, int, int, object, tuple[int, int] | None]]) -> tuple[list[typing.Any], "
                      "list[int], list[int], list[int], list[object], list[tuple[int, int] | None] | None]"));
-  module.def("first_moved", &first_moved, "addresses"_a, "sizes"_a, "owners"_a, "storage_type"_a.none(),
-             "ndarray_type"_a.none(),
-             nb::sig("def first_moved(addresses: list[int], sizes: list[int], owners: list[object], "
-                     "storage_type: object, ndarray_type: object) -> int | None"));
+  module.def("first_moved", &first_moved, "addresses"_a, "sizes"_a, "owners"_a,
+             nb::sig("def first_moved(addresses: list[int], sizes: list[int], owners: list[object]) -> int | None"));
 }
 
 }  // namespace tensorferry

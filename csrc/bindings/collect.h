@@ -42,6 +42,21 @@ struct PySegments {
   }
 };
 
+// An exact torch.Tensor or numpy.ndarray that is plainly usable: contiguous, in host memory, with nothing lazy.
+struct PlainArray {
+  uintptr_t address = 0;
+  uint64_t nbytes = 0;
+  nanobind::object owner;  // of the memory: a torch storage, or the ndarray
+};
+
+std::optional<PlainArray> plain_array(nanobind::handle array, bool writable);
+
+// An int that is a file's offset with so many bytes behind it.
+std::optional<uint64_t> plain_offset(nanobind::handle offset, uint64_t nbytes);
+
+// Whether one that was found no longer has that memory.
+bool is_moved(nanobind::handle array, const PlainArray& before);
+
 void bind_collect(nanobind::module_& module);
 
 }  // namespace tensorferry

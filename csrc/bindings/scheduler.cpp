@@ -168,6 +168,21 @@ std::optional<PyRequest> PyScheduler::run(const PyFile& file, uintptr_t address,
   return request;
 }
 
+bool PyScheduler::run_plain(const PyFile& file, nb::handle array, nb::handle offset, bool write, bool sync,
+                            bool background) {
+  const auto found = plain_array(array, !write);
+  const auto begin = found ? plain_offset(offset, found->nbytes) : std::nullopt;
+  if (!begin) return false;
+  const auto request = run(file, found->address, found->nbytes, *begin, write, false, sync, false, background,
+                           found->owner, std::nullopt, nullptr, nullptr);
+  if (request && !request->core->faults().empty()) raise(request->exception());
+  if (is_moved(array, *found)) {
+    raise(nb::module_::import_("tensorferry.errors")
+              .attr("memory_moved")(nb::cast(file).attr("path"), *begin, found->nbytes));
+  }
+  return true;
+}
+
 void PyScheduler::reap() {
   if (!core_->belongs_to_this_process()) return;
   for (uint64_t id : core_->take_finished()) owners_->drop(id);
@@ -462,6 +477,9 @@ void bind_schedulers(nb::module_& module) {
       .def("run", &PyScheduler::run, "file"_a, "address"_a, "nbytes"_a, "offset"_a, "write"_a, "truncate"_a, "sync"_a,
            "close_files"_a, "background"_a, "owner"_a.none(), "location"_a.none() = nb::none(),
            "segments"_a.none() = nb::none(), "checksums"_a.none() = nb::none())
+      .def("run_plain", &PyScheduler::run_plain, "file"_a, "array"_a, "offset"_a, "write"_a, "sync"_a, "background"_a,
+           nb::sig("def run_plain(self, file: File, array: object, offset: object, write: bool, sync: bool, "
+                   "background: bool) -> bool"))
       .def("reap", &PyScheduler::reap)
       .def("outstanding", &PyScheduler::outstanding)
       .def("wait_for_progress", &PyScheduler::wait_for_progress, "timeout_seconds"_a)

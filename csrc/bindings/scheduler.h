@@ -161,6 +161,10 @@ class PyScheduler {
                                std::optional<Location> location, const PySegments* segments,
                                const PyChecksums* checksums);
 
+  // The same for one plain array: found, moved, and looked at again. False: it is not plainly usable, or the offset is
+  // none; nothing has been done. Raises what went wrong.
+  bool run_plain(const PyFile& file, nb::handle array, nb::handle offset, bool write, bool sync, bool background);
+
   // Drops the owners of what has finished.
   void reap();
 

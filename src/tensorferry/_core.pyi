@@ -13,7 +13,7 @@ class Segments:
     @property
     def nbytes(self) -> int: ...
     def __len__(self) -> int: ...
-    def moved(self, storage_type: object | None, ndarray_type: object | None) -> bool: ...
+    def moved(self) -> bool: ...
     @staticmethod
     def of(
         address: int, nbytes: int, owner: object | None, location: tuple[int, int] | None
@@ -24,28 +24,16 @@ class Segments:
 def collect_segments(
     arrays: Sequence[Any],
     writable: bool,
-    tensor_type: object,
-    strided: object,
-    ndarray_type: object,
     check: Callable[[int, Any], tuple[int, int, object, tuple[int, int] | None]],
 ) -> Segments: ...
 def collect(
     items: Sequence[Any],
     writable: bool,
-    tensor_type: object,
-    strided: object,
-    ndarray_type: object,
     check: Callable[[int, Any], tuple[Any, int, int, int, object, tuple[int, int] | None]],
 ) -> tuple[
     list[Any], list[int], list[int], list[int], list[object], list[tuple[int, int] | None] | None
 ]: ...
-def first_moved(
-    addresses: list[int],
-    sizes: list[int],
-    owners: list[object],
-    storage_type: object,
-    ndarray_type: object,
-) -> int | None: ...
+def first_moved(addresses: list[int], sizes: list[int], owners: list[object]) -> int | None: ...
 
 class File:
     @property
@@ -173,6 +161,9 @@ class Scheduler:
         segments: Segments | None = None,
         checksums: Checksums | None = None,
     ) -> Request | None: ...
+    def run_plain(
+        self, file: File, array: object, offset: object, write: bool, sync: bool, background: bool
+    ) -> bool: ...
     def reap(self) -> None: ...
     def outstanding(self) -> int: ...
     def wait_for_progress(self, timeout_seconds: float) -> bool: ...

@@ -149,17 +149,7 @@ def collect_segments(arrays: Sequence[Any], *, writable: bool) -> _core.Segments
             raise ValueError(f"array[{index}]: {one} bytes cannot be passed over")
         return memory_of(one, writable=writable, name=f"array[{index}]")
 
-    return _core.collect_segments(arrays, writable, *plain_types(), check)
-
-
-def plain_types() -> tuple[Any, Any, Any]:
-    """Return what the core knows plain arrays by (None where absent): tensors, their plain layout, ndarrays."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    return (
-        getattr(torch, "Tensor", None),
-        getattr(torch, "strided", None),
-        getattr(numpy, "ndarray", None),
-    )
+    return _core.collect_segments(arrays, writable, check)
 
 
 def is_several(array: Any) -> bool:
@@ -185,18 +175,8 @@ def moved(memory: AnyMemory) -> bool:
     """
     address, nbytes, owner, _ = memory
     if isinstance(address, int):
-        return first_moved([address], [nbytes], [owner]) is not None
-    return address.moved(*_owning_types())
-
-
-def first_moved(addresses: list[int], sizes: list[int], owners: list[object]) -> int | None:
-    """Return the index of the first of many arrays that :func:`moved`, or None."""
-    return _core.first_moved(addresses, sizes, owners, *_owning_types())
-
-
-def _owning_types() -> tuple[Any, Any]:
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    return getattr(torch, "UntypedStorage", None), getattr(numpy, "ndarray", None)
+        return _core.first_moved([address], [nbytes], [owner]) is not None
+    return address.moved()
 
 
 def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -> Memory:

@@ -449,15 +449,18 @@ class File(Transferring):
         write: bool,
         sync: bool = False,
     ) -> _Array:
+        file = self._open_file(reading=not write, writing=write)
+        scheduler, background = self._scheduler, in_background(priority)
+        # One call of the core where it can be: of a small read, Python's part takes longer than all else but the drive.
+        plainly = file, array, offset, write, sync, background
+        if checksums is None and scheduler.run_plain(*plainly):
+            return array
         file, array, memory, offset = self._prepared(array, offset, write)
         transfer(
-            self._scheduler,
-            file,
-            memory,
-            offset,
+            *(scheduler, file, memory, offset),
             write=write,
             sync=sync,
-            background=in_background(priority),
+            background=background,
             checksums=checksums,
         )
         return array

@@ -117,6 +117,10 @@ class ProfiledScheduler:
         """Move one array of a blocking call, as the core does."""
         return self.of(file).run(file, *arguments)
 
+    def run_plain(self, file: _core.File, *arguments: Any) -> bool:
+        """Move one plain array of a blocking call, as the core does."""
+        return self.of(file).run_plain(file, *arguments)
+
     def reap(self) -> None:
         """Drop the owners of what has finished."""
         for scheduler in self._all():

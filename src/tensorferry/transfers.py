@@ -12,10 +12,8 @@ from tensorferry import _core
 from tensorferry.arrays import (
     AnyMemory,
     Location,
-    first_moved,
     memory_of,
     moved,
-    plain_types,
 )
 from tensorferry.errors import StorageError, first_of, memory_moved
 from tensorferry.futures import Future
@@ -246,7 +244,7 @@ def transfer_many(
         return item[0], address, nbytes, offset, owner, location
 
     # Where an item is plainly usable, the core sees it; the rule is `check`.
-    batch = _Batch(*_core.collect(items, not write, *plain_types(), check))
+    batch = _Batch(*_core.collect(items, not write, check))
     for at, path in enumerate(batch.paths):
         if isinstance(path, int):
             checked_descriptor(path, f"items[{at}]")
@@ -257,7 +255,7 @@ def transfer_many(
     failures = call.run()
     if failures:
         raise first_of([failure for _, failure in failures], "of this call")
-    index = first_moved(batch.addresses, batch.nbytes, batch.owners)
+    index = _core.first_moved(batch.addresses, batch.nbytes, batch.owners)
     if index is not None:
         path = _text_of(batch.paths[index])
         raise memory_moved(path, batch.offsets[index], batch.nbytes[index])

@@ -216,6 +216,17 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "blocking-call-does-not-look-at-its-array-again",
+        "memory is the caller's again with the result",
+        "csrc/bindings/scheduler.cpp",
+        "  if (is_moved(array, *found)) {",
+        "  if (false) {",
+        (
+            "tests/transfers/test_lifetimes.py::test_an_array_that_gives_its_memory_back_meanwhile_is_told"
+            "[threads-File.write-storage]",
+        ),
+    ),
+    Mutant(
         "future-keeps-the-memory-of-its-result",
         "memory is the caller's again with the result",
         "src/tensorferry/futures.py",

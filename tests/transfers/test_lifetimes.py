@@ -237,7 +237,9 @@ def test_a_tensor_whose_storage_is_swapped_meanwhile_keeps_its_memory_for_the_tr
 
 
 @pytest.mark.parametrize("how", ["resize_", "storage", "numpy"])
-@pytest.mark.parametrize("call", ["async_pwrite", "write_from", "write", "write_many"])
+@pytest.mark.parametrize(
+    "call", ["async_pwrite", "write_from", "File.write", "write", "write_many"]
+)
 def test_an_array_that_gives_its_memory_back_meanwhile_is_told(
     engine: str, faultfs: FaultFS, how: str, call: str
 ) -> None:
@@ -257,6 +259,9 @@ def test_an_array_that_gives_its_memory_back_meanwhile_is_told(
             elif call == "write_from":
                 with tensorferry.open(path, "w", engine=engine) as file:
                     file.write_from(array).result()
+            elif call == "File.write":
+                with tensorferry.open(path, "w", engine=engine) as file:
+                    file.write(array)
             else:
                 with tensorferry.aio_handle(engine=engine) as handle:
                     handle.async_pwrite(array, path)
