@@ -123,20 +123,27 @@ struct Types {
     static nb::ft_mutex mutex;
     static Types known;
     nb::ft_lock_guard guard(mutex);
-    if (known.storage == nullptr && look_up("torch", "UntypedStorage", known.storage) &&
-        look_up("torch", "strided", known.strided) && look_up("torch", "Tensor", known.tensor)) {
-      known.functions = DlpackFunctions::of(known.tensor);
+    if (known.ndarray == nullptr) known.ndarray = imported("numpy", "ndarray");
+    if (known.tensor == nullptr) {
+      known.strided = imported("torch", "strided");
+      known.storage = imported("torch", "UntypedStorage");
+      PyObject* const tensor = imported("torch", "Tensor");
+      if (tensor != nullptr) known.functions = DlpackFunctions::of(tensor);
+      known.tensor = tensor;
     }
-    if (known.ndarray == nullptr) (void)look_up("numpy", "ndarray", known.ndarray);
     return known;
   }
 
  private:
-  static bool look_up(const char* library, const char* name, PyObject*& found) {
-    PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), library);
-    found = module == nullptr ? nullptr : PyObject_GetAttrString(module, name);
-    if (found == nullptr) PyErr_Clear();  // not there, or not yet
-    return found != nullptr;
+  // Null where the library is not there, or is being imported: what its types are to have may be missing.
+  static PyObject* imported(const char* library, const char* name) {
+    const nb::handle module = PyDict_GetItemString(PyImport_GetModuleDict(), library);
+    if (!module.is_valid()) return nullptr;
+    const nb::object spec = nb::getattr(module, "__spec__", nb::none());
+    if (nb::bool_(nb::getattr(spec, "_initializing", nb::bool_(false)))) return nullptr;
+    PyObject* const found = PyObject_GetAttrString(module.ptr(), name);
+    if (found == nullptr) PyErr_Clear();
+    return found;
   }
 };
 
