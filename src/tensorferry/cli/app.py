@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NAME = "tensorferry"
-COMMANDS = ("report", "bench", "tune", "ls", "verify", "convert")
+# Each command's function has its name; the module that it stands in.
+COMMANDS = {name: name for name in ("report", "bench", "tune")}
+COMMANDS |= dict.fromkeys(("ls", "verify", "convert"), "checkpoints")
 
 _LOOK: dict[str, Any] = {
     "rich_markup_mode": None,  # whose boxes cut long options off where a terminal is narrow
@@ -76,7 +78,7 @@ def _in_our_words(text: str) -> str:
 
 
 class _Commands(TyperGroup):
-    """Makes a command of the function that has its name, in the module that has it too."""
+    """Makes a command of the function that has its name."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -84,7 +86,8 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
-        function = getattr(importlib.import_module(f"tensorferry.cli.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"tensorferry.cli.{COMMANDS[cmd_name]}")
+        function = getattr(module, cmd_name)
         alone = typer.Typer(add_completion=False, **_LOOK)
         text = unwrapped(function.__doc__)
         alone.command(

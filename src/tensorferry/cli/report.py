@@ -9,8 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from tensorferry.cli.checkpoint_arguments import AsJson  # noqa: TC001 (typer looks at it)
-from tensorferry.cli.consoles import make_console, print_json, say
+from tensorferry.cli.consoles import AsJson, make_console, print_json, say
 from tensorferry.cli.leaving import UNUSABLE, LeavingError, printable
 
 if TYPE_CHECKING:
