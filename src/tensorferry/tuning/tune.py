@@ -53,12 +53,6 @@ class Job:
     gpu: bool = False  # move GPU memory
     gds: bool = False  # as gds_handle does
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON knows it."""
-        content = dataclasses.asdict(self) | {"folders": [str(folder) for folder in self.folders]}
-        plain: dict[str, Any] = json.loads(json.dumps(content))
-        return plain
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -97,32 +91,21 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it as JSON knows it; rates are in bytes a second."""
-        found, gain = self.found, self.found.gain
-        return {
+        found = self.found
+        names = ("nbytes", "direct", "seconds", "warnings", "stored_for", "dropped_for")
+        content = {name: getattr(self, name) for name in names} | {
             "tensorferry": tensorferry.__version__,
-            "job": self.job.as_json(),
-            "file_systems": [dataclasses.asdict(each) for each in self.file_systems],
-            "nbytes": self.nbytes,
-            "direct": self.direct,
-            "seconds": self.seconds,
-            "settings": dataclasses.asdict(found.chosen),
+            "job": self.job,
+            "file_systems": self.file_systems,
+            "settings": found.chosen,
             "deepspeed": self.deepspeed(),
             "rates": self.rates(),
-            "gain_over_default": dataclasses.asdict(gain) if gain else None,
-            "trials": [
-                {
-                    "nominee": dataclasses.asdict(trial.nominee),
-                    "gain": dataclasses.asdict(trial.gain),
-                    "pairs": len(trial.pairs),
-                    "proven": trial.proven,
-                }
-                for trial in found.trials
-            ],
-            "turns": [dataclasses.asdict(turn) for turn in found.turns],
-            "warnings": self.warnings,
-            "stored_for": self.stored_for,
-            "dropped_for": self.dropped_for,
+            "gain_over_default": found.gain,
+            "trials": [vars(trial) | {"pairs": len(trial.pairs)} for trial in found.trials],
+            "turns": found.turns,
         }
+        plain: dict[str, Any] = json.loads(json.dumps(content, default=_as_plain))
+        return plain
 
     def deepspeed(self) -> dict[str, Any]:
         """Return what DeepSpeed's configuration should have."""
@@ -192,6 +175,11 @@ def tune(job: Job, watcher: Watcher, *, save: bool = True) -> Result:
             + ([] if store else _why_unsaved(job, save)),
         )
     return result if store is None else _stored(result, store)
+
+
+def _as_plain(value: Any) -> Any:
+    """Return an object as JSON knows it: a path as its text, a dataclass by its fields."""
+    return str(value) if isinstance(value, Path) else dataclasses.asdict(value)
 
 
 class _Runner:
