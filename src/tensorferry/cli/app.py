@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -19,9 +18,6 @@ from tensorferry.cli.leaving import (
     open_missing_streams,
     say_problems,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _NAME = "tensorferry"
 # Each command's function has its name; the module that it stands in.
@@ -95,7 +91,7 @@ class _Commands(TyperGroup):
             help=text,
             short_help=text.partition("\n\n")[0],
             context_settings=_LOOK["context_settings"],
-        )(_leaving_well(f"{_NAME} {cmd_name}", function))
+        )(leaving_well(f"{_NAME} {cmd_name}")(function))
         command: Any = typer.main.get_command(alone)
         for each in command.params:
             if each.param_type_name == "argument":
@@ -110,15 +106,6 @@ def _no_type(**_: Any) -> None:
 def unwrapped(text: str) -> str:
     """Return a docstring with a line for each paragraph, which every terminal wraps for itself."""
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
-
-
-def _leaving_well(name: str, function: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(function)
-    def command(*arguments: Any, **options: Any) -> None:
-        with leaving_well(name):
-            function(*arguments, **options)
-
-    return command
 
 
 app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **_LOOK)

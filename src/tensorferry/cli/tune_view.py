@@ -194,17 +194,14 @@ def _heat_map(grid: Grid) -> Table:
     values = known(grid)
     low, span = min(values), max(values) - min(values) or 1.0
     for block, row in zip(grid.block_sizes, grid.values, strict=True):
-        cells = []
-        for value in row:
-            if value is None:
-                cells.append(Text(""))
-                continue
-            share = (value - low) / span
-            colour = _COLOURS[round(share * (len(_COLOURS) - 1))]
-            ink = "black" if share > 0.5 else "white"
-            cells.append(Text(f"  {value:6.2f} ", style=f"{ink} on color({colour})"))
+        cells = [Text("") if value is None else _cell(value, (value - low) / span) for value in row]
         table.add_row(f"{format_nbytes(block)} ", *cells)
     return table
+
+
+def _cell(value: float, share: float) -> Text:
+    colour, ink = _COLOURS[round(share * (len(_COLOURS) - 1))], "black" if share > 0.5 else "white"
+    return Text(f"  {value:6.2f} ", style=f"{ink} on color({colour})")
 
 
 def _with_interval(interval: Interval) -> str:
