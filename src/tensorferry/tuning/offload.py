@@ -191,19 +191,18 @@ def run(job: Job, listener: Callable[[str, int, int], None] | None = None) -> Re
                     arithmetic_seconds.append(time.perf_counter() - moved)
         finally:
             traffic.close()
-    moved_per_second = 2 * job.io_nbytes / statistics.median(io_seconds)
-    stepped_per_second = sum(param.numel() for param in params) / statistics.median(
-        arithmetic_seconds
-    )
-    return Result(
+    stepped = sum(param.numel() for param in params)
+    measured = Result(
         job,
         io_seconds,
         arithmetic_seconds,
-        sum(param.numel() for param in params),
+        stepped,
         torch.get_num_threads(),
-        predict(job.parameters, moved_per_second, stepped_per_second),
+        [],
         shutil.disk_usage(job.folder).free,
     )
+    rates = measured.nbytes_per_second, measured.parameters_per_second
+    return dataclasses.replace(measured, predictions=predict(job.parameters, *rates))
 
 
 def predict(
@@ -214,21 +213,14 @@ def predict(
     ``nbytes_per_second`` are those read and written together.
     """
     found = []
+    arithmetic_seconds = parameters / parameters_per_second
     for layout, each in LAYOUTS.items():
         state = parameters * each
         for share in _SHARES:
             kept = state if share == 1 else share * _KEPT_SHARE * state
             moved = math.ceil(2 * (state - kept))
-            found.append(
-                Prediction(
-                    layout,
-                    state,
-                    round(share * state),
-                    moved,
-                    moved / nbytes_per_second,
-                    parameters / parameters_per_second,
-                )
-            )
+            io_seconds, budget = moved / nbytes_per_second, round(share * state)
+            found.append(Prediction(layout, state, budget, moved, io_seconds, arithmetic_seconds))
     return found
 
 

@@ -22,7 +22,6 @@ from tensorferry.tuning.space import Space, default_settings
 
 if TYPE_CHECKING:
     from tensorferry.settings import Settings
-    from tensorferry.tuning.intervals import Interval
 
 _MIB = 1 << 20
 SMALLEST_NBYTES = 16 * _MIB
@@ -115,14 +114,12 @@ class Result:
     def rates(self, drive: int | None = None) -> dict[str, Any]:
         """Return median and confidence of the chosen settings' rates, of one drive or of all, in bytes a second."""
         rates: dict[str, Any] = {}
+        turns = self.found.turns_of(self.found.chosen)
         for name in ("write", "read"):
-            measured: list[Measurement | None]
-            measured = [getattr(turn, name) for turn in self.found.turns_of(self.found.chosen)]
-            known = [each for each in measured if each is not None]
+            known = [each for turn in turns if (each := getattr(turn, name)) is not None]
             if known:
                 values = [m.rate if drive is None else m.drive_rates[drive] for m in known]
-                found: Interval = interval(values)
-                rates[name] = dataclasses.asdict(found)
+                rates[name] = dataclasses.asdict(interval(values))
         return rates
 
 
@@ -261,10 +258,11 @@ def _suitable_nbytes(job: Job) -> int:
 
 
 def _warnings(job: Job, drives: Drives, file_systems: list[profiles.FileSystem]) -> list[str]:
-    warnings = []
-    for folder, system in zip(job.folders, file_systems, strict=True):
-        if system.type in _IN_MEMORY:
-            warnings.append(f"{folder} is in memory ({system.type}): nothing is stored for it")
+    warnings = [
+        f"{folder} is in memory ({system.type}): nothing is stored for it"
+        for folder, system in zip(job.folders, file_systems, strict=True)
+        if system.type in _IN_MEMORY
+    ]
     if not warnings and not drives.direct:
         warnings.append(
             "direct I/O does not work here: writes include making them durable, and reads may come from a cache"

@@ -22,7 +22,6 @@ from tensorferry.tuning.scratch import remove, scratch_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tensorferry.tuning.bench.arguments import Job, Operation
 
@@ -207,27 +206,20 @@ def _by_name(answers: list[dict[str, Any]]) -> dict[str, list[Any]]:
 def _places_for_files(job: Job) -> Iterator[list[Files]]:
     """Give each process's files by operation, and remove the new ones: always, or where they are kept, on failure."""
     with contextlib.ExitStack() as stack:
-        if job.keep_files:
-            files = [
-                {operation: _ds_io_paths(job, operation, number) for operation in job.operations}
-                for number in range(len(job.places))
-            ]
-            paths = [path for each in files for some in each.values() for path in some]
-            new = [path for path in dict.fromkeys(paths) if not path.exists()]
-        else:
-            folders = dict.fromkeys(place.folder for place in job.places)
-            scratch = {
-                folder: stack.enter_context(scratch_directory(folder, "tensorferry-bench-"))
-                for folder in folders
+        folders = {place.folder: place.folder for place in job.places}
+        if not job.keep_files:
+            for folder in folders:
+                scratch = scratch_directory(folder, "tensorferry-bench-")
+                folders[folder] = stack.enter_context(scratch)
+        files = [
+            {
+                operation: [folders[place.folder] / name for name in _names(job, operation, number)]
+                for operation in job.operations
             }
-            loops, new = range(job.files_per_process), []
-            files = [
-                {
-                    o: [scratch[place.folder] / f"{o}.{n}.{loop}" for loop in loops]
-                    for o in job.operations
-                }
-                for n, place in enumerate(job.places)
-            ]
+            for number, place in enumerate(job.places)
+        ]
+        new = {path for each in files for some in each.values() for path in some}
+        new = {path for path in new if not path.exists()}
         try:
             yield files
         except BaseException:
@@ -237,12 +229,11 @@ def _places_for_files(job: Job) -> Iterator[list[Files]]:
             raise
 
 
-def _ds_io_paths(job: Job, operation: Operation, number: int) -> list[Path]:
+def _names(job: Job, operation: Operation, number: int) -> list[str]:
     """Return the names that ds_io gives its files."""
     numbered = job.engine in ("aio_handle", "files") or job.different_file_each_iteration
     endings = [f"_{loop}" for loop in range(job.files_per_process)] if numbered else [""]
-    folder = job.places[number].folder
-    return [folder / f"_aio_{operation}_{job.io_nbytes}.pt.{number}{ending}" for ending in endings]
+    return [f"_aio_{operation}_{job.io_nbytes}.pt.{number}{ending}" for ending in endings]
 
 
 def _check_space(job: Job, files: list[Files]) -> None:
