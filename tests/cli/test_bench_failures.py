@@ -168,7 +168,7 @@ def test_an_error_of_the_drive_is_told_with_its_place(file_system: FaultFS) -> N
     file_system.order(Fault("read", error=errno.EIO, start=2 << 20))
     done = run(file_system.path, "--io-size=4M", "--read", expect=1)
     assert "Input/output error" in done.stderr
-    assert "read.0.0" in done.stderr
+    assert f"_aio_read_{4 << 20}.pt.0_0" in done.stderr
     assert list(file_system.path.iterdir()) == []
 
 

@@ -172,7 +172,7 @@ def test_all_measurements_are_printed_and_the_heat_map_is_drawn_where_asked(plac
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_terminal_gets_a_live_table(place: Place) -> None:
+def test_a_terminal_gets_a_live_bar(place: Place) -> None:
     command = [sys.executable, "-m", "tensorferry", "tune", str(place.folder), "--io-size=16M"]
     output = commands.on_terminal(
         [*command, f"--sweep-config={place.sweep}", "--no-save"],
@@ -192,7 +192,11 @@ def test_a_terminal_gets_a_live_table(place: Place) -> None:
         (["/dev/null", "--io-size", "1Q"], ["FOLDER: '/dev/null' is no folder", "--io-size: '1Q'"]),
         (
             ["/", "--io-size", "1M", "--no-read", "--no-write", "--plot", "/nonexistent/x.png"],
-            ["--io-size: 1M is less", "--no-read, --no-write", "--plot: the folder '/nonexistent'"],
+            [
+                "--io-size: 1M is not between 16M",
+                "--no-read, --no-write",
+                "--plot: the folder '/nonexistent'",
+            ],
         ),
         (["/", "--sweep-config", "/nonexistent"], ["--sweep-config: /nonexistent: No such file"]),
         (["/", "--plot", "map.bmp"], ["--plot: map.bmp ends"]),

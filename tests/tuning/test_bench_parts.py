@@ -9,10 +9,11 @@ import pytest
 
 import tensorferry
 from tensorferry.tuning import fio
-from tensorferry.tuning.bench.arguments import BadArgumentsError, make_job
+from tensorferry.tuning.bench.arguments import make_job
 from tensorferry.tuning.bench.memory import Memory, ValidationError
 from tensorferry.tuning.bench.results import ProcessResult, Result
 from tensorferry.tuning.bench.task import Loop, Task
+from tensorferry.tuning.options import BadArgumentsError
 from tensorferry.tuning.scratch import make_cold, remove, scratch_directory
 from tests.support import required
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tensorferry.tuning import gpus
-from tensorferry.tuning.bench.arguments import BadArgumentsError, Job, make_job
+from tensorferry.tuning.bench.arguments import Job, make_job
 from tensorferry.tuning.machine.libraries import asking
+from tensorferry.tuning.options import BadArgumentsError
 from tests.support import child, standin
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import statistics
 from typing import TYPE_CHECKING
 
 import pytest
@@ -108,6 +109,21 @@ def test_settings_that_are_faster_are_found_in_a_fraction_of_the_time_of_a_sweep
         count += chosen == best
         assert drive.seconds <= 0.3 * FULL_SWEEP_SECONDS
     assert count >= at_least
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.1, 1.3])
+def test_tuning_few_settings_takes_a_quarter_of_the_time_with_a_sweep_on_average(
+    gain: float,
+) -> None:
+    """As many as there are on two processors, where what comes after the first rounds is most of it."""
+    few, shares = POINTS[:64], []
+    for seed in range(40):
+        gains = {random.Random(seed).choice(few[1:]): gain}
+        adaptive, full = (SimulatedDrive(seed, noise=0.1, gains=gains) for _ in range(2))
+        find(adaptive, few)
+        find(full, few, full=True)
+        shares.append(adaptive.seconds / full.seconds)
+    assert statistics.fmean(shares) <= 0.25
 
 
 def test_a_gain_too_small_to_matter_is_left() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -20,11 +19,10 @@ from tensorferry.cli.leaving import (
     say_problems,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 _NAME = "tensorferry"
-COMMANDS = ("report", "bench", "tune", "ls", "verify", "convert")
+# Each command's function has its name; the module that it stands in.
+COMMANDS = {name: name for name in ("report", "bench", "tune")}
+COMMANDS |= dict.fromkeys(("ls", "verify", "convert"), "checkpoints")
 
 _LOOK: dict[str, Any] = {
     "rich_markup_mode": None,  # whose boxes cut long options off where a terminal is narrow
@@ -76,7 +74,7 @@ def _in_our_words(text: str) -> str:
 
 
 class _Commands(TyperGroup):
-    """Makes a command of the function that has its name, in the module that has it too."""
+    """Makes a command of the function that has its name."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -84,7 +82,8 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
-        function = getattr(importlib.import_module(f"tensorferry.cli.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"tensorferry.cli.{COMMANDS[cmd_name]}")
+        function = getattr(module, cmd_name)
         alone = typer.Typer(add_completion=False, **_LOOK)
         text = unwrapped(function.__doc__)
         alone.command(
@@ -92,7 +91,7 @@ class _Commands(TyperGroup):
             help=text,
             short_help=text.partition("\n\n")[0],
             context_settings=_LOOK["context_settings"],
-        )(_leaving_well(f"{_NAME} {cmd_name}", function))
+        )(leaving_well(f"{_NAME} {cmd_name}")(function))
         command: Any = typer.main.get_command(alone)
         for each in command.params:
             if each.param_type_name == "argument":
@@ -107,15 +106,6 @@ def _no_type(**_: Any) -> None:
 def unwrapped(text: str) -> str:
     """Return a docstring with a line for each paragraph, which every terminal wraps for itself."""
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
-
-
-def _leaving_well(name: str, function: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(function)
-    def command(*arguments: Any, **options: Any) -> None:
-        with leaving_well(name):
-            function(*arguments, **options)
-
-    return command
 
 
 app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **_LOOK)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from tensorferry.cli.consoles import (
     counted,
@@ -17,12 +14,12 @@ from tensorferry.cli.consoles import (
     show,
 )
 from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, leaving_with
+from tensorferry.cli.options import taking
 from tensorferry.sizes import format_nbytes
-from tensorferry.tuning.bench.options import OPTIONS, Option
+from tensorferry.tuning.bench.options import OPTIONS
+from tensorferry.tuning.options import Option
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console
 
     from tensorferry.tuning.bench.arguments import Job
@@ -42,22 +39,33 @@ _OURS = (
 )
 
 
-def bench(*, path: str | None, offload: str | None, json: bool, csv: bool, **given: Any) -> None:
+@taking(*OPTIONS, *_OURS)
+def bench(*, offload: str | None, json: bool, csv: bool, **given: Any) -> None:
     """Measure how fast files are written and read.
 
     Reads are cold: the file is dropped from the page cache before each. Takes all options of DeepSpeed's ds_io.
     """
+    from tensorferry.tuning.options import BadArgumentsError
+
     if offload is not None:
-        folders = [path, given["folder"]]
-        _predict(offload, folders, given["io_size"], given["loops"], as_json=json)
+        from tensorferry.tuning import offload as prediction
+
+        with leaving_with(UNUSABLE, BadArgumentsError):
+            asked = prediction.make_job(offload=offload, **given)
+        with progress_bar() as listener:
+            predicted = prediction.run(asked, listener)
+        if json:
+            print_json(predicted.as_dict())
+        else:
+            _show_prediction(predicted, make_console())
         return
     if json and csv:
         raise LeavingError(UNUSABLE, ["--json, --csv: choose one of them"])
-    from tensorferry.tuning.bench.arguments import BadArgumentsError, make_job
+    from tensorferry.tuning.bench.arguments import make_job
     from tensorferry.tuning.bench.run import BenchError, run
 
     with leaving_with(UNUSABLE, BadArgumentsError):
-        job = make_job(path=path, **given)
+        job = make_job(**given)
     with leaving_with(FAILED, BenchError), progress_bar() as listener:
         results = run(job, listener)
     if json:
@@ -66,29 +74,6 @@ def bench(*, path: str | None, offload: str | None, json: bool, csv: bool, **giv
         print(results.as_csv(), end="")
     else:
         _show(results, make_console())
-
-
-def _parameters() -> Iterator[inspect.Parameter]:
-    """Give what the command takes, as typer wants to be told."""
-    told = typer.Argument(metavar="FOLDER", help="The folder to work in; the same as --folder.")
-    yield _parameter("path", str | None, told, None)
-    for option in (*OPTIONS, *_OURS):
-        kind: Any = bool if option.read is None else str | None
-        kind = list[str] if option.many else kind
-        default: Any = [] if option.many else False if option.read is None else option.default
-        told = typer.Option(option.flag, metavar=option.metavar or None, help=option.help)
-        yield _parameter(option.name, kind, told, default)
-
-
-def _parameter(name: str, kind: Any, told: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, told]
-    )
-
-
-_PARAMETERS = list(_parameters())
-bench.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
-bench.__annotations__ = {each.name: each.annotation for each in _PARAMETERS}
 
 
 def _show(results: Results, console: Console) -> None:
@@ -103,11 +88,11 @@ def _show(results: Results, console: Console) -> None:
     table = make_table([""], numbers)
     for result in results.results:
         name = f"{result.operation} {result.way}"
-        if len(result.processes) > 1:
-            for process in result.processes:
-                cells = _cells(result.summary(process))
-                table.add_row(f"{name} {process.process}", *cells, style="dim")
-        table.add_row(name, *_cells(result.summary()))
+        for process, summary in result.summaries():
+            if process is None:
+                table.add_row(name, *_cells(summary))
+            elif len(result.processes) > 1:
+                table.add_row(f"{name} {process.process}", *_cells(summary), style="dim")
     show(console, table)
     say(
         console,
@@ -159,23 +144,6 @@ def _in_words(settings: dict[str, Any]) -> str:
         f"{name} {format_nbytes(value) if name == 'block_size' else value}"
         for name, value in settings.items()
     )
-
-
-def _predict(
-    parameters: str, folders: list[str | None], io_size: str, loops: str, *, as_json: bool
-) -> None:
-    """Measure, and say how long steps of a model with so many parameters take."""
-    from tensorferry.tuning.bench.arguments import BadArgumentsError
-    from tensorferry.tuning.offload import make_job, run
-
-    with leaving_with(UNUSABLE, BadArgumentsError):
-        job = make_job(parameters, folders, io_size, loops)
-    with progress_bar() as listener:
-        result = run(job, listener)
-    if as_json:
-        print_json(result.as_dict())
-    else:
-        _show_prediction(result, make_console())
 
 
 def _show_prediction(result: Prediction, console: Console) -> None:

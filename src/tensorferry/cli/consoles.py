@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 # Lines are searched, cut and mailed: no name of ordinary length is folded there. But one long name, which anybody may
 # have put into a file, must not make each line as long.
 _PIPED_WIDTH = 500
+
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print all that was found as JSON, and nothing else.")
+]
 
 
 def make_console() -> Console:

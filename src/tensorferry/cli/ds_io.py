@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import TYPE_CHECKING
 
 from tensorferry.cli.leaving import FAILED, UNUSABLE, Parser, leaving_well, leaving_with
-from tensorferry.tuning.bench.arguments import BadArgumentsError, make_job
+from tensorferry.tuning.bench.arguments import make_job
 from tensorferry.tuning.bench.options import OPTIONS
 from tensorferry.tuning.bench.run import BenchError, run
+from tensorferry.tuning.options import BadArgumentsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ def result_lines(result: Result) -> list[str]:
     operation = result.operation.capitalize()
     loops = len(result.seconds)
     nbytes = result.nbytes * loops
-    task_seconds = max(sum(process.seconds) for process in result.processes)
+    task_seconds = max(result.summary(process).seconds for process in result.processes)
     lines = []
     for name, seconds in (("Task", task_seconds), ("E2E", sum(result.seconds))):
         lines += [
@@ -57,30 +57,10 @@ def _parser() -> Parser:
     parser = Parser(
         prog="tensorferry-ds-io",
         description="Measure tensorferry as DeepSpeed's ds_io measures DeepNVMe. `tensorferry bench` can do more.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for option in (each for each in OPTIONS if not each.ours):
-        name = f"--{option.name}"
-        if option.many:
-            parser.add_argument(
-                name,
-                metavar=option.metavar,
-                help=option.help,
-                nargs="+",
-                action="extend",
-                default=[],
-            )
-        elif option.read is None:
-            parser.add_argument(name, action="store_true", help=option.help)
-        else:
-            default = _DEFAULTS.get(option.name, option.default)
-            parser.add_argument(
-                name,
-                metavar=option.metavar,
-                help=option.help,
-                default=default,
-                required=option.name == "io_size",
-            )
+        default = _DEFAULTS.get(option.name, option.default)
+        parser.take(option, default, required=option.name == "io_size")
     return parser
 
 

@@ -11,11 +11,13 @@ import io
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import FrameType
+
+    from tensorferry.tuning.options import Option
 
 FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
 
@@ -33,6 +35,19 @@ class LeavingError(Exception):
 
 class Parser(argparse.ArgumentParser):
     """One that tells what is wrong as the commands do; for those that have DeepSpeed's options, and no typer."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        how = argparse.ArgumentDefaultsHelpFormatter
+        super().__init__(prog, description=description, formatter_class=how)
+
+    def take(self, option: Option, default: str | None, *, required: bool = False) -> None:
+        """Take an option as DeepSpeed spells it: what is given many times may also be given at once."""
+        how: dict[str, Any] = {"metavar": option.metavar, "default": default, "required": required}
+        if option.many:
+            how |= {"nargs": "+", "action": "extend", "default": []}
+        elif option.read is None:
+            how = {"action": "store_true"}
+        self.add_argument(f"--{option.name}", help=option.help, **how)
 
     def error(self, message: str) -> NoReturn:
         """Say it, and leave."""

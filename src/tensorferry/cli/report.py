@@ -9,8 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from tensorferry.cli.checkpoint_arguments import AsJson  # noqa: TC001 (typer looks at it)
-from tensorferry.cli.consoles import make_console, print_json, say
+from tensorferry.cli.consoles import AsJson, make_console, print_json, say
 from tensorferry.cli.leaving import UNUSABLE, LeavingError, printable
 
 if TYPE_CHECKING:
@@ -20,20 +19,13 @@ if TYPE_CHECKING:
 
 _STYLE_OF_LEVEL = {"stops": "bold red", "speed": "bold yellow", "hint": "bold cyan"}
 
+# Parts that are not called by their names.
 _TITLES = {
-    "engines": "Engines",
-    "kernel": "Kernel",
-    "processors": "Processors",
-    "memory": "Memory",
-    "limits": "Limits",
     "control_groups": "Limits of control groups",
-    "file_system": "File system",
-    "devices": "Devices",
-    "profile": "Profile",
     "gpu": "GPU",
     "gpudirect_storage": "GPUDirect Storage",
-    "libraries": "Libraries",
 }
+_NO_PARTS = ("tensorferry", "path", "advice")
 # What None means, where that is not "none".
 _NOTHING = {
     "soft": "unlimited",
@@ -61,10 +53,9 @@ def report(
 
     try:
         path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        raise LeavingError(UNUSABLE, [f"PATH: there is nothing at {str(path)!r}"]) from None
     except OSError as error:
-        raise LeavingError(UNUSABLE, [f"PATH: {error.strerror}: {str(path)!r}"]) from None
+        problem = f"PATH: {(error.strerror or str(error)).lower()}: {str(path)!r}"
+        raise LeavingError(UNUSABLE, [problem]) from None
     facts = collect(path)
     if as_json:
         print_json(facts)
@@ -76,9 +67,10 @@ def report(
     engines = facts["engines"]
     works = {name: refusal or "works" for name, refusal in engines["available"].items()}
     shown = facts | {"engines": {**engines, "available": works}}
-    for name, title in _TITLES.items():
-        console.print(f"\n[bold]{title}[/bold]")
-        _print_rows(console, list(_rows(shown[name])))
+    for name, part in shown.items():
+        if name not in _NO_PARTS:
+            console.print(f"\n[bold]{_TITLES.get(name, _words(name).capitalize())}[/bold]")
+            _print_rows(console, list(_rows(part)))
     _print_advice(console, facts["advice"])
 
 

@@ -6,10 +6,8 @@ import json
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.columns import Columns
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +19,7 @@ from tensorferry.tuning.heatmap import Grid, grids, known
 from tensorferry.tuning.space import available_engines
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from rich.console import Console
 
     from tensorferry.profiles import Profile
     from tensorferry.settings import Settings
@@ -30,66 +28,53 @@ if TYPE_CHECKING:
     from tensorferry.tuning.tune import Progress, Result
 
 _GB = 1e9
-_LIVE_ROWS = 10
-_BAR_WIDTH = 40
 # Dark blue to yellow, as 8-bit colours; every terminal that has colours has these.
 _COLOURS = (17, 18, 19, 25, 31, 36, 41, 77, 113, 149, 185, 221)
 
 
 class LiveView:
-    """How far a run has come, and the fastest settings so far, redrawn after each measurement.
-
-    On a pipe it is one line for each stage.
-    """
+    """How far a run has come: a bar that is redrawn after each measurement, or on a pipe one line for each stage."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         # Drawn between measurements only: a drawing thread would take processor time from them.
-        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._bar = Bar(
+            BarColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=1.0)
         self._stage = ""
-        self._turns: dict[Settings, Turn] = {}
 
     def __enter__(self) -> LiveView:
-        if self._console.is_terminal:
-            self._live.start()
+        self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._live.stop()
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
     def stage(self, name: str, points: int, progress: Progress) -> None:
         """Show that a stage begins."""
-        if name != self._stage:
-            self._turns = {}
         self._stage = name
         if self._console.is_terminal:
             self._draw(progress)
-        elif points:
-            self._console.print(f"{name} ({_left(progress)})", highlight=False)
         else:
-            self._console.print(f"about {_duration(progress.seconds_left)}", highlight=False)
+            left = _duration(progress.seconds_left)
+            line = f"{name} ({_left(progress)})" if points else f"about {left}"
+            self._console.print(line, highlight=False)
 
-    def turn(self, turn: Turn, progress: Progress) -> None:
-        """Show what was measured."""
-        self._turns[turn.settings] = turn
-        if self._console.is_terminal:
-            self._draw(progress)
+    def turn(self, _turn: Turn, progress: Progress) -> None:
+        """Show that something was measured."""
+        self._draw(progress)
 
     def _draw(self, progress: Progress) -> None:
-        table = _settings_table("write GB/s", "read GB/s")
-        best = sorted(self._turns.values(), key=lambda each: each.score, reverse=True)
-        for each in best[:_LIVE_ROWS]:
-            measured = (each.write, each.read)
-            rates = ("" if one is None else f"{one.rate / _GB:.2f}" for one in measured)
-            table.add_row(*_cells(each.settings), *rates)
-        bar = ProgressBar(total=1.0, completed=progress.share, width=_BAR_WIDTH)
-        heading = Columns([bar, Text(f"{_left(progress)}: {self._stage}")])
-        self._live.update(Group(heading, table) if self._turns else heading, refresh=True)
+        description = f"{_left(progress)}: {self._stage}"
+        self._bar.update(
+            self._task, completed=progress.share, description=description, refresh=True
+        )
 
 
 def print_result(console: Console, result: Result) -> None:
@@ -108,12 +93,12 @@ def print_result(console: Console, result: Result) -> None:
         say(console, f"with TENSORFERRY_ENGINE={found.chosen.engine} in the environment")
     for warning in result.warnings:
         say(console, printable(f"Note: {warning}"))
-    if result.stored_for:
-        places = printable(", ".join(result.stored_for))
-        say(console, f"\nStored for {places}: handles and files without explicit settings use it.")
-    if result.dropped_for:
-        places = printable(", ".join(result.dropped_for))
-        say(console, f"\nDropped what was stored for {places}: it is not better any more.")
+    for places, words in (
+        (result.stored_for, "Stored for {}: handles and files without explicit settings use it."),
+        (result.dropped_for, "Dropped what was stored for {}: it is not better any more."),
+    ):
+        if places:
+            say(console, "\n" + words.format(printable(", ".join(places))))
 
 
 def conclusion(result: Result) -> list[str]:
@@ -209,17 +194,14 @@ def _heat_map(grid: Grid) -> Table:
     values = known(grid)
     low, span = min(values), max(values) - min(values) or 1.0
     for block, row in zip(grid.block_sizes, grid.values, strict=True):
-        cells = []
-        for value in row:
-            if value is None:
-                cells.append(Text(""))
-                continue
-            share = (value - low) / span
-            colour = _COLOURS[round(share * (len(_COLOURS) - 1))]
-            ink = "black" if share > 0.5 else "white"
-            cells.append(Text(f"  {value:6.2f} ", style=f"{ink} on color({colour})"))
+        cells = [Text("") if value is None else _cell(value, (value - low) / span) for value in row]
         table.add_row(f"{format_nbytes(block)} ", *cells)
     return table
+
+
+def _cell(value: float, share: float) -> Text:
+    colour, ink = _COLOURS[round(share * (len(_COLOURS) - 1))], "black" if share > 0.5 else "white"
+    return Text(f"  {value:6.2f} ", style=f"{ink} on color({colour})")
 
 
 def _with_interval(interval: Interval) -> str:

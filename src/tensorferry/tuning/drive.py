@@ -21,9 +21,8 @@ import tensorferry
 from tensorferry import _core
 from tensorferry.arrays import memory_of
 from tensorferry.errors import EngineUnavailableError, StorageError
-from tensorferry.runtime import close_scheduler, scheduler_with, start_scheduler
+from tensorferry.runtime import close_scheduler, start_scheduler
 from tensorferry.transfers import start
-from tensorferry.tuning.gpus import CUFILE
 from tensorferry.tuning.machine.limits import available_nbytes
 
 if TYPE_CHECKING:
@@ -179,7 +178,14 @@ class Drives:
     def _make_schedulers(self, settings: Settings) -> None:
         made = self._schedulers[settings] = []
         for _ in self._files:  # each is kept at once, to be closed should the next be refused
-            made.append(_scheduler_with(settings))
+            scheduler = start_scheduler(
+                settings.engine or "",
+                settings.block_size,
+                settings.queue_depth,
+                settings.intra_op_parallelism,
+                settings.single_submit,
+            )
+            made.append(scheduler)
 
     def _close_schedulers(self) -> None:
         """End them, all at once: the kernel lets a worker of libaio wait for its end, and no clock runs meanwhile."""
@@ -198,18 +204,6 @@ class Drives:
         if file.direct:  # and then without a look into the page cache
             file = _core.file_from_descriptor(descriptor, True, "always")
         return descriptor, file
-
-
-def _scheduler_with(settings: Settings) -> _core.Scheduler:
-    if settings.engine != CUFILE:
-        return scheduler_with(settings)
-    return start_scheduler(
-        CUFILE,
-        settings.block_size,
-        settings.queue_depth,
-        settings.intra_op_parallelism,
-        settings.single_submit,
-    )
 
 
 def largest_nbytes(folders: Sequence[Path], *, gpu: bool = False) -> int:

@@ -38,19 +38,17 @@ class Grid:
 
 def grids(turns: Sequence[Turn]) -> list[Grid]:
     """Return a grid for each engine and action that was measured."""
-    made = []
+    cells: dict[tuple[str, str], dict[tuple[int, int], float]] = defaultdict(dict)
     for action in ("write", "read"):
-        rates = _rates(turns, action)
-        for engine in dict.fromkeys(settings.engine for settings in rates):
-            cells: dict[tuple[int, int], float] = {}
-            for settings, rate in rates.items():
-                if settings.engine == engine:
-                    cell = settings.block_size, settings.queue_depth
-                    cells[cell] = max(cells.get(cell, 0.0), rate)
-            blocks = sorted({block for block, _ in cells})
-            depths = sorted({depth for _, depth in cells})
-            values = [[cells.get((block, depth)) for depth in depths] for block in blocks]
-            made.append(Grid(str(engine), action, blocks, depths, values))
+        for settings, rate in _rates(turns, action).items():
+            of_engine = cells[str(settings.engine), action]
+            cell = settings.block_size, settings.queue_depth
+            of_engine[cell] = max(of_engine.get(cell, 0.0), rate)
+    made = []
+    for (engine, action), found in cells.items():
+        blocks, depths = (sorted(set(axis)) for axis in zip(*found, strict=True))
+        values = [[found.get((block, depth)) for depth in depths] for block in blocks]
+        made.append(Grid(engine, action, blocks, depths, values))
     return made
 
 

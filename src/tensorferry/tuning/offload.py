@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
-from tensorferry.tuning.bench import options
-from tensorferry.tuning.bench.arguments import BadArgumentsError, folder_problems
+from tensorferry.tuning.bench.options import OPTIONS
 from tensorferry.tuning.gpus import NO_TORCH
+from tensorferry.tuning.options import BadArgumentsError, Option, folder_problems, nbytes, values_of
 from tensorferry.tuning.scratch import scratch_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _MAX_PARAMETERS = 10**14
@@ -93,20 +93,15 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it, ready for JSON."""
+        measured = ("io_seconds", "nbytes_per_second", "elements", "arithmetic_seconds")
+        names = (*measured, "parameters_per_second", "threads")
         return {
             "tensorferry": tensorferry.__version__,
             "parameters": self.job.parameters,
             "folder": str(self.job.folder),
             "free_nbytes": self.free_nbytes,
-            "measured": {
-                "io_nbytes": self.job.io_nbytes,
-                "io_seconds": self.io_seconds,
-                "nbytes_per_second": self.nbytes_per_second,
-                "elements": self.elements,
-                "arithmetic_seconds": self.arithmetic_seconds,
-                "parameters_per_second": self.parameters_per_second,
-                "threads": self.threads,
-            },
+            "measured": {"io_nbytes": self.job.io_nbytes}
+            | {name: getattr(self, name) for name in names},
             "predictions": [
                 dataclasses.asdict(each) | {"step_seconds": each.step_seconds, "limit": each.limit}
                 for each in self.predictions
@@ -114,35 +109,27 @@ class Result:
         }
 
 
-def make_job(parameters: str, folders: Sequence[str | None], io_size: str, loops: str) -> Job:
-    """Return the job that was asked for.
+def make_job(**given: Any) -> Job:
+    """Return the job that options of `tensorferry bench` ask for.
 
     Raises
     ------
     BadArgumentsError
         It cannot be done; it has all the reasons.
     """
-    problems = []
-    read: dict[str, int] = {}
-    for option, text, reader in (
-        ("--offload", parameters, parse_count),
-        ("--io-size", io_size, options.nbytes(1 << 20)),
-        ("--loops", loops, options.LOOPS.read),
-    ):
-        try:
-            read[option] = reader(text)  # type: ignore[misc]
-        except ValueError as error:
-            problems.append(f"{option}: {error}")
-    given = [folder for folder in folders if folder is not None]
-    if len(given) == 1:
-        problems += folder_problems("--folder" if folders[0] is None else "FOLDER", given[0])
+    problems: list[str] = []
+    values = values_of(_OPTIONS, given, problems)
+    folders = {n: given[n] for n in ("path", "folder") if given[n] is not None}
+    if len(folders) == 1:
+        ((name, folder),) = folders.items()
+        problems += folder_problems("FOLDER" if name == "path" else "--folder", folder)
     else:
-        problems.append("--offload: needs one folder" + (f", not {len(given)}" if given else ""))
+        problems.append("--offload: needs one folder" + (", not two" if folders else ""))
     if importlib.util.find_spec("torch") is None:
         problems.append(f"--offload: {NO_TORCH}")
     if problems:
         raise BadArgumentsError(problems)
-    return Job(read["--offload"], Path(given[0]), read["--io-size"], read["--loops"])
+    return Job(values["offload"], Path(folder), values["io_size"], values["loops"])
 
 
 def parse_count(text: str) -> int:
@@ -162,6 +149,13 @@ def parse_count(text: str) -> int:
     if not 1 <= value <= _MAX_PARAMETERS:
         raise ValueError(f"{text} is not between 1 and {_MAX_PARAMETERS} parameters")
     return round(value)
+
+
+_OPTIONS = (
+    Option("offload", "", parse_count),
+    *(each for each in OPTIONS if each.name == "loops"),
+    Option("io_size", "", nbytes(1 << 20)),
+)
 
 
 def run(job: Job, listener: Callable[[str, int, int], None] | None = None) -> Result:
@@ -197,19 +191,18 @@ def run(job: Job, listener: Callable[[str, int, int], None] | None = None) -> Re
                     arithmetic_seconds.append(time.perf_counter() - moved)
         finally:
             traffic.close()
-    moved_per_second = 2 * job.io_nbytes / statistics.median(io_seconds)
-    stepped_per_second = sum(param.numel() for param in params) / statistics.median(
-        arithmetic_seconds
-    )
-    return Result(
+    stepped = sum(param.numel() for param in params)
+    measured = Result(
         job,
         io_seconds,
         arithmetic_seconds,
-        sum(param.numel() for param in params),
+        stepped,
         torch.get_num_threads(),
-        predict(job.parameters, moved_per_second, stepped_per_second),
+        [],
         shutil.disk_usage(job.folder).free,
     )
+    rates = measured.nbytes_per_second, measured.parameters_per_second
+    return dataclasses.replace(measured, predictions=predict(job.parameters, *rates))
 
 
 def predict(
@@ -220,21 +213,14 @@ def predict(
     ``nbytes_per_second`` are those read and written together.
     """
     found = []
+    arithmetic_seconds = parameters / parameters_per_second
     for layout, each in LAYOUTS.items():
         state = parameters * each
         for share in _SHARES:
             kept = state if share == 1 else share * _KEPT_SHARE * state
             moved = math.ceil(2 * (state - kept))
-            found.append(
-                Prediction(
-                    layout,
-                    state,
-                    round(share * state),
-                    moved,
-                    moved / nbytes_per_second,
-                    parameters / parameters_per_second,
-                )
-            )
+            io_seconds, budget = moved / nbytes_per_second, round(share * state)
+            found.append(Prediction(layout, state, budget, moved, io_seconds, arithmetic_seconds))
     return found
 
 

@@ -28,20 +28,25 @@ if TYPE_CHECKING:
     from tensorferry.tuning.drive import Measurement
 
 # How many rounds are run before one setting in so many goes on, and of those that are left at last. A stretch is an
-# eighth of the file, or twice what a queue holds, if that is more. Chosen on simulated drives, for what is found in
-# the time of a fifth of a full sweep (tests/tuning/test_tune_race.py).
+# eighth of the file, or twice what a queue holds, if that is more. Where few more than the finalists would be left,
+# only these are. Chosen on simulated drives, for what is found in the time of a fifth of a full sweep
+# (tests/tuning/test_tune_race.py).
 _RUNGS = ((2, 2), (2, 3), (6, 4))
 _STRETCH_SHARE = 8
 _FINALISTS = 8
-_FINAL_ROUNDS = 12
+_FEW_MORE = 2  # times as many
+_FINAL_ROUNDS = 8
 _FULL_ROUNDS = 3
 
 # Pairs of nominee and default on a quarter of the file, after which the outcome is looked at. So sure for each look
 # is 98 of 100, at least, for all of them: looking several times gives noise several chances.
 _LOOKS = (10, 20, 40, 80)
+_LIKELY_LOOK = 20  # the last one, most often
 _PAIR_SHARE = 4
 _SURE = 0.995
-_HOPELESS_LOOK = 20
+# How far towards the upper bound of a gain the true one is hoped to be. Where the last look would not prove even that,
+# there are no more: giving up early can make nothing seem proven.
+_HOPE = 0.4
 # What is less better is not worth a change.
 GAIN_MIN = 1.02
 
@@ -179,7 +184,7 @@ def search(
 def expected_nbytes(points: Sequence[Settings], nbytes: int, *, full: bool) -> int:
     """Return how much a search is likely to move each way before it ends."""
     left = sum(each.nbytes(points, nbytes) for each in _stages(len(points), full))
-    return left + _pairs_nbytes(points, nbytes, _HOPELESS_LOOK)
+    return left + _pairs_nbytes(points, nbytes, _LIKELY_LOOK)
 
 
 @dataclass(frozen=True)
@@ -206,7 +211,9 @@ def _stages(count: int, full: bool) -> list[_Stage]:
     for rounds, kept in _RUNGS:
         if count > _FINALISTS:
             stages.append(_Stage(f"{count} settings", count, rounds, _STRETCH_SHARE))
-            count = max(_FINALISTS, math.ceil(count / kept))
+            count = math.ceil(count / kept)
+            if count < _FEW_MORE * _FINALISTS:
+                count = _FINALISTS
     return [*stages, _Stage("final", count, _FINAL_ROUNDS, _STRETCH_SHARE)]
 
 
@@ -227,7 +234,7 @@ class _Race:
         for number, stage in enumerate(stages):
             points = sorted(points, key=self._rank, reverse=True)[: stage.count]
             left = sum(each.nbytes(points, self._nbytes) for each in stages[number:])
-            left += _pairs_nbytes(points, self._nbytes, _HOPELESS_LOOK)
+            left += _pairs_nbytes(points, self._nbytes, _LIKELY_LOOK)
             self._run.begin(stage.name, len(points), left)
             played = self._play(stage, points)
             points = list(played)
@@ -253,7 +260,7 @@ class _Race:
         pairs: list[tuple[Turn, Turn]] = []
         nbytes = max(_stretch(each, self._nbytes, _PAIR_SHARE) for each in (nominee, self._default))
         for look in _LOOKS:
-            more = max(look, _HOPELESS_LOOK) - len(pairs)
+            more = max(look, _LIKELY_LOOK) - len(pairs)
             self._run.begin(stage, 2, 2 * more * nbytes)
             for number in range(len(pairs), look):
                 order = [nominee, self._default] if number % 2 else [self._default, nominee]
@@ -263,8 +270,7 @@ class _Race:
             gain = ratio_interval([mine.score / theirs.score for mine, theirs in pairs], _SURE)
             if gain.low > GAIN_MIN:
                 return Trial(nominee, pairs, gain, proven=True)
-            unlikely = look >= _HOPELESS_LOOK and gain.median < GAIN_MIN
-            if unlikely or gain.high < GAIN_MIN:
+            if gain.high < GAIN_MIN or _low_at_best(gain, look) < GAIN_MIN:
                 break
         return Trial(nominee, pairs, gain, proven=False)
 
@@ -306,6 +312,13 @@ class _Race:
         for action, measured in (("write", turn.write), ("read", turn.read)):
             if measured is not None:
                 self._best_rates[action] = max(self._best_rates[action], measured.rate)
+
+
+def _low_at_best(gain: Interval, look: int) -> float:
+    """Return the lower bound that the last look would find, were the gain as large as can be hoped for by now."""
+    hoped: float = gain.median * (gain.high / gain.median) ** _HOPE
+    narrower: float = (gain.low / gain.median) ** math.sqrt(look / _LOOKS[-1])
+    return hoped * narrower
 
 
 def _warn_of(settings: Settings, refusal: EngineUnavailableError) -> None:

@@ -66,9 +66,9 @@ def report(path: Path) -> Facts:
             "control_groups": limits.control_groups(),
             "file_system": system,
             "devices": attempt(devices.behind, known(system, "device_number")),
+            "profile": attempt(_profile, path),
             "gpu": gpus.gpus(),
             "gpudirect_storage": gpus.gpudirect_storage(),
-            "profile": attempt(_profile, path),
             "libraries": {"numpy": attempt(lambda: {"version": version("numpy")})},
         }
         answers = {name: answer(TIMEOUT_SECONDS) for name, answer in asked.items()}

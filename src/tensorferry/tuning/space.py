@@ -10,12 +10,15 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tensorferry.files import MAX_QUEUE_DEPTH
+from tensorferry.handles import MAX_PARALLELISM
 from tensorferry.runtime import DEFAULT_BLOCK_NBYTES, engines
 from tensorferry.settings import Settings
-from tensorferry.sizes import parse_nbytes
 from tensorferry.tuning.gpus import CUFILE
+from tensorferry.tuning.options import count, nbytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -155,39 +158,23 @@ def space_from_json(path: Path, default: Space) -> Space:
     chosen.pop("sequential_requests", None)  # both do the same: queues are always refilled
     space = dataclasses.replace(default, **chosen, deep=True)
     axes = dataclasses.astuple(space)[:-1]
-    count = math.prod(map(len, axes))
-    if count > _MAX_POINTS:
-        problems.append(f"{count} combinations are more than {_MAX_POINTS}")
+    combinations = math.prod(map(len, axes))
+    if combinations > _MAX_POINTS:
+        problems.append(f"{combinations} combinations are more than {_MAX_POINTS}")
     if problems:
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
     return space
 
 
-def _nbytes(value: Any) -> int:
-    nbytes = parse_nbytes(value) if isinstance(value, str) else _whole(value)
-    if not 512 <= nbytes < 1 << 31:
-        raise ValueError(f"{value!r} is not between 512 and 2G - 1")
-    return nbytes
+def _number(read: Callable[[str], int]) -> Callable[[Any], int]:
+    """Return what reads numbers of JSON as an option's text is read."""
 
+    def read_value(value: Any) -> int:
+        if type(value) not in (int, str):
+            raise ValueError(f"{value!r} is no number")
+        return read(str(value))
 
-def _depth(value: Any) -> int:
-    return _between(_whole(value), 32768)
-
-
-def _workers(value: Any) -> int:
-    return _between(_whole(value), 256)
-
-
-def _between(value: int, maximum: int) -> int:
-    if not 1 <= value <= maximum:
-        raise ValueError(f"{value} is not between 1 and {maximum}")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{value!r} is no integer")
-    return value
+    return read_value
 
 
 def _switch(value: Any) -> bool:
@@ -197,17 +184,16 @@ def _switch(value: Any) -> bool:
 
 
 def _engine(value: Any) -> str:
-    refusal = (
-        engines().get(value, "no engine of that name") if isinstance(value, str) else "no text"
-    )
+    refusal = engines().get(str(value), "no engine of that name")
     if refusal is not None:
         raise ValueError(f"{value!r}: {refusal}")
     return str(value)
 
 
+_workers = _number(count(1, MAX_PARALLELISM))
 _READERS: dict[str, tuple[str, Any]] = {
-    "block_size": ("block_size", _nbytes),
-    "queue_depth": ("queue_depth", _depth),
+    "block_size": ("block_size", _number(nbytes(512, (1 << 31) - 1))),
+    "queue_depth": ("queue_depth", _number(count(1, MAX_QUEUE_DEPTH))),
     "single_submit": ("single_submit", _switch),
     "sequential_requests": ("sequential_requests", _switch),
     "io_parallel": ("intra_op_parallelism", _workers),

@@ -6,10 +6,6 @@ import contextlib
 import resource
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class Stopwatch:
@@ -36,12 +32,7 @@ class Stopwatch:
         self.started = time.monotonic()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.ended = time.monotonic()
         self.cpu_seconds = _cpu_seconds() - self._cpu_start
         peak = _status("VmHWM")

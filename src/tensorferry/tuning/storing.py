@@ -84,11 +84,7 @@ def forget(path: Path, file_system: FileSystem | None = None) -> list[Profile]:
             if file_system is not None:
                 raise
             profiles = []
-        removed = [
-            each
-            for each in profiles
-            if file_system is None or each.file_system.is_same(file_system)
-        ]
+        removed = [p for p in profiles if file_system is None or p.file_system.is_same(file_system)]
         kept = [each for each in profiles if each not in removed]
         if kept and removed:
             _store(path, kept)
@@ -104,10 +100,8 @@ def _target(path: Path) -> Path:
 
 def _store(path: Path, profiles: list[Profile]) -> None:
     """Replace the file as a whole: who reads it sees the old one or the new one, and whoever could may read it."""
-    content = {
-        "version": VERSION,
-        "profiles": [dataclasses.asdict(profile) for profile in profiles],
-    }
+    entries = [dataclasses.asdict(profile) for profile in profiles]
+    content = {"version": VERSION, "profiles": entries}
     _TextFile(path, json.dumps(content, indent=2) + "\n").commit()
 
 

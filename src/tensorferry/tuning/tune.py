@@ -22,7 +22,6 @@ from tensorferry.tuning.space import Space, default_settings
 
 if TYPE_CHECKING:
     from tensorferry.settings import Settings
-    from tensorferry.tuning.intervals import Interval
 
 _MIB = 1 << 20
 SMALLEST_NBYTES = 16 * _MIB
@@ -52,12 +51,6 @@ class Job:
     loops: int = 1  # times the data is moved in each measurement
     gpu: bool = False  # move GPU memory
     gds: bool = False  # as gds_handle does
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON knows it."""
-        content = dataclasses.asdict(self) | {"folders": [str(folder) for folder in self.folders]}
-        plain: dict[str, Any] = json.loads(json.dumps(content))
-        return plain
 
 
 @dataclass(frozen=True)
@@ -97,32 +90,21 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it as JSON knows it; rates are in bytes a second."""
-        found, gain = self.found, self.found.gain
-        return {
+        found = self.found
+        names = ("nbytes", "direct", "seconds", "warnings", "stored_for", "dropped_for")
+        content = {name: getattr(self, name) for name in names} | {
             "tensorferry": tensorferry.__version__,
-            "job": self.job.as_json(),
-            "file_systems": [dataclasses.asdict(each) for each in self.file_systems],
-            "nbytes": self.nbytes,
-            "direct": self.direct,
-            "seconds": self.seconds,
-            "settings": dataclasses.asdict(found.chosen),
+            "job": self.job,
+            "file_systems": self.file_systems,
+            "settings": found.chosen,
             "deepspeed": self.deepspeed(),
             "rates": self.rates(),
-            "gain_over_default": dataclasses.asdict(gain) if gain else None,
-            "trials": [
-                {
-                    "nominee": dataclasses.asdict(trial.nominee),
-                    "gain": dataclasses.asdict(trial.gain),
-                    "pairs": len(trial.pairs),
-                    "proven": trial.proven,
-                }
-                for trial in found.trials
-            ],
-            "turns": [dataclasses.asdict(turn) for turn in found.turns],
-            "warnings": self.warnings,
-            "stored_for": self.stored_for,
-            "dropped_for": self.dropped_for,
+            "gain_over_default": found.gain,
+            "trials": [vars(trial) | {"pairs": len(trial.pairs)} for trial in found.trials],
+            "turns": found.turns,
         }
+        plain: dict[str, Any] = json.loads(json.dumps(content, default=_as_plain))
+        return plain
 
     def deepspeed(self) -> dict[str, Any]:
         """Return what DeepSpeed's configuration should have."""
@@ -132,14 +114,12 @@ class Result:
     def rates(self, drive: int | None = None) -> dict[str, Any]:
         """Return median and confidence of the chosen settings' rates, of one drive or of all, in bytes a second."""
         rates: dict[str, Any] = {}
+        turns = self.found.turns_of(self.found.chosen)
         for name in ("write", "read"):
-            measured: list[Measurement | None]
-            measured = [getattr(turn, name) for turn in self.found.turns_of(self.found.chosen)]
-            known = [each for each in measured if each is not None]
+            known = [each for turn in turns if (each := getattr(turn, name)) is not None]
             if known:
                 values = [m.rate if drive is None else m.drive_rates[drive] for m in known]
-                found: Interval = interval(values)
-                rates[name] = dataclasses.asdict(found)
+                rates[name] = dataclasses.asdict(interval(values))
         return rates
 
 
@@ -192,6 +172,11 @@ def tune(job: Job, watcher: Watcher, *, save: bool = True) -> Result:
             + ([] if store else _why_unsaved(job, save)),
         )
     return result if store is None else _stored(result, store)
+
+
+def _as_plain(value: Any) -> Any:
+    """Return an object as JSON knows it: a path as its text, a dataclass by its fields."""
+    return str(value) if isinstance(value, Path) else dataclasses.asdict(value)
 
 
 class _Runner:
@@ -273,10 +258,11 @@ def _suitable_nbytes(job: Job) -> int:
 
 
 def _warnings(job: Job, drives: Drives, file_systems: list[profiles.FileSystem]) -> list[str]:
-    warnings = []
-    for folder, system in zip(job.folders, file_systems, strict=True):
-        if system.type in _IN_MEMORY:
-            warnings.append(f"{folder} is in memory ({system.type}): nothing is stored for it")
+    warnings = [
+        f"{folder} is in memory ({system.type}): nothing is stored for it"
+        for folder, system in zip(job.folders, file_systems, strict=True)
+        if system.type in _IN_MEMORY
+    ]
     if not warnings and not drives.direct:
         warnings.append(
             "direct I/O does not work here: writes include making them durable, and reads may come from a cache"

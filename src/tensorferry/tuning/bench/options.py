@@ -2,81 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
 from tensorferry.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH
 from tensorferry.handles import MAX_PARALLELISM
-from tensorferry.sizes import parse_nbytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tensorferry.tuning.options import Option, count, nbytes, one_of
 
 ENGINES = ("aio_handle", "files", "torch_io")
 IO_ENGINES = ("io_uring", "libaio", "threads")
 MEMORIES = ("locked", "ordinary", "accelerator")
 
-_MAX_FILE_NBYTES = (1 << 63) - 1
 _MAX_PROCESSES = 1024
 _MAX_LOOPS = 1_000_000
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option. ``read`` makes a value of its text or raises ValueError; a switch has none, and is True or False."""
-
-    name: str
-    help: str
-    read: Callable[[str], Any] | None = None
-    metavar: str = ""
-    default: str | None = None
-    many: bool = False
-    ours: bool = False  # ds_io has no such option
-
-    @property
-    def flag(self) -> str:
-        """How it is written; an underscore for each hyphen will do as well."""
-        return "--" + self.name.replace("_", "-")
-
-
-def count(minimum: int, maximum: int) -> Callable[[str], int]:
-    """Return what reads whole numbers between two."""
-
-    def read(text: str) -> int:
-        if not text.strip().lstrip("+-").isdecimal() or not text.isascii():
-            raise ValueError(f"{text!r} is no whole number")
-        value = int(text)
-        if not minimum <= value <= maximum:
-            raise ValueError(f"{value} is not between {minimum} and {maximum}")
-        return value
-
-    return read
-
-
-def nbytes(minimum: int = 1, maximum: int = _MAX_FILE_NBYTES) -> Callable[[str], int]:
-    """Return what reads sizes between two."""
-
-    def read(text: str) -> int:
-        value = parse_nbytes(text)
-        if not minimum <= value <= maximum:
-            raise ValueError(f"{text} is not between {minimum} and {maximum} bytes")
-        return value
-
-    return read
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"{text!r} is none of {', '.join(choices)}")
-        return text
-
-    return read
-
 
 LOOPS = Option("loops", "Transfers that count.", count(1, _MAX_LOOPS), "N", "3")
 
 OPTIONS = (
+    Option(
+        "path",
+        "The folder to work in; the same as --folder.",
+        str,
+        "FOLDER",
+        argument=True,
+        ours=True,
+    ),
     Option("folder", "The folder to work in.", str, "FOLDER"),
     Option(
         "folder_to_device_mapping",
@@ -111,14 +58,14 @@ OPTIONS = (
     Option(
         "engine",
         "aio_handle: asynchronous calls and wait(); files: tensorferry.open(); torch_io: torch.save and load.",
-        _one_of(*ENGINES),
+        one_of(*ENGINES),
         "|".join(ENGINES),
         "aio_handle",
     ),
     Option(
         "io_engine",
         "How blocks reach the kernel. Default: the first that works.",
-        _one_of(*IO_ENGINES),
+        one_of(*IO_ENGINES),
         "|".join(IO_ENGINES),
         ours=True,
     ),
@@ -142,7 +89,7 @@ OPTIONS = (
         "Host memory. locked: as tensorferry.empty() makes it, the default; ordinary: unaligned, on small pages; "
         "accelerator: pinned by torch. With --gpu: copy all bytes by way of such memory, rather than give the CUDA "
         "tensor to the handle.",
-        _one_of(*MEMORIES),
+        one_of(*MEMORIES),
         "|".join(MEMORIES),
         ours=True,
     ),

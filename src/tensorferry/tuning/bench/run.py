@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tensorferry.settings import Settings
 from tensorferry.sizes import format_nbytes
@@ -20,8 +21,7 @@ from tensorferry.tuning.machine.storage import file_system
 from tensorferry.tuning.scratch import remove, scratch_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from tensorferry.tuning.bench.arguments import Job, Operation
 
@@ -33,11 +33,8 @@ class BenchError(Exception):
     """The machine could not do the job; the message says why and what helps. Nothing is left behind."""
 
 
-class Progress(Protocol):
-    """Told what is being done."""
-
-    def __call__(self, description: str, done: int, total: int) -> None:
-        """``done`` of ``total`` transfers have been made."""
+# Told what is being done, and how many of how many transfers have been made.
+Progress: TypeAlias = "Callable[[str, int, int], None]"
 
 
 def run(job: Job, progress: Progress | None = None) -> Results:
@@ -208,57 +205,46 @@ def _by_name(answers: list[dict[str, Any]]) -> dict[str, list[Any]]:
 @contextlib.contextmanager
 def _places_for_files(job: Job) -> Iterator[list[Files]]:
     """Give each process's files by operation, and remove the new ones: always, or where they are kept, on failure."""
-    if not job.keep_files:
-        with contextlib.ExitStack() as stack:
-            directories = {
-                folder: stack.enter_context(scratch_directory(folder, "tensorferry-bench-"))
-                for folder in dict.fromkeys(place.folder for place in job.places)
+    with contextlib.ExitStack() as stack:
+        folders = {place.folder: place.folder for place in job.places}
+        if not job.keep_files:
+            for folder in folders:
+                scratch = scratch_directory(folder, "tensorferry-bench-")
+                folders[folder] = stack.enter_context(scratch)
+        files = [
+            {
+                operation: [folders[place.folder] / name for name in _names(job, operation, number)]
+                for operation in job.operations
             }
-            yield [
-                {
-                    operation: [
-                        directories[place.folder] / f"{operation}.{number}.{loop}"
-                        for loop in range(job.files_per_process)
-                    ]
-                    for operation in job.operations
-                }
-                for number, place in enumerate(job.places)
-            ]
-        return
-    files = [
-        {operation: _ds_io_paths(job, operation, number) for operation in job.operations}
-        for number in range(len(job.places))
-    ]
-    paths = [path for each in files for some in each.values() for path in some]
-    new = [path for path in dict.fromkeys(paths) if not path.exists()]
-    try:
-        yield files
-    except BaseException:
-        with ending_signals_blocked():
-            for path in new:
-                path.unlink(missing_ok=True)
-        raise
+            for number, place in enumerate(job.places)
+        ]
+        new = {path for each in files for some in each.values() for path in some}
+        new = {path for path in new if not path.exists()}
+        try:
+            yield files
+        except BaseException:
+            with ending_signals_blocked():
+                for path in new:
+                    path.unlink(missing_ok=True)
+            raise
 
 
-def _ds_io_paths(job: Job, operation: Operation, number: int) -> list[Path]:
+def _names(job: Job, operation: Operation, number: int) -> list[str]:
     """Return the names that ds_io gives its files."""
     numbered = job.engine in ("aio_handle", "files") or job.different_file_each_iteration
     endings = [f"_{loop}" for loop in range(job.files_per_process)] if numbered else [""]
-    folder = job.places[number].folder
-    return [folder / f"_aio_{operation}_{job.io_nbytes}.pt.{number}{ending}" for ending in endings]
+    return [f"_aio_{operation}_{job.io_nbytes}.pt.{number}{ending}" for ending in endings]
 
 
 def _check_space(job: Job, files: list[Files]) -> None:
     """Refuse what cannot fit, before the first byte; quotas and others who write are noticed later."""
-    needed: dict[int, int] = {}
-    folders: dict[int, Path] = {}
+    needed: dict[int, int] = defaultdict(int)
+    folders = {place.folder.stat().st_dev: place.folder for place in job.places}
     for place, each in zip(job.places, files, strict=True):
-        device = place.folder.stat().st_dev
-        folders.setdefault(device, place.folder)
         # One operation's files are gone before the next one's are made, unless they are kept.
         counts = [sum(not path.exists() for path in dict.fromkeys(each[o])) for o in job.operations]
         count = sum(counts) if job.keep_files else max(counts)
-        needed[device] = needed.get(device, 0) + count * job.io_nbytes
+        needed[place.folder.stat().st_dev] += count * job.io_nbytes
     for device, nbytes in needed.items():
         free = shutil.disk_usage(folders[device]).free
         if nbytes > free:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 
     from tensorferry.tuning.bench.arguments import Job, Operation
     from tensorferry.tuning.bench.memory import Memory
+
+
+_OF_HANDLES = (
+    "block_size",
+    "queue_depth",
+    "single_submit",
+    "overlap_events",
+    "intra_op_parallelism",
+)
 
 
 class Way:
@@ -64,10 +74,8 @@ class Way:
 def make_way(name: str, job: Job, memory: Memory) -> Way:
     """Return one of ENGINES, or "gds_handle", or "python": what most programs do."""
     settings = dict(job.settings)
-    if name == "aio_handle":
-        return _HandleWay(tensorferry.aio_handle(**settings), memory)
-    if name == "gds_handle":
-        return _GdsWay(tensorferry.gds_handle(**settings), memory)
+    if name in ("aio_handle", "gds_handle"):
+        return _HandleWay(getattr(tensorferry, name)(**settings), memory)
     if name == "files":
         settings.pop("overlap_events", None)  # queues are always refilled
         return _FilesWay(settings, memory)
@@ -77,11 +85,13 @@ def make_way(name: str, job: Job, memory: Memory) -> Way:
 
 
 class _HandleWay(Way):
-    """``aio_handle``: asynchronous calls and ``wait()``."""
+    """Asynchronous calls of ``aio_handle``, or of ``gds_handle`` with the GPU's memory registered once, as in ds_io."""
 
     def __init__(self, handle: tensorferry.aio_handle, memory: Memory) -> None:
         super().__init__(memory)
         self._handle = handle
+        if isinstance(handle, tensorferry.gds_handle):
+            handle.pin_device_tensor(memory.device)
 
     def transfer(self) -> None:
         with self._memory.transferred(self._operation) as array:
@@ -92,7 +102,8 @@ class _HandleWay(Way):
             self._handle.wait()
 
     def settings(self) -> dict[str, Any]:
-        return _settings_of(self._handle)
+        used = {name: getattr(self._handle, f"get_{name}")() for name in _OF_HANDLES}
+        return used | {"engine": self._handle.engine}
 
     def latency_microseconds(self) -> dict[str, float] | None:
         return _latency(self._handle.stats())
@@ -101,20 +112,9 @@ class _HandleWay(Way):
         return _gpu(self._handle.stats())
 
     def close(self) -> None:
+        if isinstance(self._handle, tensorferry.gds_handle):
+            self._handle.unpin_device_tensor(self._memory.device)
         self._handle.close()
-
-
-class _GdsWay(_HandleWay):
-    """``gds_handle``, with the GPU's memory registered once, as ds_io does it."""
-
-    def __init__(self, handle: tensorferry.gds_handle, memory: Memory) -> None:
-        super().__init__(handle, memory)
-        handle.pin_device_tensor(memory.device)
-        self._gds_handle = handle
-
-    def close(self) -> None:
-        self._gds_handle.unpin_device_tensor(self._memory.device)
-        super().close()
 
 
 class _FilesWay(Way):
@@ -145,15 +145,11 @@ class _FilesWay(Way):
 
     def settings(self) -> dict[str, Any]:
         assert self._file is not None
-        scheduler = default_scheduler()
-        profile = (
-            scheduler.latest_settings()
-            if isinstance(scheduler, ProfiledScheduler) and not self._given
-            else None
-        )
+        scheduler, profile = default_scheduler(), None
+        if isinstance(scheduler, ProfiledScheduler) and not self._given:
+            profile = scheduler.latest_settings()
         used = dataclasses.asdict(profile or Settings()) | self._given
-        names = ("block_size", "queue_depth", "engine")
-        return {name: used[name] for name in names} | {"engine": self._file.engine}
+        return {name: used[name] for name in _OF_HANDLES[:2]} | {"engine": self._file.engine}
 
     def latency_microseconds(self) -> dict[str, float] | None:
         return _latency(self._file.stats()) if self._file is not None else None
@@ -215,31 +211,16 @@ class _PythonWay(Way):
         _ = memory.host  # made now, outside the clock
 
     def transfer(self) -> None:
-        with self._memory.on_host(self._operation) as rest:
-            if self._operation == "read":
-                with open(self._path, "rb", buffering=0) as file:
-                    while rest:
-                        count = file.readinto(rest)
-                        if not count:
-                            raise EOFError(f"{str(self._path)!r} is shorter than it was")
-                        rest = rest[count:]
-                return
-            with open(self._path, "r+b" if self._path.exists() else "wb", buffering=0) as file:
-                while rest:
-                    rest = rest[file.write(rest) :]
+        reading = self._operation == "read"
+        mode = "r" if reading else "r+" if self._path.exists() else "w"
+        with self._memory.on_host(self._operation) as rest, FileIO(self._path, mode) as file:
+            while rest:
+                count = file.readinto(rest) if reading else file.write(rest)
+                if not count:
+                    raise EOFError(f"{str(self._path)!r} is shorter than it was")
+                rest = rest[count:]
+            if not reading:
                 os.fsync(file.fileno())
-
-
-def _settings_of(handle: tensorferry.aio_handle) -> dict[str, Any]:
-    """Return the settings a handle works with: those given, else those of the last transfer's profile."""
-    return {
-        "block_size": handle.get_block_size(),
-        "queue_depth": handle.get_queue_depth(),
-        "single_submit": handle.get_single_submit(),
-        "overlap_events": handle.get_overlap_events(),
-        "intra_op_parallelism": handle.get_intra_op_parallelism(),
-        "engine": handle.engine,
-    }
 
 
 def _gpu(stats: dict[str, Any]) -> dict[str, Any] | None:

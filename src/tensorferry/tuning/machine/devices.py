@@ -16,6 +16,7 @@ from tensorferry.tuning.machine.probe import (
     chosen,
     number_or_none,
     text_or_none,
+    texts,
 )
 
 _SECTOR_NBYTES = 512  # in which /sys counts, whatever the drive's sectors are
@@ -30,7 +31,9 @@ _QUEUE_NUMBERS = (
     "dma_alignment",
     "read_ahead_kb",
 )
+_MAPPED = {"CRYPT": "dm-crypt", "LVM": "LVM volume", "mpath": "multipath"}
 _KINDS = {
+    "nvme": "NVMe drive",
     "vd": "virtio disk",
     "sd": "SCSI or SATA disk",
     "xvd": "Xen disk",
@@ -98,73 +101,52 @@ def _number_below(path: Path) -> str | None:
 
 
 def _kind(folder: Path) -> Facts:
-    name = folder.name
     if (folder / "dm").is_dir():
         uuid = text_or_none(folder / "dm/uuid") or ""
-        kinds = {"CRYPT": "dm-crypt", "LVM": "LVM volume", "mpath": "multipath"}
-        return {
-            "kind": kinds.get(uuid.partition("-")[0], "device mapper"),
-            "model": text_or_none(folder / "dm/name"),
-        }
+        kind = _MAPPED.get(uuid.partition("-")[0], "device mapper")
+        return {"kind": kind, "model": text_or_none(folder / "dm/name")}
     if (folder / "md").is_dir():
         chunk = number_or_none(folder / "md/chunk_size")
-        return {
-            "kind": "MD array",
-            "model": text_or_none(folder / "md/level"),
-            "chunk_nbytes": chunk,
-        }
+        level = text_or_none(folder / "md/level")
+        return {"kind": "MD array", "model": level, "chunk_nbytes": chunk}
     if (folder / "loop").is_dir():
-        return {
-            "kind": "loop device",
-            "model": None,
-            "backing_file": text_or_none(folder / "loop/backing_file"),
-            "direct_io": text_or_none(folder / "loop/dio") == "1",
-        }
-    words = [text_or_none(folder / "device" / part) for part in ("vendor", "model")]
+        backing = text_or_none(folder / "loop/backing_file")
+        direct = text_or_none(folder / "loop/dio") == "1"
+        loop: Facts = {"kind": "loop device", "model": None}
+        return loop | {"backing_file": backing, "direct_io": direct}
+    words = texts(folder / "device", "vendor", "model").values()
     # virtio's "vendor" is a number, not a name.
     model = " ".join(word for word in words if word and not word.startswith("0x")) or None
-    if name.startswith("nvme"):
-        controllers = _controllers(folder)
-        model = model or (text_or_none(controllers[0] / "model") if controllers else None)
-        return {"kind": "NVMe drive", "model": model}
-    prefix = re.match(r"[a-z]+", name)
-    kinds = {head: kind for head, kind in _KINDS.items() if prefix and prefix[0].startswith(head)}
-    return {"kind": next(iter(kinds.values()), "block device"), "model": model}
+    if model is None and (controllers := _controllers(folder)):
+        model = text_or_none(controllers[0] / "model")
+    kinds = (kind for head, kind in _KINDS.items() if folder.name.startswith(head))
+    return {"kind": next(kinds, "block device"), "model": model}
 
 
 def _queue(folder: Path) -> Facts:
-    queue = folder / "queue"
-    numbers = {name: number_or_none(queue / name) for name in _QUEUE_NUMBERS}
+    numbers = {name: number_or_none(folder / "queue" / name) for name in _QUEUE_NUMBERS}
     return {
-        "scheduler": chosen(text_or_none(queue / "scheduler") or "none"),
+        "scheduler": chosen(text_or_none(folder / "queue/scheduler") or "none"),
         **{name: value for name, value in numbers.items() if value is not None},
-        "write_cache": text_or_none(queue / "write_cache"),
+        "write_cache": text_or_none(folder / "queue/write_cache"),
         "hardware_queues": len(list((folder / "mq").glob("[0-9]*"))) or None,
     }
 
 
 def _controllers(folder: Path) -> list[Path]:
-    device = folder / "device"
-    if not device.exists():
+    if not folder.name.startswith("nvme") or not (folder / "device").exists():
         return []
-    device = device.resolve()
-    if re.fullmatch(r"nvme\d+", device.name):
-        return [device]
+    device = (folder / "device").resolve()
     # With native multipath the drive belongs to a subsystem, which links to the controllers: its paths.
-    paths = [path for path in device.glob("nvme*") if re.fullmatch(r"nvme\d+", path.name)]
-    return [path.resolve() for path in sorted(paths)]
+    paths = [device, *sorted(device.glob("nvme*"))]
+    return [path.resolve() for path in paths if re.fullmatch(r"nvme\d+", path.name)]
 
 
 def _controller(folder: Path) -> Facts:
-    return {
-        "name": folder.name,
-        "model": text_or_none(folder / "model"),
-        "firmware": text_or_none(folder / "firmware_rev"),
-        "transport": text_or_none(folder / "transport"),
-        "state": text_or_none(folder / "state"),
-        "numa_node": _numa_node(folder),
-        "pcie": _pcie_link(folder),
-    }
+    said = texts(folder, "model", "firmware_rev", "transport", "state")
+    said["firmware"] = said.pop("firmware_rev")
+    more = {"numa_node": _numa_node(folder), "pcie": _pcie_link(folder)}
+    return {"name": folder.name} | said | more
 
 
 def _numa_node(folder: Path) -> int | None:
@@ -177,11 +159,10 @@ def _numa_node(folder: Path) -> int | None:
 
 def _pcie_link(folder: Path) -> Facts | None:
     for place in folder.parents:
-        speed = text_or_none(place / "current_link_speed")
+        speed, speed_max = texts(place, "current_link_speed", "max_link_speed").values()
         if speed is None:
             continue
         width = number_or_none(place / "current_link_width")
-        speed_max = text_or_none(place / "max_link_speed")
         width_max = number_or_none(place / "max_link_width")
         return {
             "address": place.name,

@@ -44,12 +44,25 @@ def _on_pci() -> list[Facts]:
 
 
 def _nvidia_driver() -> str:
-    path = Path("/proc/driver/nvidia/version")
-    if not path.exists():
-        raise ProbeError("the kernel module nvidia is not loaded")
-    line = text(path).splitlines()[0]
+    line = _first_line(Path("/proc/driver/nvidia/version"), "nvidia")
     version = re.search(r"\d+\.\d+(\.\d+)?", line)
     return version[0] if version else line
+
+
+def _nvidia_fs() -> str:
+    try:
+        return _first_line(Path("/proc/driver/nvidia-fs/version"), "nvidia-fs")
+    except ProbeError:
+        modules = text_or_none(Path("/proc/modules")) or ""
+        if any(line.startswith("nvidia_fs ") for line in modules.splitlines()):
+            return "loaded"
+        raise
+
+
+def _first_line(path: Path, module: str) -> str:
+    if not path.exists():
+        raise ProbeError(f"the kernel module {module} is not loaded")
+    return text(path).splitlines()[0]
 
 
 def _nvidia_smi() -> list[Facts]:
@@ -69,13 +82,3 @@ def _cufile_libraries() -> list[str]:
     if found := cufile_libraries():
         return found
     raise ProbeError(str(cufile_refusal()))
-
-
-def _nvidia_fs() -> str:
-    version = Path("/proc/driver/nvidia-fs/version")
-    if version.exists():
-        return text(version).splitlines()[0]
-    modules = text_or_none(Path("/proc/modules")) or ""
-    if any(line.startswith("nvidia_fs ") for line in modules.splitlines()):
-        return "loaded"
-    raise ProbeError("the kernel module nvidia-fs is not loaded")

@@ -11,6 +11,7 @@ from tensorferry.tuning.machine.probe import (
     ProbeError,
     attempt,
     chosen,
+    fields,
     number,
     number_or_none,
     text,
@@ -63,8 +64,7 @@ def transparent_huge_pages() -> str:
 
 def status_of_process() -> dict[str, str]:
     """Return the fields of /proc/self/status."""
-    lines = text(Path("/proc/self/status")).splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return fields(Path("/proc/self/status"))
 
 
 def _io_uring_disabled() -> Facts:
@@ -97,10 +97,7 @@ def _numa_nodes() -> dict[str, str]:
 
 
 def _memory() -> Facts:
-    lines = text(Path("/proc/meminfo")).splitlines()
-    found = {
-        name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)
-    }
+    found = {name: int(value.split()[0]) for name, value in fields(Path("/proc/meminfo")).items()}
     return {
         "nbytes": found["MemTotal"] << 10,
         "available_nbytes": found["MemAvailable"] << 10,

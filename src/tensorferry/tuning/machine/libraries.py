@@ -129,22 +129,12 @@ def torch_facts() -> Facts:
     """Import torch and return its version, what it was built for and the GPUs that it can use."""
     import torch
 
-    facts: Facts = {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "rocm": torch.version.hip,
-        "gpus": [],
-    }
-    if reason := why_torch_has_none():
-        facts["gpus"] = unknown(reason)
-    else:
-        properties = [
-            torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
-        ]
-        facts["gpus"] = [
-            {"name": gpu.name, "memory_nbytes": gpu.total_memory} for gpu in properties
-        ]
-    return facts
+    cuda = torch.cuda
+    reason = why_torch_has_none()
+    cards = [] if reason else map(cuda.get_device_properties, range(cuda.device_count()))
+    gpus = [{"name": card.name, "memory_nbytes": card.total_memory} for card in cards]
+    versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
+    return {"version": torch.__version__, **versions, "gpus": unknown(reason) if reason else gpus}
 
 
 def deepspeed_facts() -> Facts:
@@ -185,10 +175,7 @@ def _op(builder_type: Any, built: bool) -> Facts:
 
 
 def _missing_tools() -> list[str]:
-    compiler = os.environ.get("CXX", "c++")
-    return [f"{tool} is not installed" for tool in (compiler, "ninja") if not _has_tool(tool)]
-
-
-def _has_tool(tool: str) -> bool:
     # ninja may come as a Python package, beside an interpreter that is not on PATH.
-    return shutil.which(tool) is not None or (Path(sys.executable).parent / tool).exists()
+    path = f"{os.environ.get('PATH', os.defpath)}:{Path(sys.executable).parent}"
+    tools = (os.environ.get("CXX", "c++"), "ninja")
+    return [f"{tool} is not installed" for tool in tools if shutil.which(tool, path=path) is None]

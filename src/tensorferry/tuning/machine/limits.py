@@ -12,6 +12,7 @@ from tensorferry.tuning.machine.kernel import status_of_process
 from tensorferry.tuning.machine.probe import (
     Facts,
     attempt,
+    fields,
     number,
     number_or_none,
     text,
@@ -70,27 +71,20 @@ def available_nbytes(process: Path = Path("/proc/self")) -> int:
 
     What a group's page cache holds is given back when it is needed, and counts as free.
     """
-    nbytes = [_in_file(Path("/proc/meminfo"), "MemAvailable:", 1 << 10)]
+    nbytes = []
+    with contextlib.suppress(OSError, KeyError):
+        nbytes.append(int(fields(Path("/proc/meminfo"))["MemAvailable"].split()[0]) << 10)
     with contextlib.suppress(OSError, ValueError):
         for version, group in _groups(process, "memory"):
             limit, used = _memory_of(version, group)
             if limit is not None and used is not None:
+                told = (text_or_none(group / "memory.stat") or "").splitlines()
+                statistics = dict(line.split() for line in told)
+                names = ("inactive_file", "active_file")
                 prefix = "total_" if version == 1 else ""
-                cached = [
-                    _in_file(group / "memory.stat", f"{prefix}{name}", 1) or 0
-                    for name in ("inactive_file", "active_file")
-                ]
-                nbytes.append(max(0, limit - used + sum(cached)))
-    known = [each for each in nbytes if each is not None]
-    return min(known, default=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-def _in_file(path: Path, name: str, unit: int) -> int | None:
-    """Return the number behind a name at a line's beginning."""
-    for line in (text_or_none(path) or "").splitlines():
-        if line.split()[:1] == [name]:
-            return int(line.split()[1]) * unit
-    return None
+                cached = sum(int(statistics.get(prefix + name, 0)) for name in names)
+                nbytes.append(max(0, limit - used + cached))
+    return min(nbytes, default=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _limit(which: int) -> Facts:
@@ -128,15 +122,10 @@ def _memory_of(version: int, group: Path) -> tuple[int | None, int | None]:
 def _cpu_limit(process: Path) -> float | None:
     quotas = []
     for version, group in _groups(process, "cpu"):
-        if version == 1:
-            quota = number_or_none(group / "cpu.cfs_quota_us")
-            period = number_or_none(group / "cpu.cfs_period_us")
-        else:
-            words = (text_or_none(group / "cpu.max") or "max 100000").split()
-            quota = None if words[0] == "max" else int(words[0])
-            period = int(words[1])
-        if quota is not None and quota > 0 and period:
-            quotas.append(quota / period)
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
+        words = " ".join(text_or_none(group / name) or "" for name in names).split()
+        if len(words) == 2 and all(word.isdecimal() for word in words):  # else "max", or -1
+            quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
 
 
@@ -150,17 +139,14 @@ def _io_limits(process: Path) -> list[Facts]:
 
 def _throttles(process: Path) -> Iterator[tuple[str, str, int]]:
     for version, group in _groups(process, "io"):
-        if version == 2:
-            for line in (text_or_none(group / "io.max") or "").splitlines():
+        for file, what in _THROTTLES.items() if version == 1 else [("io.max", "")]:
+            name = f"blkio.throttle.{file}" if version == 1 else file
+            for line in (text_or_none(group / name) or "").splitlines():
                 device, *limits = line.split()
-                for what, _, value in (limit.partition("=") for limit in limits):
+                for limit in limits:
+                    key, _, value = limit.rpartition("=")
                     if value != "max":
-                        yield device, what, int(value)
-            continue
-        for file, what in _THROTTLES.items():
-            for line in (text_or_none(group / f"blkio.throttle.{file}") or "").splitlines():
-                device, value = line.split()
-                yield device, what, int(value)
+                        yield device, key or what, int(value)
 
 
 def _groups(process: Path, controller: str) -> Iterator[tuple[int, Path]]:
@@ -171,18 +157,13 @@ def _groups(process: Path, controller: str) -> Iterator[tuple[int, Path]]:
         if controllers and first_version not in controllers.split(","):
             continue
         for mount in mounts(process):
-            if controllers and (
-                mount["type"] != "cgroup" or first_version not in mount["options"].split(",")
-            ):
+            if mount["type"] != ("cgroup" if controllers else "cgroup2"):
                 continue
-            if not controllers and mount["type"] != "cgroup2":
+            if controllers and first_version not in mount["options"].split(","):
                 continue
-            top = Path(mount["mount_point"])
-            group = _inside(path, mount["root"])
-            version = 1 if controllers else 2
-            yield from (
-                (version, folder) for folder in [top / group, *(top / up for up in group.parents)]
-            )
+            top, group = Path(mount["mount_point"]), _inside(path, mount["root"])
+            for folder in (group, *group.parents):
+                yield (1 if controllers else 2), top / folder
 
 
 def _inside(path: str, root: str) -> PurePosixPath:

@@ -65,6 +65,17 @@ def number_or_none(path: Path) -> int | None:
         return None
 
 
+def texts(folder: Path, *names: str) -> Facts:
+    """Return what files of a folder of /sys say, by their names; None for those that are not there."""
+    return {name: text_or_none(folder / name) for name in names}
+
+
+def fields(path: Path) -> dict[str, str]:
+    """Return what a file of /proc says in lines of "name: value"."""
+    lines = (line.partition(":") for line in text(path).splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
 def chosen(options: str) -> str:
     """Return the option in brackets, as in "always [madvise] never"; the whole text where none is."""
     _, bracket, rest = options.partition("[")
