@@ -52,8 +52,9 @@ class Worker:
         return self._exchange({"call": name, "with": arguments})
 
     def sample(self, name: str, **arguments: Any) -> Sample:
-        """Call a method that answers with a measurement of throughput."""
-        return throughput(**self.call(name, **arguments))
+        """Call a method that answers with a measurement: of a value, or else of throughput."""
+        answer = self.call(name, **arguments)
+        return Sample(**answer) if "value" in answer else throughput(**answer)
 
     def close(self) -> None:
         self._stop()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import UnavailableError
-from benchmarks.measure import Stopwatch
+from benchmarks.measure import Stopwatch, drive_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,11 +27,11 @@ class Trainer:
 
     def steps(self, count: int) -> dict[str, Any]:
         """Time some steps; the bytes are what the process read from and wrote to drives meanwhile."""
-        before, in_handle = _drive_nbytes(), self._clock.seconds
+        before, in_handle = drive_nbytes("read", "write"), self._clock.seconds
         with Stopwatch() as watch:
             losses = [self._training.step() for _ in range(count)]
         return watch.result(
-            _drive_nbytes() - before,
+            drive_nbytes("read", "write") - before,
             losses=losses,
             seconds_in_handle=self._clock.seconds - in_handle,
         )
@@ -51,11 +51,11 @@ class OptimizerStepper:
 
     def step(self) -> dict[str, Any]:
         """Time a step, and count what it, and the gradients for it, have moved."""
-        before = _drive_nbytes()
+        before = drive_nbytes("read", "write")
         self._training.compute_gradients()
         with Stopwatch() as watch:
             self._training.step()
-        return watch.result(_drive_nbytes() - before)
+        return watch.result(drive_nbytes("read", "write") - before)
 
 
 def _begin(served: bool) -> tuple[_HandleClock, tempfile.TemporaryDirectory[str]]:
@@ -105,8 +105,3 @@ class _HandleClock:
                 self._inside = False
 
         return timed
-
-
-def _drive_nbytes() -> int:
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["read_bytes"]) + int(lines["write_bytes"])

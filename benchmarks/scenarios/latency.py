@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, fio
-from benchmarks.harness import (
-    Comparison,
-    Contender,
-    Figure,
-    Outcome,
-    Sample,
-    Settings,
-    compare,
-    difference,
-)
-from benchmarks.worker import Worker, workers
+from benchmarks.actions import measured, seeds
+from benchmarks.bench import contenders, scenario
+from benchmarks.harness import Sample, difference
+
+if TYPE_CHECKING:
+    from benchmarks.bench import Bench, Measure
 
 SEED = 19
 BLOCK_NBYTES = 4096
@@ -23,62 +18,46 @@ ALIGNED = "tensorferry file.read, tensorferry.empty"
 PLAIN = "tensorferry file.read, torch.empty"
 
 
-def run(settings: Settings) -> Outcome:
-    count = 16 if settings.smoke else 2_000
-    with files.scratch_directory(settings.directory) as directory, workers() as make:
-        path = directory / "source"
-        files.write_pattern(path, settings.nbytes, SEED)
+@scenario
+def run(bench: Bench) -> None:
+    count = 16 if bench.smoke else 2_000
+    path = bench.directory / "source"
+    files.write_pattern(path, bench.nbytes, SEED)
 
-        def python(worker: Worker, number: int) -> Sample:
-            files.make_cold(path)
-            answer = worker.call(
-                "read", path=str(path), file_nbytes=settings.nbytes, count=count, seed=SEED + number
-            )
-            times = answer["microseconds"]
-            seconds = sum(times) / 1e6
-            mean = statistics.fmean(times)
-            return Sample(statistics.median(times), seconds, details={"mean_microseconds": mean})
+    def python(peer: str, **options: bool) -> Measure:
+        worker = bench.worker(f"benchmarks.peers.{peer}", block_nbytes=BLOCK_NBYTES, **options)
+        where: dict[str, Any] = {"path": str(path), "file_nbytes": bench.nbytes, "count": count}
+        return measured(worker, "read", files.make_cold, [path], **where, seed=seeds(SEED))
 
-        def psync(number: int) -> Sample:
-            files.make_cold(path)
-            config = fio.Config("psync", "4k", 1)
-            options = (
-                f"--io_size={count * BLOCK_NBYTES}",
-                f"--randseed={SEED + number}",
-                "--norandommap",
-                "--percentile_list=50",
-                "--lat_percentiles=1",
-                "--clat_percentiles=0",
-            )
-            report = fio.run(config, path, "randread", settings.nbytes, *options)["read"]
-            latency = report["lat_ns"]
-            mean = latency["mean"] / 1000
-            median = latency["percentile"]["50.000000"] / 1000
-            return Sample(median, report["runtime"] / 1000, details={"mean_microseconds": mean})
-
-        ours = "benchmarks.peers.ours:BlockingReads"
-        aligned = make(ours, block_nbytes=BLOCK_NBYTES, aligned=True)
-        plain = make(ours, block_nbytes=BLOCK_NBYTES, aligned=False)
-        preadv = make("benchmarks.peers.plain:BlockingReads", block_nbytes=BLOCK_NBYTES)
-        contenders = [
-            Contender(ALIGNED, "ours", lambda number: python(aligned, number)),
-            Contender(PLAIN, "ours", lambda number: python(plain, number)),
-            Contender("plain Python os.preadv", "peer", lambda number: python(preadv, number)),
-        ]
-        if fio.installed():
-            contenders.append(Contender("fio psync", "fio", psync))
-        comparison = Comparison(
-            "latency",
-            f"median of {count:,} blocking reads of {BLOCK_NBYTES} bytes, random offsets, O_DIRECT",
-            "µs",
-            higher_is_better=False,
+    def psync(config: fio.Config, number: int) -> Sample:
+        files.make_cold(path)
+        options = (
+            *fio.random_options(count * BLOCK_NBYTES, SEED + number),
+            *("--percentile_list=50", "--lat_percentiles=1", "--clat_percentiles=0"),
         )
-        compare(settings, comparison, contenders)
-    outcome = Outcome([comparison])
+        report = fio.run(config, path, "randread", bench.nbytes, *options)["read"]
+        latency = report["lat_ns"]
+        mean = latency["mean"] / 1000
+        median = latency["percentile"]["50.000000"] / 1000
+        return Sample(median, report["runtime"] / 1000, details={"mean_microseconds": mean})
+
+    ours = {
+        ALIGNED: python("ours:BlockingReads", aligned=True),
+        PLAIN: python("ours:BlockingReads", aligned=False),
+    }
+    configs = fio.usable([fio.Config("psync", BLOCK_NBYTES, 1)], bench.settings)
+    comparison = bench.compare(
+        "latency",
+        f"median of {count:,} blocking reads of {BLOCK_NBYTES} bytes, random offsets, O_DIRECT",
+        [
+            *contenders("ours", ours),
+            *contenders("peer", {"plain Python os.preadv": python("plain:BlockingReads")}),
+            *fio.each_of(configs, psync),
+        ],
+        "µs",
+    )
     theirs = comparison.best("fio")
-    for label in (ALIGNED, PLAIN):
-        row = comparison.row(label)
-        over = difference(row, theirs)
-        note = f"fio psync {theirs.median:.1f} µs" if theirs else "no fio"
-        outcome.figures.append(Figure(f"latency: {label}, over psync", "<=", 10, over, "µs", note))
-    return outcome
+    for label in ours:
+        over = difference(comparison.row(label), theirs)
+        note = comparison.described(theirs, "fio psync")
+        bench.at_most(f"latency: {label}, over psync", 10, over, note, "µs")

@@ -3,90 +3,59 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, fio
-from benchmarks.harness import (
-    Comparison,
-    Contender,
-    Figure,
-    Outcome,
-    Sample,
-    Settings,
-    compare,
-    ratio,
-)
-from benchmarks.worker import Worker, workers
+from benchmarks.actions import measured, seeds
+from benchmarks.bench import contenders, scenario
+
+if TYPE_CHECKING:
+    from benchmarks.bench import Bench, Measure
+    from benchmarks.harness import Sample
 
 SEED = 17
 BLOCK_NBYTES = 4096
 DEPTH = 128
 _CONFIGS = [
-    fio.Config("io_uring", "4k", DEPTH),
-    fio.Config("io_uring", "4k", DEPTH, registered=True),
-    fio.Config("io_uring", "4k", DEPTH, registered=True, huge=True),
-    fio.Config("libaio", "4k", DEPTH),
+    fio.Config("io_uring", BLOCK_NBYTES, DEPTH),
+    fio.Config("io_uring", BLOCK_NBYTES, DEPTH, registered=True),
+    fio.Config("io_uring", BLOCK_NBYTES, DEPTH, registered=True, huge_pages=True),
+    fio.Config("libaio", BLOCK_NBYTES, DEPTH),
 ]
 
 
-def run(settings: Settings) -> Outcome:
-    count = 64 if settings.smoke else 10_000
-    with files.scratch_directory(settings.directory) as directory, workers() as make:
-        path = directory / "source"
-        files.write_pattern(path, settings.nbytes, SEED)
+@scenario
+def run(bench: Bench) -> None:
+    count = 64 if bench.smoke else 10_000
+    path = bench.directory / "source"
+    files.write_pattern(path, bench.nbytes, SEED)
 
-        def ours(worker: Worker, number: int) -> Sample:
-            files.make_cold(path)
-            sample = worker.sample(
-                "read", path=str(path), file_nbytes=settings.nbytes, seed=SEED + number
-            )
-            return _in_operations(sample)
+    def ours(*, aligned: bool) -> Measure:
+        options = {"count": count, "block_nbytes": BLOCK_NBYTES, "aligned": aligned}
+        worker = bench.worker("benchmarks.peers.ours:RandomReads", **options)
+        where: dict[str, Any] = {"path": str(path), "file_nbytes": bench.nbytes}
+        read = measured(worker, "read", files.make_cold, [path], **where, seed=seeds(SEED))
+        return lambda number: _in_operations(read(number))
 
-        def theirs(config: fio.Config, number: int) -> Sample:
-            files.make_cold(path)
-            options = (
-                f"--io_size={count * BLOCK_NBYTES}",
-                f"--randseed={SEED + number}",
-                "--norandommap",
-            )
-            job = fio.run(config, path, "randread", settings.nbytes, *options)
-            return _in_operations(fio.sample(job, "read"))
+    def theirs(config: fio.Config, number: int) -> Sample:
+        files.make_cold(path)
+        options = fio.random_options(count * BLOCK_NBYTES, SEED + number)
+        job = fio.run(config, path, "randread", bench.nbytes, *options)
+        return _in_operations(fio.sample(job, "read"))
 
-        def contender(memory: str, aligned: bool) -> Contender:
-            options = {"count": count, "block_nbytes": BLOCK_NBYTES, "aligned": aligned}
-            worker = make("benchmarks.peers.ours:RandomReads", **options)
-            label = f"tensorferry.read_many, {memory}"
-            return Contender(label, "ours", lambda number: ours(worker, number))
-
-        def by_fio(config: fio.Config) -> Contender:
-            return Contender(
-                config.label, "fio", lambda number: theirs(config, number), config.tags
-            )
-
-        contenders = [contender("tensorferry.empty", True), contender("torch.empty", False)]
-        contenders += [by_fio(config) for config in fio.usable(_CONFIGS, settings)]
-        comparison = Comparison(
-            "random read",
-            f"{count:,} reads of {BLOCK_NBYTES} bytes, depth {DEPTH}, cold file, O_DIRECT",
-            "kIOPS",
-        )
-        compare(settings, comparison, contenders)
-    best = comparison.best("fio")
-    note = f"best fio: {best.label}, {best.median:.1f} kIOPS" if best else "no fio"
-    return Outcome(
-        [comparison],
-        [
-            Figure(
-                f"random: {row.label}",
-                ">=",
-                0.9,
-                ratio(row if row.usable else None, best),
-                "",
-                note,
-            )
-            for row in comparison.rows
-            if row.kind == "ours"
-        ],
+    ways = {
+        "tensorferry.read_many, tensorferry.empty": ours(aligned=True),
+        "tensorferry.read_many, torch.empty": ours(aligned=False),
+    }
+    by_fio = fio.each_of(fio.usable(_CONFIGS, bench.settings), theirs)
+    comparison = bench.compare(
+        "random read",
+        f"{count:,} reads of {BLOCK_NBYTES} bytes, depth {DEPTH}, cold file, O_DIRECT",
+        contenders("ours", ways) + by_fio,
+        "kIOPS",
     )
+    for label in ways:
+        bench.over_fio(f"random: {label}", 0.9, comparison, label)
 
 
 def _in_operations(sample: Sample) -> Sample:

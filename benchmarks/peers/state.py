@@ -28,7 +28,7 @@ def state(nbytes: int) -> dict[str, Any]:
     return {"model": weights, "optimizer": {"state": moments, "param_groups": [{"lr": 1e-4}]}}
 
 
-def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+def tensors(state: dict[Any, Any]) -> list[torch.Tensor]:
     """The tensors of a state."""
     found: list[torch.Tensor] = []
     for value in state.values():
