@@ -64,24 +64,22 @@ def writes(
     target: Path, prepare: Prepare = files.remove, **everywhere: Any
 ) -> Callable[..., Measure]:
     """Return what makes of a worker, and arguments of its own, its writes of a file; the first one is checked."""
-
-    def write(worker: Worker, **arguments: Any) -> Measure:
-        given = {"path": str(target), "check": first, **everywhere, **arguments}
-        return measured(worker, "write", prepare, [target], **given)
-
-    return write
+    return _calls("write", prepare, target, check=first, **everywhere)
 
 
 def reads(
     source: Path, prepare: Prepare = files.make_cold, **everywhere: Any
 ) -> Callable[..., Measure]:
     """Return what makes of a worker, and arguments of its own, its reads of a file; each is checked by the worker."""
+    return _calls("read", prepare, source, **everywhere)
 
-    def read(worker: Worker, **arguments: Any) -> Measure:
-        given = {"path": str(source), **everywhere, **arguments}
-        return measured(worker, "read", prepare, [source], **given)
 
-    return read
+def _calls(call: str, prepare: Prepare, path: Path, **everywhere: Any) -> Callable[..., Measure]:
+    def of(worker: Worker, **arguments: Any) -> Measure:
+        given = {"path": str(path), **everywhere, **arguments}
+        return measured(worker, call, prepare, [path], **given)
+
+    return of
 
 
 def fresh_and_cold(

@@ -11,9 +11,10 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from benchmarks import drives, files, fio
-from benchmarks.harness import MIB, Comparison, Contender, Figure, Outcome, compare, ratio
+from benchmarks import drives, fio
+from benchmarks.harness import MIB, Comparison, Contender, Figure, Outcome, compare
 from benchmarks.worker import workers
+from tensorferry.tuning.scratch import scratch_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,7 +96,7 @@ class Bench:
         note, small = comparison.described(best), comparison.best("fio", "small")
         if small is not best:
             note += f"; {comparison.described(small, 'with 4 KiB pages')}"
-        self.at_least(what, target, ratio(comparison.row(label), best), note)
+        self.at_least(what, target, comparison.over(label, best), note)
 
     def peak(
         self, what: str, limit_nbytes: float, comparison: Comparison, label: str, note: str = ""
@@ -138,7 +139,8 @@ def contenders(kind: Kind, ways: Mapping[str, Measure], *tags: str) -> list[Cont
 @contextlib.contextmanager
 def bench_in(settings: Settings, outcome: Outcome) -> Iterator[Bench]:
     """A bench with a scratch directory and workers, which are gone afterwards."""
-    with files.scratch_directory(settings.directory) as directory, workers() as worker:
+    scratch = scratch_directory(settings.directory, "tensorferry-bench-")
+    with scratch as directory, workers() as worker:
         yield Bench(settings, directory, worker, outcome)
 
 

@@ -85,11 +85,6 @@ def run(config: Config, path: Path, kind: str, nbytes: int, *options: str) -> di
     return job
 
 
-def random_options(nbytes: int, seed: int) -> tuple[str, ...]:
-    """What reads so many bytes at random places of a file."""
-    return f"--io_size={nbytes}", f"--randseed={seed}", "--norandommap"
-
-
 def sample(job: dict[str, Any], kind: str) -> Sample:
     """A job's report as a throughput."""
     measured = fio.measured(job, kind)

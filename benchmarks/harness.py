@@ -181,13 +181,18 @@ class Comparison:
         rows = [row for row in self._rows(kind, *tags) if row.cpu_seconds_per_gb]
         return min(rows, key=lambda row: row.cpu_seconds_per_gb or 0.0) if rows else None
 
-    def over(self, ours: str, theirs: str) -> Estimate | None:
+    def over(self, ours: str, theirs: str | Row | None) -> Estimate | None:
         """One contender over another, round by round; None where either is missing."""
-        return ratio(self.row(ours), self.row(theirs))
+        return ratio(self.row(ours), self._row(theirs))
 
-    def cpu_over(self, ours: str, theirs: str) -> Estimate | None:
+    def cpu_over(self, ours: str, theirs: str | Row | None) -> Estimate | None:
         """The same in CPU seconds for each GB."""
-        return cpu_ratio(self.row(ours), self.row(theirs))
+        return _ratio(self.row(ours), self._row(theirs), lambda sample: sample.cpu_seconds_per_gb)
+
+    def above(self, ours: str, theirs: str | Row | None) -> Estimate | None:
+        """One contender less another, round by round; None where either is missing."""
+        pairs = _pairs(self.row(ours), self._row(theirs), lambda sample: sample.value)
+        return Estimate.of(interval([a - b for a, b in pairs])) if pairs else None
 
     def median(self, label: str) -> Estimate | None:
         """A contender's median, None where it is missing."""
@@ -214,6 +219,9 @@ class Comparison:
         """Those besides the best of which it cannot be told that they are worse."""
         best, *rest = self.sorted_rows() or [None]
         return [row for row in rest if row and not _tells_apart(ratio(row, best))]
+
+    def _row(self, which: str | Row | None) -> Row | None:
+        return self.row(which) if isinstance(which, str) else which
 
     def _rows(self, kind: Kind, *tags: str) -> list[Row]:
         wanted = set(tags)
@@ -309,17 +317,6 @@ def _measure_undisturbed(settings: Settings, contender: Contender, number: int) 
 def ratio(ours: Row | None, theirs: Row | None) -> Estimate | None:
     """Ours over theirs, round by round; None where either is missing."""
     return _ratio(ours, theirs, lambda sample: sample.value)
-
-
-def cpu_ratio(ours: Row | None, theirs: Row | None) -> Estimate | None:
-    """Ours over theirs in CPU seconds for each GB, round by round; None where either is missing."""
-    return _ratio(ours, theirs, lambda sample: sample.cpu_seconds_per_gb)
-
-
-def difference(ours: Row | None, theirs: Row | None) -> Estimate | None:
-    """Ours less theirs, round by round; None where either is missing."""
-    pairs = _pairs(ours, theirs, lambda sample: sample.value)
-    return Estimate.of(interval([a - b for a, b in pairs])) if pairs else None
 
 
 def _ratio(

@@ -50,7 +50,7 @@ class Saver(Holder):
         super().__init__(nbytes)
         self.writer: Any = FileSystemWriter if ours else dcp.FileSystemWriter
         self.options = options
-        self.planner: type[dcp.DefaultSavePlanner] | None = None
+        self.planner: Any = None
 
     def save(self, path: str) -> dict[str, Any]:
         planner = self.planner() if self.planner else None

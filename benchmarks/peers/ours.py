@@ -250,15 +250,15 @@ class RandomReads:
 class BlockingReads:
     """One blocking 4 KiB read after another on an open file."""
 
-    def __init__(self, block_nbytes: int, aligned: bool) -> None:
+    def __init__(self, count: int, block_nbytes: int, aligned: bool) -> None:
+        self.count = count
         self.block = _aligned_tensor(block_nbytes) if aligned else ordinary_tensor(block_nbytes, 64)
 
-    def read(self, path: str, file_nbytes: int, count: int, seed: int) -> dict[str, Any]:
-        """Answer with every call's microseconds."""
+    def read(self, path: str, file_nbytes: int, seed: int) -> dict[str, Any]:
         with tensorferry.open(path, direct=True) as file:
-            nbytes = self.block.nbytes
             return timed_reads(
-                lambda at: file.read(self.block, at), file_nbytes, nbytes, count, seed
+                lambda at: file.read(self.block, at),
+                *(file_nbytes, self.block.nbytes, self.count, seed),
             )
 
 

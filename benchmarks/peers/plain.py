@@ -98,16 +98,16 @@ class Direct(TransferPeer):
 class BlockingReads:
     """One ``os.preadv`` of 4 KiB after another, past the page cache."""
 
-    def __init__(self, block_nbytes: int) -> None:
+    def __init__(self, count: int, block_nbytes: int) -> None:
+        self.count = count
         self.block = mmap.mmap(-1, block_nbytes)
 
-    def read(self, path: str, file_nbytes: int, count: int, seed: int) -> dict[str, Any]:
-        """Answer with every call's microseconds."""
+    def read(self, path: str, file_nbytes: int, seed: int) -> dict[str, Any]:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
             return timed_reads(
                 lambda offset: os.preadv(descriptor, [self.block], offset),
-                *(file_nbytes, len(self.block), count, seed),
+                *(file_nbytes, len(self.block), self.count, seed),
             )
         finally:
             os.close(descriptor)

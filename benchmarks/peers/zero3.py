@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness import UnavailableError
 from benchmarks.measure import Stopwatch, drive_nbytes
+from benchmarks.peers.deepnvme import async_io
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,12 +59,8 @@ class OptimizerStepper:
 
 def _begin(served: bool) -> tuple[_HandleClock, tempfile.TemporaryDirectory[str]]:
     """Have DeepSpeed in this process, with its own engine or ours."""
-    # DeepSpeed's own engine is compiled at first use, with the ninja of this environment.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # looked for, and not used
-    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-untyped]
-
     import tensorferry.deepspeed
     from benchmarks.training import join
 
@@ -73,10 +68,7 @@ def _begin(served: bool) -> tuple[_HandleClock, tempfile.TemporaryDirectory[str]
         tensorferry.deepspeed.install()
     else:
         tensorferry.deepspeed.uninstall()
-    try:
-        clock = _HandleClock(AsyncIOBuilder().load().aio_handle)
-    except Exception as error:
-        raise UnavailableError(f"DeepSpeed's async_io does not build: {error}") from error
+    clock = _HandleClock(async_io().aio_handle)
     scratch = tempfile.TemporaryDirectory()
     store = f"file://{scratch.name}/store"
     join(init_method=store, rank=0, world_size=1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import files, fio
 from benchmarks.actions import measured
 from benchmarks.bench import contenders, scenario, synced_fio_writes
-from benchmarks.harness import MIB, Comparison, Contender, Row, Sample, cpu_ratio, ratio
+from benchmarks.harness import MIB, Comparison, Contender, Row, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,9 +90,8 @@ def save(bench: Bench) -> None:
     bench.over_fio("checkpoint save over fio", 0.90, saved, WRITER)
     best, least = saved.best("peer"), saved.least_cpu("peer")
     note = saved.described(best, "best of torch's")
-    over_torch = ratio(saved.row(WRITER), best)
-    bench.at_least("checkpoint save over torch", 2.0, over_torch, note)
-    over_cpu = cpu_ratio(saved.row(WRITER), least)
+    bench.at_least("checkpoint save over torch", 2.0, saved.over(WRITER, best), note)
+    over_cpu = saved.cpu_over(WRITER, least)
     bench.at_most("checkpoint save, CPU seconds over torch's least", 0.5, over_cpu)
     for comparison, what in ((saved, "save"), (lazy, "lazy save")):
         title = f"checkpoint {what}, peak memory beside the state"

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, fio
 from benchmarks.bench import contenders, scenario
-from benchmarks.harness import GIB, MIB, Contender, MeasurementError, Row, Sample, ratio
+from benchmarks.harness import GIB, MIB, MeasurementError, Row, Sample
 from tensorferry.tuning.fio import jobs_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    from benchmarks.bench import Bench
+    from benchmarks.bench import Bench, Measure
 
 SEED = 23
 BLOCK_NBYTES = 4096
@@ -38,29 +39,26 @@ def run(bench: Bench) -> None:
     files.write_pattern(source, bench.nbytes, SEED)
     worker = bench.worker("benchmarks.peers.ours:ReadsBesideWrite", nbytes=nbytes)
 
-    def ours(number: int) -> Sample:
-        files.make_cold(source)
-        files.remove(target)
-        return _sample(
-            worker.call(
-                "read",
-                source=str(source),
-                file_nbytes=bench.nbytes,
-                target=str(target),
-                pause_seconds=PAUSE_SECONDS,
-                seed=SEED + number,
-            )
-        )
+    reading = {"source": str(source), "target": str(target), "file_nbytes": bench.nbytes}
 
-    def theirs(depth: int, number: int) -> Sample:
-        files.make_cold(source)
-        files.remove(target)
-        return _sample(_fio(source, bench.nbytes, target, nbytes, depth, number))
+    def fresh(measure: Callable[[int], dict[str, Any]]) -> Measure:
+        """With a file that is cold and one that is not there."""
 
-    compared = contenders("ours", {OURS: ours})
+        def measured(number: int) -> Sample:
+            files.make_cold(source)
+            files.remove(target)
+            return _sample(measure(number))
+
+        return measured
+
+    def ours(number: int) -> dict[str, Any]:
+        return worker.call("read", **reading, pause_seconds=PAUSE_SECONDS, seed=SEED + number)
+
+    compared = contenders("ours", {OURS: fresh(ours)})
     for depth in _DEPTHS if fio.installed() else ():
         label = f"fio io_uring, randread qd1 beside write 1M qd{depth}"
-        compared.append(Contender(label, "fio", partial(theirs, depth), (f"qd{depth}",)))
+        theirs = partial(_fio, source, bench.nbytes, target, nbytes, depth)
+        compared += contenders("fio", {label: fresh(theirs)}, f"qd{depth}")
     comparison = bench.compare(
         "fairness",
         f"median latency of {BLOCK_NBYTES} byte reads every {PAUSE_SECONDS * 1000:.0f} ms beside one write of "
@@ -70,7 +68,7 @@ def run(bench: Bench) -> None:
     )
     row, best = comparison.row(OURS), comparison.best("fio", f"qd{_DEPTHS[0]}")
     note = f"{_described(row)}; fio {_described(best)}"
-    bench.at_most("fairness: median, over fio", 3, ratio(row, best), note)
+    bench.at_most("fairness: median, over fio", 3, comparison.over(OURS, best), note)
     bench.at_most("fairness: median", 30, comparison.median(OURS), note, "ms")
     for row in comparison.rows:
         if row.usable:

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from benchmarks.bench import contenders, scenario
-from benchmarks.harness import MeasurementError, Sample, difference
+from benchmarks.harness import MeasurementError, Sample
 
 if TYPE_CHECKING:
     from benchmarks.bench import Bench
@@ -33,7 +33,7 @@ def run(bench: Bench) -> None:
         rounds=2 if bench.smoke else max(ROUNDS_MIN, bench.settings.rounds),
     )
     bare = comparison.row(BARE)
-    over = difference(comparison.row(OURS), bare)
+    over = comparison.above(OURS, bare)
     note = f"bare interpreter {bare.median:.0f} ms" if bare else ""
     bench.at_most("import tensorferry, without torch", 60, over, note, "ms")
 

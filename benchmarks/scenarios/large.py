@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import fio
 from benchmarks.actions import fresh_and_cold
 from benchmarks.bench import contenders, scenario
-from benchmarks.harness import GIB, MIB, cpu_ratio
+from benchmarks.harness import GIB, MIB
 
 if TYPE_CHECKING:
     from benchmarks.bench import Bench
@@ -37,7 +37,7 @@ def run(bench: Bench) -> None:
     for comparison, what in _transfers(bench, "large", {}, fio.LARGE, targets):
         for tag, limit in (("unregistered", 1.1), ("registered", 1.5)):
             least = comparison.least_cpu("fio", "io_uring", "1M", tag)  # the size of our blocks
-            over = cpu_ratio(comparison.row(LOCKED), least)
+            over = comparison.cpu_over(LOCKED, least)
             note = f"{least.label}, {least.cpu_seconds_per_gb or 0:.4f} s/GB" if least else "no fio"
             bench.at_most(f"{what}, locked: CPU over fio io_uring {tag}", limit, over, note)
 

@@ -13,7 +13,6 @@ all of a model is read in a budget, and nothing kept.
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import TYPE_CHECKING
 
 import tensorferry
@@ -96,7 +95,10 @@ class _Model:
 
     def compare_cached(self) -> None:
         """Load it when all or half of it is in the page cache."""
-        for state, prepare, target in (("warm", files.make_warm, 0.95), ("half", _make_half, 1.0)):
+        for state, prepare, target in (
+            ("warm", files.make_warm, 0.95),
+            ("half", files.make_half_warm, 1.0),
+        ):
             over = self.compare(state, prepare, with_fio=False).over(OURS, MAP)
             self.bench.at_least(f"{state} load over safetensors' map, {self.where}", target, over)
 
@@ -134,8 +136,7 @@ def run_on_loop_device(bench: Bench) -> None:
         cold = model.compare("cold", files.make_cold, with_fio=True)
         fast.leave_out(cold, PREAD, "no backends")
         fast.over_fio(f"cold load over fio, {model.where}", 0.8, cold, OURS)
-        best = cold.best("peer")
-        over = cold.over(OURS, best.label) if best else None
+        over = cold.over(OURS, cold.best("peer"))
         fast.at_least(f"cold load over safetensors' best, {model.where}", 1.5, over)
         if cold.row(PREAD):
             what = f"CPU seconds for each GB of a cold load over safetensors' pread, {model.where}"
@@ -172,16 +173,6 @@ def _little_memory(bench: Bench) -> contextlib.AbstractContextManager[None]:
     if bench.smoke:
         return contextlib.nullcontext()
     return little_free_memory(2 * _nbytes(bench) + GIB)
-
-
-def _make_half(path: Path) -> None:
-    """Have the first half of a file in the page cache, and no more."""
-    files.make_cold(path)
-    with open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        left = path.stat().st_size // 2
-        while left > 0 and (data := file.read(min(left, 8 << 20))):
-            left -= len(data)
 
 
 def _cached_share(paths: list[Path]) -> float | None:

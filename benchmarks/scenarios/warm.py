@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from benchmarks import files, fio
 from benchmarks.actions import reads
 from benchmarks.bench import contenders, scenario
-from benchmarks.harness import ratio
 
 if TYPE_CHECKING:
     from benchmarks.bench import Bench
@@ -56,5 +55,5 @@ def run(bench: Bench) -> None:
     known = [row for label in (READINTO, DIRECT, DIRECT_PYTHON) if (row := comparison.row(label))]
     better = max(known, key=lambda row: row.median, default=None)
     for label in by_itself:
-        over = ratio(comparison.row(label), better)
+        over = comparison.over(label, better)
         bench.at_least(f"warm: {label}", 0.95, over, comparison.described(better, "better way"))
