@@ -113,7 +113,7 @@ def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> No
     for budget in budgets:
         compared += contenders("ours", {_label(budget): stepping(budget)}, "step")
         if budget != budgets[-1]:
-            compared += contenders("limit", {_alone_label(budget): alone(budget)})
+            compared += contenders("limit", {_alone_label(budget): alone(budget)}, "alone")
     comparison = bench.compare(
         f"offload: a step of {bench.settings.parameters / 1e6:.3g} M parameters",
         "AdamW, fused, fp32; with all writes",

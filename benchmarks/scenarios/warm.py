@@ -47,7 +47,8 @@ def run(bench: Bench) -> None:
         "warm read",
         "the whole file in the page cache",
         [
-            *contenders("ours", by_itself | told),
+            *contenders("ours", by_itself, "auto"),
+            *contenders("ours", told),
             *contenders("peer", peers),
             *fio.contenders(bench.settings, buffered, path, "read", nbytes, files.make_warm),
         ],
