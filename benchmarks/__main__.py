@@ -17,6 +17,7 @@ from benchmarks import fio, report
 from benchmarks.harness import GIB, Figure, MeasurementError, Outcome, Settings, UnavailableError
 from benchmarks.others import only_benchmark
 from benchmarks.scenarios import SCENARIOS
+from tensorferry.tuning import fio as tuning_fio
 from tensorferry.tuning import machine
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     directory: Path = options.directory.resolve()
     names = options.names or list(SCENARIOS)
-    description = machine.describe(directory) | {"fio": fio.version()}
+    description = machine.describe(directory) | {"fio": tuning_fio.version()}
     console.print(machine.summary(description))
 
     outcomes: dict[str, Outcome] = {}

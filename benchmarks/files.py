@@ -8,7 +8,6 @@ needs no root.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from typing import TYPE_CHECKING
@@ -16,28 +15,11 @@ from typing import TYPE_CHECKING
 from benchmarks import pattern
 from benchmarks.harness import MIB
 from tensorferry.tuning import scratch
-from tensorferry.tuning.scratch import make_cold, remove
+from tensorferry.tuning.scratch import make_cold as make_cold
+from tensorferry.tuning.scratch import remove as remove
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-__all__ = [
-    "file_matches",
-    "make_cold",
-    "make_warm",
-    "remove",
-    "remove_directory",
-    "scratch_directory",
-    "write_pattern",
-]
-
-
-@contextlib.contextmanager
-def scratch_directory(parent: Path) -> Iterator[Path]:
-    """A directory that is gone afterwards, also when the benchmark is interrupted."""
-    with scratch.scratch_directory(parent, "tensorferry-bench-") as path:
-        yield path
 
 
 def remove_directory(path: Path) -> None:
@@ -48,10 +30,20 @@ def remove_directory(path: Path) -> None:
 
 def make_warm(path: Path) -> None:
     """Bring a whole file into the page cache."""
-    block = bytearray(8 * MIB)
+    _bring(path, path.stat().st_size)
+
+
+def make_half_warm(path: Path) -> None:
+    """Have the first half of a file in the page cache, and no more."""
+    make_cold(path)
+    _bring(path, path.stat().st_size // 2, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+
+
+def _bring(path: Path, nbytes: int, advice: int = os.POSIX_FADV_NORMAL) -> None:
     with open(path, "rb", buffering=0) as file:
-        while file.readinto(block):
-            pass
+        os.posix_fadvise(file.fileno(), 0, 0, advice)
+        while nbytes > 0 and (block := file.read(min(nbytes, 8 * MIB))):
+            nbytes -= len(block)
 
 
 def write_pattern(path: Path, nbytes: int, seed: int) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.others import OthersClock
+from tensorferry.tuning.fio import FioError
 from tensorferry.tuning.intervals import Interval, interval, ratio_interval
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ GIB = 1 << 30
 _TRIES_MAX = 4
 _PAUSE_SECONDS = 0.5
 _CONFIDENCE_MIN = 0.9  # of an interval that decides anything: 5 rounds have it, 4 do not
+
+_RATES = ("GB/s", "kIOPS")  # of which more is better; of times, sizes and parts less
 
 Kind = Literal["ours", "fio", "peer", "limit"]
 
@@ -158,8 +161,11 @@ class Comparison:
     name: str
     rules: str
     unit: str = "GB/s"
-    higher_is_better: bool = True
     rows: list[Row] = field(default_factory=list)
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.unit in _RATES
 
     def row(self, label: str) -> Row | None:
         return next((row for row in self.rows if row.label == label and row.usable), None)
@@ -175,6 +181,35 @@ class Comparison:
         rows = [row for row in self._rows(kind, *tags) if row.cpu_seconds_per_gb]
         return min(rows, key=lambda row: row.cpu_seconds_per_gb or 0.0) if rows else None
 
+    def over(self, ours: str, theirs: str | Row | None) -> Estimate | None:
+        """One contender over another, round by round; None where either is missing."""
+        return ratio(self.row(ours), self._row(theirs))
+
+    def cpu_over(self, ours: str, theirs: str | Row | None) -> Estimate | None:
+        """The same in CPU seconds for each GB."""
+        return _ratio(self.row(ours), self._row(theirs), lambda sample: sample.cpu_seconds_per_gb)
+
+    def above(self, ours: str, theirs: str | Row | None) -> Estimate | None:
+        """One contender less another, round by round; None where either is missing."""
+        pairs = _pairs(self.row(ours), self._row(theirs), lambda sample: sample.value)
+        return Estimate.of(interval([a - b for a, b in pairs])) if pairs else None
+
+    def median(self, label: str) -> Estimate | None:
+        """A contender's median, None where it is missing."""
+        row = self.row(label)
+        return row.median if row else None
+
+    def over_sum(self, ours: str, theirs: Sequence[str]) -> tuple[float | None, float]:
+        """A median over the sum of others, None where one is missing; and that sum."""
+        medians = [self.median(label) for label in (ours, *theirs)]
+        known = [median for median in medians[1:] if median]
+        complete = medians[0] and len(known) == len(theirs)
+        return (medians[0] or 0.0) / sum(known) if complete else None, sum(known)
+
+    def described(self, row: Row | None, what: str = "best fio") -> str:
+        """Say which row is meant by what, and what it reached."""
+        return f"{what}: {row.label}, {row.median:.2f} {self.unit}" if row else f"no {what}"
+
     def sorted_rows(self) -> list[Row]:
         """All that were measured, the best one first."""
         rows = [row for row in self.rows if row.usable]
@@ -184,6 +219,9 @@ class Comparison:
         """Those besides the best of which it cannot be told that they are worse."""
         best, *rest = self.sorted_rows() or [None]
         return [row for row in rest if row and not _tells_apart(ratio(row, best))]
+
+    def _row(self, which: str | Row | None) -> Row | None:
+        return self.row(which) if isinstance(which, str) else which
 
     def _rows(self, kind: Kind, *tags: str) -> list[Row]:
         wanted = set(tags)
@@ -247,15 +285,14 @@ def compare(
     with _task(settings, comparison.name, rounds * len(contenders)) as advance:
         for number in range(rounds):
             order = list(zip(contenders, comparison.rows, strict=True))
-            if (
-                number
-            ):  # the first round's is the one given: what one measures, another may need to know
+            # The first round's is the one given: what one measures, another may need to know.
+            if number:
                 random.Random(number).shuffle(order)
             for contender, row in order:
                 if row.failure is None:
                     try:
                         row.samples.append(_measure_undisturbed(settings, contender, number))
-                    except (MeasurementError, UnavailableError) as error:
+                    except (MeasurementError, UnavailableError, FioError) as error:
                         row.failure = str(error)
                 advance(contender.label)
     if settings.finished:
@@ -282,17 +319,6 @@ def ratio(ours: Row | None, theirs: Row | None) -> Estimate | None:
     return _ratio(ours, theirs, lambda sample: sample.value)
 
 
-def cpu_ratio(ours: Row | None, theirs: Row | None) -> Estimate | None:
-    """Ours over theirs in CPU seconds for each GB, round by round; None where either is missing."""
-    return _ratio(ours, theirs, lambda sample: sample.cpu_seconds_per_gb)
-
-
-def difference(ours: Row | None, theirs: Row | None) -> Estimate | None:
-    """Ours less theirs, round by round; None where either is missing."""
-    pairs = _pairs(ours, theirs, lambda sample: sample.value)
-    return Estimate.of(interval([a - b for a, b in pairs])) if pairs else None
-
-
 def _ratio(
     ours: Row | None, theirs: Row | None, value: Callable[[Sample], float | None]
 ) -> Estimate | None:
@@ -317,13 +343,6 @@ def _tells_apart(found: Estimate | None) -> bool:
     if found is None:
         return True  # of 0: there is no doubt
     return found.sure and not found.interval.low <= 1 <= found.interval.high
-
-
-def peak_figure(what: str, row: Row | None, limit_nbytes: int) -> Figure:
-    """A promise about the growth of peak memory."""
-    peak = row.peak_growth_nbytes if row else None
-    measured = None if peak is None else peak / MIB
-    return Figure(what, "<=", limit_nbytes // MIB, measured, "MiB")
 
 
 @contextlib.contextmanager

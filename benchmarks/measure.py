@@ -40,6 +40,12 @@ class Stopwatch(stopwatch.Stopwatch):
         }
 
 
+def drive_nbytes(*ways: str) -> int:
+    """Bytes that this process has "read" from drives, or ("write") had written to them, as the kernel counts."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return sum(int(fields[f"{way}_bytes"]) for way in ways)
+
+
 def touch_memory(nbytes: int) -> None:
     """Have the host of a virtual machine give its memory to it: its page faults are nobody's time.
 

@@ -48,19 +48,25 @@ class Worker:
         if self._unavailable:
             raise UnavailableError(self._unavailable)
         if self._process is None:
-            self._start()
-        return self._exchange({"call": name, "with": arguments})
+            self._process = self._start()
+            self._receive(self._process)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"call": name, "with": arguments}) + "\n")
+            self._process.stdin.flush()
+        return self._receive(self._process)
 
     def sample(self, name: str, **arguments: Any) -> Sample:
-        """Call a method that answers with a measurement of throughput."""
-        return throughput(**self.call(name, **arguments))
+        """Call a method that answers with a measurement: of a value, or else of throughput."""
+        answer = self.call(name, **arguments)
+        return Sample(**answer) if "value" in answer else throughput(**answer)
 
     def close(self) -> None:
         self._stop()
         self._log.close()
 
-    def _start(self) -> None:
-        self._process = subprocess.Popen(
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, "-m", "benchmarks.worker", self.target, json.dumps(self.settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -69,27 +75,17 @@ class Worker:
             cwd=_ROOT,
             env=os.environ | ENVIRONMENT,
         )
-        self._receive()
 
-    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        return self._receive()
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        timer = threading.Timer(_CALL_SECONDS_MAX, self._process.kill)
+    def _receive(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        assert process.stdout is not None
+        timer = threading.Timer(_CALL_SECONDS_MAX, process.kill)
         timer.start()
         try:
-            line = self._process.stdout.readline()
+            line = process.stdout.readline()
         finally:
             timer.cancel()
         if not line:
-            code = self._process.wait()
+            code = process.wait()
             self._stop()
             raise MeasurementError(f"died: {_exit_name(code)}{self._last_words()}")
         answer: dict[str, Any] = json.loads(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,28 +33,53 @@ def ordinary_tensor(nbytes: int, misalignment: int | None = None) -> torch.Tenso
 
 
 class TransferPeer:
-    """Writes and reads one tensor. Subclasses fill ``self.tensor`` and give the transfers."""
+    """Writes and reads one tensor. Subclasses make ``tensor``, and say how in ``save`` and ``load``."""
 
     tensor: torch.Tensor
+    save: Callable[..., None]
+    load: Callable[..., None]
 
-    def _write(
-        self, path: str, seed: int, check: bool, transfer: Callable[[], object], offset: int = 0
-    ) -> dict[str, Any]:
+    def prepare(self, *arguments: Any, **options: Any) -> None:
+        """Do what is not to be timed, before a write to or else a read from a path, with options."""
+
+    def write(self, path: Any, seed: int, check: bool, **options: Any) -> dict[str, Any]:
         """Time a write of the pattern, and compare the file with it if ``check``."""
-        pattern.fill(byte_view(self.tensor), seed)
-        with Stopwatch() as watch:
-            transfer()
-        if check and not files.file_matches(Path(path), self.tensor.nbytes, seed, offset):
+        self.fill(seed)
+        self.prepare(path, True, **options)
+        with self.clock() as watch:
+            self.save(path, **options)
+        if check and not self.written(path, seed, **options):
             raise MeasurementError("wrote other bytes than it was given")
-        return watch.result(self.tensor.nbytes)
+        return self.result(watch)
 
-    def _read(self, seed: int, transfer: Callable[[], object], offset: int = 0) -> dict[str, Any]:
-        """Time a read of the pattern from ``offset`` on, and compare the memory with it."""
-        self.tensor.zero_()
-        with Stopwatch() as watch:
-            transfer()
-        if not pattern.matches(byte_view(self.tensor), seed, offset):
+    def read(self, path: Any, seed: int, **options: Any) -> dict[str, Any]:
+        """Time a read of the pattern, and compare the memory with it."""
+        self.prepare(path, False, **options)
+        self.clear()
+        with self.clock() as watch:
+            self.load(path, **options)
+        if not self.matches(seed, options.get("offset", 0)):
             raise MeasurementError("read other bytes than the file holds")
+        return self.result(watch)
+
+    def fill(self, seed: int) -> None:
+        pattern.fill(byte_view(self.tensor), seed)
+
+    def matches(self, seed: int, offset: int) -> bool:
+        """Whether memory holds the pattern from ``offset`` on."""
+        return pattern.matches(byte_view(self.tensor), seed, offset)
+
+    def written(self, path: Any, seed: int, offset: int = 0, **options: Any) -> bool:
+        """Whether the file holds the pattern."""
+        return files.file_matches(Path(path), self.tensor.nbytes, seed, offset)
+
+    def clear(self) -> None:
+        self.tensor.zero_()
+
+    def clock(self) -> Stopwatch:
+        return Stopwatch()
+
+    def result(self, watch: Stopwatch) -> dict[str, Any]:
         return watch.result(self.tensor.nbytes)
 
 
@@ -73,17 +99,14 @@ class HandlePeer(TransferPeer):
     def make(self, **options: Any) -> Any:
         raise NotImplementedError
 
-    def write(
-        self, path: str, seed: int, check: bool, offset: int = 0, **options: Any
-    ) -> dict[str, Any]:
-        call = self._handle(options).sync_pwrite
-        return self._write(
-            path, seed, check, lambda: succeed(call(self.tensor, path, offset)), offset
-        )
+    def prepare(self, path: Any, write: bool, offset: int = 0, **options: Any) -> None:
+        self._handle(options)
 
-    def read(self, path: str, seed: int, offset: int = 0, **options: Any) -> dict[str, Any]:
-        call = self._handle(options).sync_pread
-        return self._read(seed, lambda: succeed(call(self.tensor, path, offset)), offset)
+    def save(self, path: str, offset: int = 0, **options: Any) -> None:
+        succeed(self._handle(options).sync_pwrite(self.tensor, path, offset))
+
+    def load(self, path: str, offset: int = 0, **options: Any) -> None:
+        succeed(self._handle(options).sync_pread(self.tensor, path, offset))
 
     def _handle(self, options: dict[str, Any]) -> Any:
         options = self.options | options
@@ -102,7 +125,7 @@ def succeed(code: int) -> None:
 def timed_reads(
     read: Callable[[int], object], file_nbytes: int, block_nbytes: int, count: int, seed: int
 ) -> dict[str, Any]:
-    """Answer with the microseconds of each of so many calls of ``read``, at random offsets."""
+    """Answer with the median of the microseconds of so many calls of ``read``, at random offsets."""
     generator = random.Random(seed)
     microseconds = []
     for _ in range(count):
@@ -110,4 +133,8 @@ def timed_reads(
         start = time.perf_counter_ns()
         read(offset)
         microseconds.append((time.perf_counter_ns() - start) / 1000)
-    return {"microseconds": microseconds}
+    return {
+        "value": statistics.median(microseconds),
+        "seconds": sum(microseconds) / 1e6,
+        "details": {"mean_microseconds": statistics.fmean(microseconds)},
+    }

@@ -10,28 +10,26 @@ import mmap
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import tensorferry
-from benchmarks import files
 from benchmarks.harness import MIB, MeasurementError, UnavailableError
 from benchmarks.measure import Stopwatch
-from benchmarks.peers.base import succeed
+from benchmarks.peers.base import TransferPeer, succeed
 from benchmarks.peers.deepnvme import async_io
+from benchmarks.peers.plain import move, sync
 from tensorferry import _core
 from tensorferry.tuning.gpus import why_no_gpu
 from tensorferry.tuning.machine.kernel import status_of_process
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # pattern.py's, as a signed number
 _CHUNK_WORDS = 8 << 20
-_BLOCK_NBYTES = 8 * MIB
 _COPY_NBYTES = 256 * MIB
 _SAMPLE_SECONDS = 0.01
 
@@ -84,8 +82,8 @@ def _words(like: torch.Tensor, first: int) -> torch.Tensor:
 # Tensors on the GPU
 
 
-class TensorPeer:
-    """Writes and reads one tensor; subclasses say how, in ``save`` and ``load``.
+class TensorPeer(TransferPeer):
+    """Writes and reads one tensor; subclasses say how, in ``put`` and ``get``.
 
     ``device="cpu"`` is for tests of the benchmark itself.
     """
@@ -95,31 +93,8 @@ class TensorPeer:
             check_gpu()
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def write(self, path: str, seed: int, check: bool) -> dict[str, Any]:
-        fill(self.tensor, seed)
-        _synchronize(self.tensor)
-        with LockedMemory() as locked, Stopwatch() as watch:
-            self.save(path)
-            sync(path)
-        if check and not files.file_matches(Path(path), self.tensor.nbytes, seed):
-            raise MeasurementError("wrote other bytes than it was given")
-        return self._result(watch, locked)
-
-    def read(self, path: str, seed: int) -> dict[str, Any]:
-        self.tensor.zero_()
-        _synchronize(self.tensor)
-        with LockedMemory() as locked, Stopwatch() as watch:
-            self.load(path)
-            _synchronize(self.tensor)
-        if not matches(self.tensor, seed):
-            raise MeasurementError("read other bytes than the file holds")
-        return self._result(watch, locked)
-
-    def save(self, path: str) -> None:
-        raise NotImplementedError
-
-    def load(self, path: str) -> None:
-        raise NotImplementedError
+    put: Callable[[str], None]
+    get: Callable[[str], None]
 
     def pinned_nbytes(self) -> int:
         """Host memory pinned for transfers that the kernel does not know of: NVIDIA's driver pins by itself."""
@@ -128,8 +103,31 @@ class TensorPeer:
     def details(self) -> dict[str, Any]:
         return {}
 
-    def _result(self, watch: Stopwatch, locked: LockedMemory) -> dict[str, Any]:
-        pinned = max(locked.growth_nbytes, self.pinned_nbytes())
+    def save(self, path: str) -> None:
+        self.put(path)
+        sync(path)
+
+    def load(self, path: str) -> None:
+        self.get(path)
+        _synchronize(self.tensor)
+
+    def fill(self, seed: int) -> None:
+        fill(self.tensor, seed)
+        _synchronize(self.tensor)
+
+    def matches(self, seed: int, offset: int) -> bool:
+        return matches(self.tensor, seed)
+
+    def clear(self) -> None:
+        super().clear()
+        _synchronize(self.tensor)
+
+    def clock(self) -> Stopwatch:
+        return LockedMemoryStopwatch()
+
+    def result(self, watch: Stopwatch) -> dict[str, Any]:
+        assert isinstance(watch, LockedMemoryStopwatch)
+        pinned = max(watch.locked_nbytes, self.pinned_nbytes())
         return watch.result(self.tensor.nbytes, locked_nbytes=pinned, **self.details())
 
 
@@ -151,10 +149,10 @@ class Handle(TensorPeer):
         if name == "gds_handle":
             self.handle.pin_device_tensor(self.tensor)
 
-    def save(self, path: str) -> None:
+    def put(self, path: str) -> None:
         self.handle.sync_pwrite(self.tensor, path)
 
-    def load(self, path: str) -> None:
+    def get(self, path: str) -> None:
         self.handle.sync_pread(self.tensor, path)
 
     def pinned_nbytes(self) -> int:
@@ -172,10 +170,10 @@ class DeepSpeedHandle(TensorPeer):
         super().__init__(nbytes)
         self.handle = async_io().aio_handle()
 
-    def save(self, path: str) -> None:
+    def put(self, path: str) -> None:
         succeed(self.handle.sync_pwrite(self.tensor, path, 0))
 
-    def load(self, path: str) -> None:
+    def get(self, path: str) -> None:
         succeed(self.handle.sync_pread(self.tensor, path, 0))
 
 
@@ -189,11 +187,11 @@ class KvikIO(TensorPeer):
         super().__init__(nbytes)
         self.open = kvikio.CuFile
 
-    def save(self, path: str) -> None:
+    def put(self, path: str) -> None:
         with self.open(path, "w") as file:
             self._succeed(file.write(self.tensor))
 
-    def load(self, path: str) -> None:
+    def get(self, path: str) -> None:
         with self.open(path, "r") as file:
             self._succeed(file.read(self.tensor))
 
@@ -214,17 +212,17 @@ class CopyThen(TensorPeer):
         self.threads = threads
         self.handle = tensorferry.aio_handle()
 
-    def save(self, path: str) -> None:
+    def put(self, path: str) -> None:
         self.host.copy_(self.tensor, non_blocking=True)
         _synchronize(self.tensor)
         if self.threads:
-            transfer(path, self.host, self.threads, write=True)
+            move(path, self.host, self.threads, write=True)
         else:
             self.handle.sync_pwrite(self.host, path)
 
-    def load(self, path: str) -> None:
+    def get(self, path: str) -> None:
         if self.threads:
-            transfer(path, self.host, self.threads, write=False)
+            move(path, self.host, self.threads, write=False)
         else:
             self.handle.sync_pread(self.host, path)
         self.tensor.copy_(self.host, non_blocking=True)
@@ -248,13 +246,13 @@ class StorageLimit:
 
     def write(self, path: str, seed: int, check: bool) -> dict[str, Any]:
         with Stopwatch() as watch:
-            direct = transfer(path, self.memory, self.threads, write=True)
+            direct = move(path, self.memory, self.threads, write=True)
             sync(path)
         return watch.result(self.memory.nbytes, direct=direct)
 
     def read(self, path: str, seed: int) -> dict[str, Any]:
         with Stopwatch() as watch:
-            direct = transfer(path, self.memory, self.threads, write=False)
+            direct = move(path, self.memory, self.threads, write=False)
         return watch.result(self.memory.nbytes, direct=direct)
 
 
@@ -284,7 +282,7 @@ class CopyLimit:
         return watch.result(self.times * self.tensor.nbytes)
 
 
-# Host memory and files
+# Host memory
 
 
 def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
@@ -297,62 +295,22 @@ def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
 
 
-def transfer(path: str, memory: torch.Tensor, threads: int, *, write: bool) -> bool:
-    """Move page-aligned memory to or from a file in blocks of 8 MiB; return whether the page cache was passed by."""
-    descriptor, direct = _open(path, os.O_RDWR | os.O_CREAT if write else os.O_RDONLY)
-    view = memoryview(memory.numpy())
-    call = os.pwritev if write else os.preadv
-
-    def move(begin: int) -> None:
-        end = min(begin + _BLOCK_NBYTES, len(view))
-        while begin < end:
-            count = call(descriptor, [view[begin:end]], begin)
-            if not count:
-                raise MeasurementError(f"the file ends at {begin}")
-            begin += count
-
-    try:
-        if write:
-            os.posix_fallocate(descriptor, 0, len(view))
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(move, range(0, len(view), _BLOCK_NBYTES)):
-                pass
-    finally:
-        os.close(descriptor)
-    return direct
-
-
-def sync(path: str) -> None:
-    """Have the drive hold a file."""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _open(path: str, flags: int) -> tuple[int, bool]:
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o644), True
-    except OSError:  # tmpfs before Linux 6.6
-        return os.open(path, flags, 0o644), False
-
-
 def _synchronize(tensor: torch.Tensor) -> None:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
 
 
-class LockedMemory:
-    """Context manager that looks every 10 ms how much memory is locked or pinned, as far as Linux knows."""
+class LockedMemoryStopwatch(Stopwatch):
+    """Looks every 10 ms how much memory is locked or pinned, too, as far as Linux knows."""
 
-    growth_nbytes = 0
+    locked_nbytes = 0
 
-    def __enter__(self) -> LockedMemory:
+    def __enter__(self) -> LockedMemoryStopwatch:
         self._before = _locked_nbytes()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+        super().__enter__()
         return self
 
     def __exit__(
@@ -361,12 +319,13 @@ class LockedMemory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        super().__exit__(kind, error, traceback)
         self._ended.set()
         self._thread.join()
 
     def _watch(self) -> None:
         while not self._ended.is_set():
-            self.growth_nbytes = max(self.growth_nbytes, _locked_nbytes() - self._before)
+            self.locked_nbytes = max(self.locked_nbytes, _locked_nbytes() - self._before)
             time.sleep(_SAMPLE_SECONDS)
 
 

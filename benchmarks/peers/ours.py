@@ -36,30 +36,21 @@ class Handle(HandlePeer):
         return tensorferry.aio_handle(**options)
 
 
+def _aligned_tensor(nbytes: int) -> torch.Tensor:
+    return tensorferry.empty((nbytes,), dtype=torch.uint8).fill_(1)
+
+
 class Functions(TransferPeer):
     """``tensorferry.write`` and ``read``; memory from ``tensorferry.empty`` or plain torch's."""
 
-    def __init__(self, nbytes: int, aligned: bool, misalignment: int | None = None) -> None:
-        if aligned:
-            self.tensor = tensorferry.empty((nbytes,), dtype=torch.uint8).fill_(1)
-        else:
-            self.tensor = ordinary_tensor(nbytes, misalignment)
+    def __init__(self, nbytes: int, aligned: bool) -> None:
+        self.tensor = _aligned_tensor(nbytes) if aligned else ordinary_tensor(nbytes)
 
-    def write(
-        self, path: str, seed: int, check: bool, offset: int = 0, **options: Any
-    ) -> dict[str, Any]:
-        return self._write(
-            path,
-            seed,
-            check,
-            lambda: tensorferry.write(path, self.tensor, offset, **options),
-            offset,
-        )
+    def save(self, path: str, offset: int = 0, **options: Any) -> None:
+        tensorferry.write(path, self.tensor, offset, **options)
 
-    def read(self, path: str, seed: int, offset: int = 0, **options: Any) -> dict[str, Any]:
-        return self._read(
-            seed, lambda: tensorferry.read(path, self.tensor, offset, **options), offset
-        )
+    def load(self, path: str, offset: int = 0, **options: Any) -> None:
+        tensorferry.read(path, self.tensor, offset, **options)
 
     def pool_nbytes(self) -> dict[str, Any]:
         return {"pool_nbytes": tensorferry.bounce_pool_nbytes()}
@@ -72,48 +63,45 @@ class Segments(TransferPeer):
         self, nbytes: int, segment_nbytes: int, options: dict[str, Any] | None = None
     ) -> None:
         self.tensor = ordinary_tensor(nbytes)
+        self.rows = self.tensor.view(-1, segment_nbytes)
         if segment_nbytes < nbytes:
             # Apart from each other, as tensors of their own would be.
             rows = ordinary_tensor(nbytes // segment_nbytes * (segment_nbytes + 64))
             self.rows = rows.view(-1, segment_nbytes + 64)[:, :segment_nbytes]
-            self.segments = list(self.rows)
-        else:
-            self.rows = self.tensor.view(1, -1)
-            self.segments = [self.tensor]
+        self.segments = list(self.rows)
         self.options = options or {}
         self.expected: list[int] = []
 
-    def write(self, path: str, seed: int, check: bool, checked: bool) -> dict[str, Any]:
-        sums = tensorferry.Checksums(MIB) if checked else None
-
-        def transfer() -> None:
-            with tensorferry.open(path, "w", **self.options) as file:
-                file.write(self.segments, checksums=sums)
-
-        pattern.fill(byte_view(self.tensor), seed)
+    def fill(self, seed: int) -> None:
+        super().fill(seed)
         if len(self.segments) > 1:
             self.rows.copy_(self.tensor.view(self.rows.shape))
-        with Stopwatch() as watch:
-            transfer()
-        if check and not files.file_matches(Path(path), self.tensor.nbytes, seed, 0):
-            raise MeasurementError("wrote other bytes than it was given")
-        return watch.result(self.tensor.nbytes)
 
-    def read(self, path: str, seed: int, checked: bool) -> dict[str, Any]:
-        if checked and not self.expected:
+    def matches(self, seed: int, offset: int) -> bool:
+        if len(self.segments) > 1:
+            self.tensor.view(self.rows.shape).copy_(self.rows)
+        return super().matches(seed, offset)
+
+    def clear(self) -> None:
+        self.rows.zero_()
+
+    def prepare(self, path: str, write: bool, checked: bool) -> None:
+        """Know the checksums of what is read."""
+        if checked and not write and not self.expected:
             sums = tensorferry.Checksums(MIB)
             tensorferry.read(path, self.segments, checksums=sums)
             self.expected = sums.chunks
             files.make_cold(Path(path))
-        self.rows.zero_()
+
+    def save(self, path: str, checked: bool) -> None:
+        sums = tensorferry.Checksums(MIB) if checked else None
+        with tensorferry.open(path, "w", **self.options) as file:
+            file.write(self.segments, checksums=sums)
+
+    def load(self, path: str, checked: bool) -> None:
         sums = tensorferry.Checksums(MIB, expected=self.expected) if checked else None
-        with Stopwatch() as watch, tensorferry.open(path, **self.options) as file:
+        with tensorferry.open(path, **self.options) as file:
             file.read(self.segments, checksums=sums)
-        if len(self.segments) > 1:
-            self.tensor.view(self.rows.shape).copy_(self.rows)
-        if not pattern.matches(byte_view(self.tensor), seed, 0):
-            raise MeasurementError("read other bytes than the file holds")
-        return watch.result(self.tensor.nbytes)
 
 
 class Store:
@@ -177,27 +165,20 @@ class Store:
                 raise MeasurementError(f"read other bytes of tensor {at} than were written")
 
 
-class Drives:
+class Drives(TransferPeer):
     """One array to and from files on several drives: striped over them, or a share of it in each."""
 
     def __init__(self, nbytes: int) -> None:
         self.tensor = ordinary_tensor(nbytes)
 
-    def write(self, paths: list[str], striped: bool, seed: int, check: bool) -> dict[str, Any]:
-        pattern.fill(byte_view(self.tensor), seed)
-        with Stopwatch() as watch:
-            self._move(paths, striped, write=True)
-        if check and self._found(paths, striped) != byte_view(self.tensor):
-            raise MeasurementError("wrote other bytes than it was given")
-        return watch.result(self.tensor.nbytes)
+    def save(self, path: list[str], striped: bool) -> None:
+        self._move(path, striped, write=True)
 
-    def read(self, paths: list[str], striped: bool, seed: int, check: bool) -> dict[str, Any]:
-        self.tensor.zero_()
-        with Stopwatch() as watch:
-            self._move(paths, striped, write=False)
-        if check and not pattern.matches(byte_view(self.tensor), seed, 0):
-            raise MeasurementError("read other bytes than the file holds")
-        return watch.result(self.tensor.nbytes)
+    def load(self, path: list[str], striped: bool) -> None:
+        self._move(path, striped, write=False)
+
+    def written(self, path: list[str], seed: int, offset: int = 0, **options: Any) -> bool:
+        return self._found(path, options["striped"]) == byte_view(self.tensor)
 
     def _move(self, paths: list[str], striped: bool, *, write: bool) -> None:
         mode = "w" if write else "r"
@@ -244,12 +225,8 @@ class RandomReads:
 
     def __init__(self, count: int, block_nbytes: int, aligned: bool) -> None:
         nbytes = count * block_nbytes
-        flat = (
-            tensorferry.empty((nbytes,), dtype=torch.uint8)
-            if aligned
-            else torch.empty(nbytes, dtype=torch.uint8)
-        )
-        self.blocks = list(flat.fill_(1).view(count, block_nbytes))
+        flat = _aligned_tensor(nbytes) if aligned else ordinary_tensor(nbytes)
+        self.blocks = list(flat.view(count, block_nbytes))
         self.block_nbytes = block_nbytes
 
     def read(self, path: str, file_nbytes: int, seed: int) -> dict[str, Any]:
@@ -273,19 +250,15 @@ class RandomReads:
 class BlockingReads:
     """One blocking 4 KiB read after another on an open file."""
 
-    def __init__(self, block_nbytes: int, aligned: bool) -> None:
-        self.block = (
-            tensorferry.empty((block_nbytes,), dtype=torch.uint8).fill_(1)
-            if aligned
-            else ordinary_tensor(block_nbytes, 64)
-        )
+    def __init__(self, count: int, block_nbytes: int, aligned: bool) -> None:
+        self.count = count
+        self.block = _aligned_tensor(block_nbytes) if aligned else ordinary_tensor(block_nbytes, 64)
 
-    def read(self, path: str, file_nbytes: int, count: int, seed: int) -> dict[str, Any]:
-        """Answer with every call's microseconds."""
+    def read(self, path: str, file_nbytes: int, seed: int) -> dict[str, Any]:
         with tensorferry.open(path, direct=True) as file:
-            nbytes = self.block.nbytes
             return timed_reads(
-                lambda at: file.read(self.block, at), file_nbytes, nbytes, count, seed
+                lambda at: file.read(self.block, at),
+                *(file_nbytes, self.block.nbytes, self.count, seed),
             )
 
 

@@ -4,37 +4,76 @@ from __future__ import annotations
 
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from benchmarks.harness import MIB
+from benchmarks.harness import MIB, MeasurementError
 from benchmarks.peers.base import TransferPeer, byte_view, ordinary_tensor, timed_reads
 
 _DIRECT_BLOCK_NBYTES = 8 * MIB
 
 
+def move(path: str, memory: torch.Tensor, threads: int, *, write: bool) -> bool:
+    """Move page-aligned memory to or from a file in blocks of 8 MiB; return whether the page cache was passed by."""
+    descriptor, direct = _open(path, os.O_RDWR | os.O_CREAT if write else os.O_RDONLY)
+    view = byte_view(memory)
+    call = os.pwritev if write else os.preadv
+
+    def move_block(begin: int) -> None:
+        end = min(begin + _DIRECT_BLOCK_NBYTES, len(view))
+        while begin < end:
+            count = call(descriptor, [view[begin:end]], begin)
+            if not count:
+                raise MeasurementError(f"the file ends at {begin}")
+            begin += count
+
+    blocks = range(0, len(view), _DIRECT_BLOCK_NBYTES)
+    try:
+        if write:
+            os.posix_fallocate(descriptor, 0, len(view))
+        if threads == 1:
+            for begin in blocks:
+                move_block(begin)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(move_block, blocks))
+    finally:
+        os.close(descriptor)
+    return direct
+
+
+def _open(path: str, flags: int) -> tuple[int, bool]:
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o644), True
+    except OSError:  # tmpfs before Linux 6.6
+        return os.open(path, flags, 0o644), False
+
+
+def sync(path: str) -> None:
+    """Have the drive hold a file, or a directory's names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class Buffered(TransferPeer):
-    """``open`` with ``write`` and ``readinto``, as most programs have it."""
+    """``open`` with ``write``, synced, and ``readinto``, as most programs have it."""
 
     def __init__(self, nbytes: int) -> None:
         self.tensor = ordinary_tensor(nbytes)
 
-    def write(self, path: str, seed: int, check: bool, sync: bool = True) -> dict[str, Any]:
-        return self._write(path, seed, check, lambda: self._write_file(path, sync))
-
-    def read(self, path: str, seed: int) -> dict[str, Any]:
-        return self._read(seed, lambda: self._read_file(path))
-
-    def _write_file(self, path: str, sync: bool) -> None:
+    def save(self, path: str) -> None:
         rest = byte_view(self.tensor)
         with open(path, "wb", buffering=0) as file:
             while rest:
                 rest = rest[file.write(rest) :]
-            if sync:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
 
-    def _read_file(self, path: str) -> None:
+    def load(self, path: str) -> None:
         rest = byte_view(self.tensor)
         with open(path, "rb", buffering=0) as file:
             while rest:
@@ -49,40 +88,26 @@ class Direct(TransferPeer):
         whole: torch.Tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.tensor = whole[:nbytes].fill_(1)
 
-    def write(self, path: str, seed: int, check: bool) -> dict[str, Any]:
-        return self._write(path, seed, check, lambda: self._transfer(path, os.O_RDWR | os.O_CREAT))
+    def save(self, path: str) -> None:
+        move(path, self.tensor, 1, write=True)
 
-    def read(self, path: str, seed: int) -> dict[str, Any]:
-        return self._read(seed, lambda: self._transfer(path, os.O_RDONLY))
-
-    def _transfer(self, path: str, flags: int) -> None:
-        view = byte_view(self.tensor)
-        call = os.pwritev if flags & os.O_CREAT else os.preadv
-        descriptor = os.open(path, flags | os.O_DIRECT, 0o644)
-        try:
-            if flags & os.O_CREAT:
-                os.posix_fallocate(descriptor, 0, len(view))
-            position = 0
-            while position < len(view):
-                part = view[position : position + _DIRECT_BLOCK_NBYTES]
-                position += call(descriptor, [part], position)
-        finally:
-            os.close(descriptor)
+    def load(self, path: str) -> None:
+        move(path, self.tensor, 1, write=False)
 
 
 class BlockingReads:
     """One ``os.preadv`` of 4 KiB after another, past the page cache."""
 
-    def __init__(self, block_nbytes: int) -> None:
+    def __init__(self, count: int, block_nbytes: int) -> None:
+        self.count = count
         self.block = mmap.mmap(-1, block_nbytes)
 
-    def read(self, path: str, file_nbytes: int, count: int, seed: int) -> dict[str, Any]:
-        """Answer with every call's microseconds."""
+    def read(self, path: str, file_nbytes: int, seed: int) -> dict[str, Any]:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
             return timed_reads(
                 lambda offset: os.preadv(descriptor, [self.block], offset),
-                *(file_nbytes, len(self.block), count, seed),
+                *(file_nbytes, len(self.block), self.count, seed),
             )
         finally:
             os.close(descriptor)

@@ -59,7 +59,7 @@ class Model:
         result = self._tokens(int(before["weights_nbytes"]))
         after = self.stream.stats()
         read = (after["read_nbytes"] - before["read_nbytes"]) / _TOKENS
-        return {**result, "read_nbytes": read, "kept_nbytes": after["kept_nbytes"]}
+        return {**result, "details": {"read_nbytes": read, "kept_nbytes": after["kept_nbytes"]}}
 
     def read(self, nbytes: int) -> dict[str, Any]:
         """Read as many bytes as a token of the streamed model does, and do nothing with them."""
@@ -67,11 +67,10 @@ class Model:
         with Stopwatch() as watch:
             for path in self.paths:
                 tensorferry.read(path, memory[: path.stat().st_size])
-        return watch.result(nbytes)
+        return {**watch.result(nbytes), "value": watch.seconds}
 
-    def disk_offload(self, budget_nbytes: int) -> dict[str, Any]:
+    def disk_offload(self) -> dict[str, Any]:
         """Compute tokens with accelerate's, which has no budget: it keeps nothing."""
-        del budget_nbytes
         if self.model is None:
             try:
                 from accelerate import disk_offload
@@ -86,8 +85,7 @@ class Model:
             for _ in range(_TOKENS):
                 found = self._forward()
         self._check(found)
-        result = watch.result(nbytes * _TOKENS)
-        return {**result, "token_seconds": result["seconds"] / _TOKENS}
+        return {**watch.result(nbytes * _TOKENS), "value": watch.seconds / _TOKENS}
 
     def _forward(self) -> torch.Tensor:
         assert self.model is not None

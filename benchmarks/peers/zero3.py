@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness import UnavailableError
-from benchmarks.measure import Stopwatch
+from benchmarks.measure import Stopwatch, drive_nbytes
+from benchmarks.peers.deepnvme import async_io
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,11 +26,11 @@ class Trainer:
 
     def steps(self, count: int) -> dict[str, Any]:
         """Time some steps; the bytes are what the process read from and wrote to drives meanwhile."""
-        before, in_handle = _drive_nbytes(), self._clock.seconds
+        before, in_handle = drive_nbytes("read", "write"), self._clock.seconds
         with Stopwatch() as watch:
             losses = [self._training.step() for _ in range(count)]
         return watch.result(
-            _drive_nbytes() - before,
+            drive_nbytes("read", "write") - before,
             losses=losses,
             seconds_in_handle=self._clock.seconds - in_handle,
         )
@@ -51,21 +50,17 @@ class OptimizerStepper:
 
     def step(self) -> dict[str, Any]:
         """Time a step, and count what it, and the gradients for it, have moved."""
-        before = _drive_nbytes()
+        before = drive_nbytes("read", "write")
         self._training.compute_gradients()
         with Stopwatch() as watch:
             self._training.step()
-        return watch.result(_drive_nbytes() - before)
+        return watch.result(drive_nbytes("read", "write") - before)
 
 
 def _begin(served: bool) -> tuple[_HandleClock, tempfile.TemporaryDirectory[str]]:
     """Have DeepSpeed in this process, with its own engine or ours."""
-    # DeepSpeed's own engine is compiled at first use, with the ninja of this environment.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # looked for, and not used
-    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-untyped]
-
     import tensorferry.deepspeed
     from benchmarks.training import join
 
@@ -73,10 +68,7 @@ def _begin(served: bool) -> tuple[_HandleClock, tempfile.TemporaryDirectory[str]
         tensorferry.deepspeed.install()
     else:
         tensorferry.deepspeed.uninstall()
-    try:
-        clock = _HandleClock(AsyncIOBuilder().load().aio_handle)
-    except Exception as error:
-        raise UnavailableError(f"DeepSpeed's async_io does not build: {error}") from error
+    clock = _HandleClock(async_io().aio_handle)
     scratch = tempfile.TemporaryDirectory()
     store = f"file://{scratch.name}/store"
     join(init_method=store, rank=0, world_size=1)
@@ -105,8 +97,3 @@ class _HandleClock:
                 self._inside = False
 
         return timed
-
-
-def _drive_nbytes() -> int:
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["read_bytes"]) + int(lines["write_bytes"])

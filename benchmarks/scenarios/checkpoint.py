@@ -1,45 +1,45 @@
-"""torch.distributed.checkpoint: a state of 2 GiB saved by our writer and torch's, and what fio makes of the same bytes.
+"""A state of 2 GiB, a transformer's with AdamW, saved and loaded: by ours, by torch's, and what fio makes of it.
 
-Rules: one process, fresh directories, all on the drive at the end: fsync inside everybody's clock. fio writes one file
-of as many bytes with O_DIRECT. Before each save the machine's memory is touched: a virtual machine may have given it
-back to its host, whose page faults would be counted for those that write through the page cache. The last comparison
-saves a state whose tensors are made one by one as they are asked for, so that what memory a save needs beside the state
-is seen.
+Rules: one process for each; fresh files and directories, all on the drive at the end: fsync inside everybody's clock.
+fio moves one file of as many bytes with O_DIRECT. Before each save the machine's memory is touched: a virtual machine
+may have given it back to its host, whose page faults would be counted for those that write through the page cache, or
+allocate anew. Cold: the file is dropped from the page cache before each load. Warm: it is brought there. What has been
+loaded is compared with what was saved.
 """
 
 from __future__ import annotations
 
-import ctypes
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, fio
-from benchmarks.harness import (
-    MIB,
-    Comparison,
-    Contender,
-    Figure,
-    Outcome,
-    Sample,
-    Settings,
-    compare,
-    cpu_ratio,
-    peak_figure,
-    ratio,
-)
-from benchmarks.measure import Stopwatch, touch_memory
-from benchmarks.worker import Worker, workers
+from benchmarks.actions import measured
+from benchmarks.bench import contenders, scenario, synced_fio_writes
+from benchmarks.harness import MIB, Comparison, Contender, Row, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
     from pathlib import Path
 
-OURS = "tensorferry.checkpoint.FileSystemWriter"
+    from benchmarks.bench import Bench, Measure
+    from benchmarks.worker import Worker
+
+WRITER = "tensorferry.checkpoint.FileSystemWriter"
+READER = "tensorferry.checkpoint.FileSystemReader"
+READER_BEFORE = f"{READER} verify=before"
+READER_OFF = f"{READER} verify=off"
+TORCH_READER = "torch FileSystemReader"
+OBJECTS = "tensorferry.checkpoint.save/load"
+TORCH_OBJECTS = "torch.save/load"
+ASYNC_OVERLAPPED = "the same, Stager(overlap=True)"
+ASYNC_DEFAULT = "torch's default"
+
+_PEERS = "benchmarks.peers.checkpoint"
 _PEAK_NBYTES_MAX = 64 * MIB
-_LAZY_NBYTES = 8 * MIB
+_LAZY_ROUNDS = 3
+_HALF_ROUNDS_MAX = 3
 
 # What torch's writer can be told; its best counts.
-_TORCHS = {
+_TORCH_WRITERS: dict[str, dict[str, Any]] = {
     "torch FileSystemWriter, 1 thread": {"thread_count": 1},
     "torch FileSystemWriter, 2 threads": {"thread_count": 2},
     "torch FileSystemWriter, 4 threads": {"thread_count": 4},
@@ -49,141 +49,173 @@ _TORCHS = {
     },
 }
 
-_FIOS = [
-    fio.Config("io_uring", "1M", 32),
-    fio.Config("io_uring", "1M", 128),
-    fio.Config("libaio", "1M", 128),
-    fio.Config("libaio", "1M", 32, huge=True),
-    fio.Config("io_uring", "4M", 32, registered=True, huge=True),
+_SAVE_FIOS = [
+    fio.Config("io_uring", MIB, 32),
+    fio.Config("io_uring", MIB, 128),
+    fio.Config("libaio", MIB, 128),
+    fio.Config("libaio", MIB, 32, huge_pages=True),
+    fio.Config("io_uring", 4 * MIB, 32, registered=True, huge_pages=True),
 ]
+_LOAD_FIOS = [*_SAVE_FIOS, fio.Config("io_uring", 4 * MIB, 32, registered=True)]
 
 
-class Saver:
-    """Saves a state again and again, in a worker."""
+@scenario
+def save(bench: Bench) -> None:
+    """``dcp.save``; also of tensors made one by one, so that what memory a save needs beside the state is seen."""
+    nbytes, target = 2 * bench.nbytes, bench.directory / "checkpoint"
 
-    def __init__(
-        self, nbytes: int, ours: bool, options: dict[str, Any], lazy: bool = False
-    ) -> None:
-        import torch.distributed.checkpoint as dcp
+    def saves(peer: str, nbytes: int, **options: Any) -> Measure:
+        worker = bench.worker(f"{_PEERS}:{peer}", nbytes=nbytes, **options)
+        remove = files.remove_directory
+        return measured(worker, "save", remove, [target], clean=True, path=str(target))
 
-        from benchmarks.scenarios.checkpoint_state import state, state_nbytes
-        from tensorferry.checkpoint import FileSystemWriter
-
-        warnings.filterwarnings("ignore", module="torch")
-        self._dcp = dcp
-        self._writer: Any = FileSystemWriter if ours else dcp.FileSystemWriter
-        self._options = options
-        self._planner = _lazy_planner if lazy else None
-        self._state = _described(nbytes) if lazy else state(nbytes)
-        self._nbytes = state_nbytes(self._state)
-
-    def save(self, path: str) -> dict[str, Any]:
-        """Save to a directory that is not there."""
-        planner = self._planner() if self._planner else None
-        touch_memory(2 * self._nbytes)
-        with Stopwatch() as watch:
-            writer = self._writer(path, **self._options)
-            self._dcp.save(self._state, storage_writer=writer, planner=planner, no_dist=True)
-        return watch.result(self._nbytes)
-
-
-def run(settings: Settings) -> Outcome:
-    with files.scratch_directory(settings.directory) as directory, workers() as make:
-        nbytes = 2 * settings.nbytes
-        comparison = _save(settings, directory, make, nbytes)
-        lazy = _save_lazily(settings, directory, make, nbytes // 4)
-    outcome = Outcome([comparison, lazy])
-    ours, theirs = comparison.row(OURS), comparison.best("peer")
-    limit = comparison.best("fio")
-    note = f"best of torch's: {theirs.label}" if theirs else ""
-    outcome.figures = [
-        Figure("checkpoint save over fio", ">=", 0.90, ratio(ours, limit)),
-        Figure("checkpoint save over torch", ">=", 2.0, ratio(ours, theirs), "", note),
-        Figure(
-            "checkpoint save, CPU seconds over torch's least",
-            "<=",
-            0.5,
-            cpu_ratio(ours, comparison.least_cpu("peer")),
-        ),
-        *(
-            peak_figure(f"checkpoint {what}, peak memory beside the state", row, _PEAK_NBYTES_MAX)
-            for row, what in ((ours, "save"), (lazy.row(OURS), "lazy save"))
-        ),
-    ]
-    if limit is None:
-        outcome.notes.append("fio is not installed: nothing to compare with")
-    return outcome
+    theirs = list(_TORCH_WRITERS.items())[: 1 if bench.smoke else None]
+    saved = bench.compare(
+        "checkpoint save",
+        "fresh directory, all of it synced",
+        [
+            *contenders("ours", {WRITER: saves("Saver", nbytes, ours=True, options={})}),
+            *contenders(
+                "peer", {n: saves("Saver", nbytes, ours=False, options=o) for n, o in theirs}
+            ),
+            *synced_fio_writes(bench, _SAVE_FIOS, bench.directory / "target", nbytes),
+        ],
+    )
+    lazy = bench.compare(
+        "checkpoint lazy save",
+        "tensors of 8 MiB that are made when they are asked for",
+        contenders("ours", {WRITER: saves("LazySaver", nbytes // 4)}),
+        rounds=_LAZY_ROUNDS,
+    )
+    bench.over_fio("checkpoint save over fio", 0.90, saved, WRITER)
+    best, least = saved.best("peer"), saved.least_cpu("peer")
+    note = saved.described(best, "best of torch's")
+    bench.at_least("checkpoint save over torch", 2.0, saved.over(WRITER, best), note)
+    over_cpu = saved.cpu_over(WRITER, least)
+    bench.at_most("checkpoint save, CPU seconds over torch's least", 0.5, over_cpu)
+    for comparison, what in ((saved, "save"), (lazy, "lazy save")):
+        title = f"checkpoint {what}, peak memory beside the state"
+        bench.peak(title, _PEAK_NBYTES_MAX, comparison, WRITER)
 
 
-def _save(
-    settings: Settings, directory: Path, make: Callable[..., Worker], nbytes: int
-) -> Comparison:
-    peer = "benchmarks.scenarios.checkpoint:Saver"
-    written = 0
+@scenario
+def load(bench: Bench) -> None:
+    """``dcp.load`` into tensors that are there, of a checkpoint that our writer made, which both readers take.
 
-    def save(worker: Worker) -> Callable[[int], Sample]:
+    Of half of the rows of each tensor it is counted what the kernel has read from the drive.
+    """
+    checkpoint = bench.directory / "checkpoint"
+    verified = {READER: "read", READER_OFF: "off", READER_BEFORE: "before", TORCH_READER: None}
+    workers = {
+        label: bench.worker(f"{_PEERS}:Loader", nbytes=2 * bench.nbytes, verify=verify)
+        for label, verify in verified.items()
+    }
+    workers[READER].call("save", path=str(checkpoint))
+    (file,) = checkpoint.glob("*.distcp")
+
+    def loads(call: str, prepare: Any, labels: Any = verified) -> list[Contender]:
+        return _of_workers(
+            {label: workers[label] for label in labels}, call, prepare, file, path=str(checkpoint)
+        )
+
+    nbytes = file.stat().st_size
+    by_fio = fio.contenders(bench.settings, _LOAD_FIOS, file, "read", nbytes)
+    cold = bench.compare(
+        "checkpoint cold load", "cold file", loads("load", files.make_cold) + by_fio
+    )
+    warm = bench.compare("checkpoint warm load", "warm file", loads("load", files.make_warm))
+    half = bench.compare(
+        "checkpoint half of the rows",
+        "cold file",
+        loads("load_half", files.make_cold, (READER, TORCH_READER)),
+        "of the bytes",
+        rounds=bench.rounds_at_most(_HALF_ROUNDS_MAX),
+    )
+    bench.over_fio("checkpoint cold load over fio", 0.92, cold, READER)
+    bench.at_least("checkpoint warm load over torch", 3.0, warm.over(READER, TORCH_READER))
+    for name, comparison in (("cold", cold), ("warm", warm)):
+        over = comparison.over(READER, READER_OFF)
+        bench.at_least(f"checkpoint {name} load, verified over not", 0.95, over)
+    bench.at_most("checkpoint half of the rows", 0.55, half.median(READER))
+    bench.peak("checkpoint load, peak memory beside the state", _PEAK_NBYTES_MAX, cold, READER)
+
+
+@scenario
+def objects(bench: Bench) -> None:
+    """``save`` and ``load`` of an object against ``torch.save`` and ``torch.load``; loads make new tensors."""
+    ways = {OBJECTS: "ours", "torch.save to FileWriter": "file", TORCH_OBJECTS: "torch"}
+    workers = {
+        label: bench.worker(f"{_PEERS}:Keeper", nbytes=2 * bench.nbytes, how=how)
+        for label, how in ways.items()
+    }
+    source, target = bench.directory / "source", bench.directory / "target"
+    workers[TORCH_OBJECTS].call("save", path=str(source))  # all read the same file
+    saves = _of_workers(workers, "save", files.remove, target, clean=True, path=str(target))
+    compared = [(bench.compare("object save", "fresh file, fsync at the end", saves), 2.5)]
+    loaders = {label: workers[label] for label in (OBJECTS, TORCH_OBJECTS)}
+    for name, prepare in (("cold", files.make_cold), ("warm", files.make_warm)):
+        loads = _of_workers(loaders, "load", prepare, source, path=str(source))
+        comparison = bench.compare(f"object {name} load", f"{name} file, new tensors", loads)
+        compared.append((comparison, 1.5))
+    for comparison, target_ratio in compared:
+        what = f"{comparison.name} over torch.{comparison.name.split()[-1]}"
+        bench.at_least(what, target_ratio, comparison.over(OBJECTS, TORCH_OBJECTS))
+    for comparison, _ in compared[:2]:
+        what = f"{comparison.name}, peak memory beside the object"
+        bench.peak(what, _PEAK_NBYTES_MAX, comparison, OBJECTS)
+
+
+@scenario
+def saved_asynchronously(bench: Bench) -> None:
+    """How long ``async_save`` blocks training, and until the checkpoint is there.
+
+    The state is saved by the same stager and writer again and again, as training does; each save is awaited before the
+    next. The first one, which allocates, is not counted.
+    """
+    target = bench.directory / "checkpoint"
+
+    def saves(writer: str, *, overlap: bool = False) -> Measure:
+        options = {"nbytes": 2 * bench.nbytes, "writer": writer, "overlap": overlap}
+        worker = bench.worker(f"{_PEERS}:AsyncSaver", **options)
+        save = measured(worker, "save", files.remove_directory, [target], path=str(target))
+
         def measure(number: int) -> Sample:
-            nonlocal written
-            target = directory / "checkpoint"
-            files.remove_directory(target)
-            sample = worker.sample("save", path=str(target))
-            written = sum(path.stat().st_size for path in target.iterdir())
-            files.remove_directory(target)
-            return sample
+            if number == 0:
+                save(number)
+            return save(number)
 
         return measure
 
-    def by_fio(config: fio.Config) -> Callable[[int], Sample]:
-        target = directory / "target"  # as large as a checkpoint, once there is one
-        return lambda number: fio.writes(config, target, written, "--end_fsync=1")(number)
-
-    contenders = [
-        Contender(OURS, "ours", save(make(peer, nbytes=nbytes, ours=True, options={}))),
+    ours = {WRITER: saves("ours"), ASYNC_OVERLAPPED: saves("ours", overlap=True)}
+    theirs = {ASYNC_DEFAULT: saves(""), "torch FileSystemWriter as stager": saves("torch")}
+    compared = contenders("ours", ours) + contenders("peer", theirs)
+    blocked = bench.compare("async_save blocks", "the training thread", compared, "s")
+    rows = [
+        Row(
+            row.label,
+            row.kind,
+            row.tags,
+            [Sample(s.seconds, s.seconds) for s in row.samples],
+            row.failure,
+        )
+        for row in blocked.rows
     ]
-    for label, options in list(_TORCHS.items())[: 1 if settings.smoke else None]:
-        worker = make(peer, nbytes=nbytes, ours=False, options=options)
-        contenders.append(Contender(label, "peer", save(worker)))
-    contenders += [
-        Contender(config.label, "fio", by_fio(config), config.tags)
-        for config in fio.usable(_FIOS, settings)
+    total = Comparison("async_save takes", "until the checkpoint is there", "s", rows)
+    bench.outcome.comparisons.append(total)
+    for label in ours:
+        over = blocked.over(label, ASYNC_DEFAULT)
+        bench.at_most(f"async_save blocks, over torch's default: {label}", 0.5, over)
+
+
+def _of_workers(
+    workers: Mapping[str, Worker], call: str, prepare: Any, path: Path, /, **options: Any
+) -> list[Contender]:
+    """Those named after torch are peers, the others ours."""
+    return [
+        Contender(
+            label,
+            "peer" if label in (TORCH_READER, TORCH_OBJECTS) else "ours",
+            measured(worker, call, prepare, [path], **options),
+        )
+        for label, worker in workers.items()
     ]
-    comparison = Comparison("checkpoint save", "fresh directory, all of it synced")
-    return compare(settings, comparison, contenders)
-
-
-def _save_lazily(
-    settings: Settings, directory: Path, make: Callable[..., Worker], nbytes: int
-) -> Comparison:
-    peer = "benchmarks.scenarios.checkpoint:Saver"
-    worker = make(peer, nbytes=nbytes, ours=True, options={}, lazy=True)
-
-    def measure(number: int) -> Sample:
-        target = directory / "lazy"
-        files.remove_directory(target)
-        return worker.sample("save", path=str(target))
-
-    rules = f"tensors of {_LAZY_NBYTES // MIB} MiB that are made when they are asked for"
-    comparison = Comparison("checkpoint lazy save", rules)
-    return compare(settings, comparison, [Contender(OURS, "ours", measure)], rounds=3)
-
-
-def _described(nbytes: int) -> dict[str, Any]:
-    """As many tensors as the planner will make, without their memory."""
-    import torch
-
-    count = max(1, nbytes // _LAZY_NBYTES)
-    return {f"tensor{k}": torch.zeros(1).expand(_LAZY_NBYTES // 4) for k in range(count)}
-
-
-def _lazy_planner() -> Any:
-    import torch
-    from torch.distributed.checkpoint import DefaultSavePlanner
-
-    # The C library is to give back at once what is freed (M_MMAP_THRESHOLD): its holes are not the save's.
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)
-
-    class LazyPlanner(DefaultSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            return torch.full((_LAZY_NBYTES // 4,), 1.0)
-
-    return LazyPlanner()

@@ -11,21 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import files
 from benchmarks.actions import reads, writes
-from benchmarks.harness import (
-    Comparison,
-    Contender,
-    Estimate,
-    Figure,
-    Kind,
-    Outcome,
-    Settings,
-    compare,
-    ratio,
-)
-from benchmarks.worker import Worker, workers
+from benchmarks.bench import scenario
+from benchmarks.harness import Contender
+from benchmarks.worker import workers
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from benchmarks.bench import Bench
+    from benchmarks.harness import Comparison, Kind
 
 SEED = 11
 _PEERS: dict[Kind, tuple[str, str]] = {
@@ -51,60 +43,44 @@ def label_of(product: str, options: dict[str, Any]) -> str:
     return " ".join(words)
 
 
-def run(settings: Settings) -> Outcome:
-    if not settings.deepspeed:
-        return Outcome(notes=["DeepSpeed was left out on request"])
-    outcome = Outcome()
-    with files.scratch_directory(settings.directory) as directory:
-        source = directory / "source"
-        files.write_pattern(source, settings.nbytes, SEED)
-        for locked in (True, False):
-            with workers() as make:
-                pair: dict[Kind, Worker] = {
-                    kind: make(target, nbytes=settings.nbytes, locked=locked)
-                    for kind, (_, target) in _PEERS.items()
-                }
-                memory = "locked" if locked else "unpinned"
-                target = directory / "target"
-                actions = {
-                    "write": writes(target, seed=SEED),
-                    "overwrite": writes(target, _nothing, seed=SEED),
-                    "read": reads(source, seed=SEED),
-                }
-                for name, action in actions.items():
-                    contenders = [
-                        Contender(label_of(product, options), kind, action(pair[kind], **options))
-                        for options in configurations(settings.smoke)
-                        for kind, (product, _) in _PEERS.items()
-                    ]
-                    comparison = Comparison(f"deepspeed {name}, {memory}", "O_DIRECT, no fsync")
-                    outcome.comparisons.append(compare(settings, comparison, contenders))
-                    outcome.figures += _figures(settings, comparison, locked)
-    return outcome
+@scenario
+def run(bench: Bench) -> None:
+    if not bench.deepspeed_wanted():
+        return
+    source, target = bench.directory / "source", bench.directory / "target"
+    files.write_pattern(source, bench.nbytes, SEED)
+    actions = {
+        "write": writes(target, seed=SEED),
+        "overwrite": writes(target, lambda path: None, seed=SEED),  # as a swapper does
+        "read": reads(source, seed=SEED),
+    }
+    for memory, wanted in (("locked", 1.0), ("unpinned", 1.5)):
+        with workers() as make:
+            pair = {
+                kind: make(peer, nbytes=bench.nbytes, locked=memory == "locked")
+                for kind, (_, peer) in _PEERS.items()
+            }
+            for name, action in actions.items():
+                contenders = [
+                    Contender(label_of(product, options), kind, action(pair[kind], **options))
+                    for options in configurations(bench.smoke)
+                    for kind, (product, _) in _PEERS.items()
+                ]
+                title = f"deepspeed {name}, {memory}"
+                _figure(bench, bench.compare(title, "O_DIRECT, no fsync", contenders), wanted)
 
 
-def _nothing(path: Path) -> None:
-    """A swapper's file is written over as it is."""
-
-
-def _figures(settings: Settings, comparison: Comparison, locked: bool) -> list[Figure]:
+def _figure(bench: Bench, comparison: Comparison, wanted: float) -> None:
     """The worst of all configurations counts; theirs that fail are named."""
-    ratios: dict[str, Estimate] = {}
-    for options in configurations(settings.smoke):
-        ours, theirs = (comparison.row(label_of(p, options)) for p, _ in _PEERS.values())
-        if (value := ratio(ours, theirs)) is not None:
-            ratios[label_of("", options).strip()] = value
+    ratios = {
+        label_of("", options).strip(): value
+        for options in configurations(bench.smoke)
+        if (value := comparison.over(*(label_of(p, options) for p, _ in _PEERS.values())))
+        is not None
+    }
     failed = [f"{r.label}: {r.failure}" for r in comparison.rows if r.failure]
     worst = min(ratios, key=lambda name: ratios[name]) if ratios else None
     note = f"worst: {worst}; best: {max(ratios.values()):.2f}" if worst else ""
     note += f"; failed: {failed[0]} (and {len(failed) - 1} more)" if failed else ""
-    return [
-        Figure(
-            f"{comparison.name} over DeepSpeed, every configuration",
-            ">=",
-            1.0 if locked else 1.5,
-            ratios[worst] if worst else None,
-            "",
-            note.strip("; "),
-        )
-    ]
+    what = f"{comparison.name} over DeepSpeed, every configuration"
+    bench.at_least(what, wanted, ratios[worst] if worst else None, note.strip("; "))

@@ -10,26 +10,19 @@ the row at depth 128 is ours in bytes, for the record.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, fio
-from benchmarks.harness import (
-    GIB,
-    MIB,
-    Comparison,
-    Contender,
-    Figure,
-    MeasurementError,
-    Outcome,
-    Sample,
-    Settings,
-    compare,
-    ratio,
-)
-from benchmarks.worker import Worker, workers
+from benchmarks.bench import contenders, scenario
+from benchmarks.harness import GIB, MIB, MeasurementError, Row, Sample
+from tensorferry.tuning.fio import jobs_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from benchmarks.bench import Bench, Measure
 
 SEED = 23
 BLOCK_NBYTES = 4096
@@ -39,59 +32,47 @@ OURS = "tensorferry file.read_into beside file.write_from"
 _DEPTHS = (32, 128)
 
 
-def run(settings: Settings) -> Outcome:
-    nbytes = min(WRITE_NBYTES_MAX, 2 * settings.nbytes)
-    with files.scratch_directory(settings.directory) as directory, workers() as make:
-        source, target = directory / "source", directory / "target"
-        files.write_pattern(source, settings.nbytes, SEED)
+@scenario
+def run(bench: Bench) -> None:
+    nbytes = min(WRITE_NBYTES_MAX, 2 * bench.nbytes)
+    source, target = bench.directory / "source", bench.directory / "target"
+    files.write_pattern(source, bench.nbytes, SEED)
+    worker = bench.worker("benchmarks.peers.ours:ReadsBesideWrite", nbytes=nbytes)
 
-        def ours(worker: Worker, number: int) -> Sample:
+    reading = {"source": str(source), "target": str(target), "file_nbytes": bench.nbytes}
+
+    def fresh(measure: Callable[[int], dict[str, Any]]) -> Measure:
+        """With a file that is cold and one that is not there."""
+
+        def measured(number: int) -> Sample:
             files.make_cold(source)
             files.remove(target)
-            answer = worker.call(
-                "read",
-                source=str(source),
-                file_nbytes=settings.nbytes,
-                target=str(target),
-                pause_seconds=PAUSE_SECONDS,
-                seed=SEED + number,
-            )
-            return _sample(answer)
+            return _sample(measure(number))
 
-        def theirs(depth: int, number: int) -> Sample:
-            files.make_cold(source)
-            files.remove(target)
-            return _sample(_fio(source, settings.nbytes, target, nbytes, depth, number))
+        return measured
 
-        worker = make("benchmarks.peers.ours:ReadsBesideWrite", nbytes=nbytes)
-        contenders = [Contender(OURS, "ours", lambda number: ours(worker, number))]
-        if fio.installed():
-            contenders += [
-                Contender(
-                    f"fio io_uring, randread qd1 beside write 1M qd{depth}",
-                    "fio",
-                    lambda number, depth=depth: theirs(depth, number),  # type: ignore[misc]
-                    (f"qd{depth}",),
-                )
-                for depth in _DEPTHS
-            ]
-        comparison = Comparison(
-            "fairness",
-            f"median latency of {BLOCK_NBYTES} byte reads every {PAUSE_SECONDS * 1000:.0f} ms beside one write of "
-            f"{nbytes / MIB:,.0f} MiB, uncached, O_DIRECT",
-            "ms",
-            higher_is_better=False,
-        )
-        compare(settings, comparison, contenders)
-    outcome = Outcome([comparison])
+    def ours(number: int) -> dict[str, Any]:
+        return worker.call("read", **reading, pause_seconds=PAUSE_SECONDS, seed=SEED + number)
+
+    compared = contenders("ours", {OURS: fresh(ours)})
+    for depth in _DEPTHS if fio.installed() else ():
+        label = f"fio io_uring, randread qd1 beside write 1M qd{depth}"
+        theirs = partial(_fio, source, bench.nbytes, target, nbytes, depth)
+        compared += contenders("fio", {label: fresh(theirs)}, f"qd{depth}")
+    comparison = bench.compare(
+        "fairness",
+        f"median latency of {BLOCK_NBYTES} byte reads every {PAUSE_SECONDS * 1000:.0f} ms beside one write of "
+        f"{nbytes / MIB:,.0f} MiB, uncached, O_DIRECT",
+        compared,
+        "ms",
+    )
     row, best = comparison.row(OURS), comparison.best("fio", f"qd{_DEPTHS[0]}")
     note = f"{_described(row)}; fio {_described(best)}"
-    outcome.figures = [
-        Figure("fairness: median, over fio", "<=", 3, ratio(row, best), "", note),
-        Figure("fairness: median", "<=", 30, row.median if row else None, "ms", note),
-    ]
-    outcome.notes = [f"{row.label}: {_described(row)}" for row in comparison.rows if row.usable]
-    return outcome
+    bench.at_most("fairness: median, over fio", 3, comparison.over(OURS, best), note)
+    bench.at_most("fairness: median", 30, comparison.median(OURS), note, "ms")
+    for row in comparison.rows:
+        if row.usable:
+            bench.note(f"{row.label}: {_described(row)}")
 
 
 def _fio(
@@ -102,12 +83,14 @@ def _fio(
     percentiles = ("--percentile_list=50:99", "--lat_percentiles=1", "--clat_percentiles=0")
     write = ("--name=write", f"--filename={target}", "--rw=write", f"--size={nbytes}", "--bs=1M")
     pause = f"--thinktime={int(PAUSE_SECONDS * 1e6)}"
-    jobs = fio.run_jobs(
-        *("--ioengine=io_uring", "--direct=1", *percentiles),
-        *(*write, f"--iodepth={depth}", "--exitall"),
-        *("--name=read", f"--filename={source}", "--rw=randread", f"--size={source_nbytes}"),
-        *(f"--bs={BLOCK_NBYTES}", "--iodepth=1", pause, "--norandommap"),
-        *(f"--randseed={SEED + number}", "--time_based", "--runtime=600"),
+    jobs = jobs_of(
+        [
+            *("--ioengine=io_uring", "--direct=1", *percentiles),
+            *(*write, f"--iodepth={depth}", "--exitall"),
+            *("--name=read", f"--filename={source}", "--rw=randread", f"--size={source_nbytes}"),
+            *(f"--bs={BLOCK_NBYTES}", "--iodepth=1", pause, "--norandommap"),
+            *(f"--randseed={SEED + number}", "--time_based", "--runtime=600"),
+        ]
     )
     written, read = jobs[0]["write"], jobs[1]["read"]
     if written["io_bytes"] != nbytes:
@@ -129,7 +112,7 @@ def _sample(answer: dict[str, Any]) -> Sample:
     return Sample(answer["median_ms"], seconds, details=details)
 
 
-def _described(row: Any) -> str:
+def _described(row: Row | None) -> str:
     """The medians over rounds of what a row's samples say beside their value."""
     if row is None:
         return "not measured"

@@ -10,12 +10,13 @@ Sizes: ``--nbytes``, and eight times as much where the machine has room for it.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, fio
-from benchmarks.actions import reads, writes
+from benchmarks.actions import measured, reads, writes
+from benchmarks.bench import bench_in, contenders, synced_fio_writes
 from benchmarks.harness import (
     GIB,
     MIB,
@@ -25,17 +26,16 @@ from benchmarks.harness import (
     Kind,
     Outcome,
     Row,
-    Sample,
     Settings,
     UnavailableError,
-    compare,
     ratio,
 )
-from benchmarks.worker import Worker, workers
+from benchmarks.worker import workers
 from tensorferry.tuning.machine.limits import available_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from benchmarks.bench import Bench
+    from benchmarks.worker import Worker
 
 SEED = 17
 OURS = "tensorferry aio_handle"
@@ -45,34 +45,18 @@ _LARGER = 8
 _LARGER_ROUNDS_MAX = 5
 _THREADS = (1, 4, 16)
 _LOCKED_NBYTES_MAX = 128 * MIB
+_IN_MEMORY_FIOS = [fio.Config("psync", MIB, 1, direct=False)]
+_FIOS = [
+    fio.Config("io_uring", MIB, 32),
+    fio.Config("io_uring", MIB, 128),
+    fio.Config("libaio", MIB, 128),
+    fio.Config("io_uring", 4 * MIB, 32, registered=True, huge_pages=True),
+]
 
 # How much of each memory a run of one size takes, in tensors of that size: what lives at once in the workers below.
 _GPU_TENSORS = 7
 _PINNED_TENSORS = 3  # two whole copies, and DeepSpeed's
 _FILES = 2
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The best that the file system, and that copies, did in one comparison."""
-
-    storage: Row
-    copy: Row
-
-    @property
-    def lower(self) -> Row:
-        return min(self.storage, self.copy, key=lambda row: row.median)
-
-    @property
-    def comparable(self) -> bool:
-        """Whether they are within a factor of 2, so that overlapping them pays."""
-        low, high = sorted((self.storage.median, self.copy.median))
-        return high <= 2 * low
-
-    @property
-    def note(self) -> str:
-        rows = (self.storage, self.copy)
-        return "; ".join(f"{row.label}: {row.median:.2f} GB/s" for row in rows)
 
 
 def run(settings: Settings) -> Outcome:
@@ -101,9 +85,8 @@ def _run(settings: Settings, name: str, *, memory_file_system: bool) -> Outcome:
         if lack:
             outcome.notes.append(lack)
             continue
-        with files.scratch_directory(settings.directory) as directory, workers() as make:
-            for comparison, verb in _transfers(sized, name, directory, make, memory_file_system):
-                outcome.comparisons.append(comparison)
+        with bench_in(sized, outcome) as bench:
+            for comparison, verb in _transfers(bench, name, memory_file_system):
                 outcome.figures += figures(comparison, f"{name}: {size(sized.nbytes)} {verb}")
     if not fio.installed():
         outcome.notes.append("fio is not installed: the file system's limit is that of plain calls")
@@ -127,45 +110,41 @@ def lacking(nbytes: int, gpu_free_nbytes: int, directory: Path, in_memory: bool)
     return f"{size(nbytes)} is left out: it needs {', and '.join(short)}" if short else ""
 
 
-def limits(comparison: Comparison) -> Limits | None:
-    """The limits of a comparison, or None where one of them could not be measured."""
+def limits(comparison: Comparison) -> list[Row]:
+    """The best that the file system and that copies did, the lower one first; nothing where either is missing."""
     storage = [row for row in (comparison.best("fio"), comparison.best("limit", "storage")) if row]
     copy = comparison.best("limit", "copy")
     if not storage or not copy:
-        return None
-    return Limits(max(storage, key=lambda row: row.median), copy)
+        return []
+    return sorted([max(storage, key=_median), copy], key=_median)
+
+
+def _median(row: Row) -> float:
+    return row.median
 
 
 def figures(comparison: Comparison, what: str) -> list[Figure]:
     """The promises about one comparison."""
-    ours = comparison.row(OURS)
-    found = limits(comparison)
+    ours, found = comparison.row(OURS), limits(comparison)
+    over = ratio(ours, found[0]) if found else None
+    note = "; ".join(comparison.described(row, "a limit") for row in found)
+    # Overlapping them pays where they are within a factor of 2.
+    comparable = found and found[1].median <= 2 * found[0].median
     whole = comparison.best("peer", "whole")
+    least = 1.5 if comparable else 1.0
+    best = comparison.described(whole, "best")
     locked = [sample.details["locked_nbytes"] / MIB for sample in ours.samples] if ours else []
+    most = _LOCKED_NBYTES_MAX // MIB
     return [
         Figure(
             f"{what}, over the lower limit",
             ">=",
             0.90,
-            ratio(ours, found.lower) if found else None,
-            "",
-            found.note if found else "a limit was not measured",
+            over,
+            note=note or "a limit was not measured",
         ),
-        Figure(
-            f"{what}, over whole copy, then I/O",
-            ">=",
-            1.5 if found and found.comparable else 1.0,
-            ratio(ours, whole),
-            "",
-            f"best: {whole.label}, {whole.median:.2f} GB/s" if whole else "",
-        ),
-        Figure(
-            f"{what}, locked host memory",
-            "<=",
-            _LOCKED_NBYTES_MAX // MIB,
-            max(locked, default=None),
-            "MiB",
-        ),
+        Figure(f"{what}, over whole copy, then I/O", ">=", least, ratio(ours, whole), note=best),
+        Figure(f"{what}, locked host memory", "<=", most, max(locked, default=None), "MiB"),
     ]
 
 
@@ -173,49 +152,38 @@ def size(nbytes: int) -> str:
     return f"{nbytes / GIB:.3g} GiB"
 
 
-def _transfers(
-    settings: Settings,
-    name: str,
-    directory: Path,
-    make: Callable[..., Worker],
-    memory_file_system: bool,
-) -> list[tuple[Comparison, str]]:
-    target, source = directory / "target", directory / "source"
-    configs = _fio_configs(settings, memory_file_system)
-    copies = make(f"{_PEERS}:CopyLimit", nbytes=settings.nbytes)
-    contenders = _contenders(settings, make)
+def _transfers(bench: Bench, name: str, memory_file_system: bool) -> list[tuple[Comparison, str]]:
+    target, source = bench.directory / "target", bench.directory / "source"
+    configs = _IN_MEMORY_FIOS if memory_file_system else _FIOS
+    copies = bench.worker(f"{_PEERS}:CopyLimit", nbytes=bench.nbytes)
+    movers = _movers(bench)
 
-    def copy(direction: str) -> Contender:
-        label = f"pinned copy {direction.replace('_', ' ')}"
-        return Contender(label, "limit", lambda number: copies.sample(direction), ("copy",))
+    def compared(action: Any, direction: str) -> list[Contender]:
+        moves = [Contender(label, kind, action(w), tags) for label, kind, tags, w in movers]
+        copy = {f"pinned copy {direction.replace('_', ' ')}": measured(copies, direction)}
+        return moves + contenders("limit", copy, "copy")
 
-    title = f"{name}: {size(settings.nbytes)}"
-    written = Comparison(f"{title} write", "CUDA tensor to a fresh file, synced")
-    write = writes(target, seed=SEED)
-    writers = [replace(contender, measure=write(worker)) for contender, worker in contenders]
-    for config in configs:
-        by_fio = fio.writes(config, target, settings.nbytes, "--end_fsync=1")
-        writers.append(Contender(config.label, "fio", by_fio, config.tags))
-    compare(settings, written, [*writers, copy("to_host")])
+    title = f"{name}: {size(bench.nbytes)}"
+    by_fio = synced_fio_writes(bench, configs, target, bench.nbytes)
+    ways = compared(writes(target, seed=SEED), "to_host") + by_fio
+    written = bench.compare(f"{title} write", "CUDA tensor to a fresh file, synced", ways)
     files.remove(target)
 
-    files.write_pattern(source, settings.nbytes, SEED)
+    files.write_pattern(source, bench.nbytes, SEED)
     kind = "file in memory" if memory_file_system else "cold file"
-    was_read = Comparison(f"{title} read", f"{kind} to CUDA tensor")
-    read = reads(source, seed=SEED)
-    readers = [replace(contender, measure=read(worker)) for contender, worker in contenders]
-    readers += fio.contenders(configs, source, "read", settings.nbytes, files.make_cold)
-    compare(settings, was_read, [*readers, copy("to_device")])
+    by_fio = fio.contenders(bench.settings, configs, source, "read", bench.nbytes)
+    ways = compared(reads(source, seed=SEED), "to_device") + by_fio
+    was_read = bench.compare(f"{title} read", f"{kind} to CUDA tensor", ways)
     return [(written, "write"), (was_read, "read")]
 
 
-def _contenders(settings: Settings, make: Callable[..., Worker]) -> list[tuple[Contender, Worker]]:
-    """All that is no fio and no copy, still without a measurement, and the worker that each runs in."""
-    made: list[tuple[Contender, Worker]] = []
+def _movers(bench: Bench) -> list[tuple[str, Kind, tuple[str, ...], Worker]]:
+    """All that is no fio and no copy: label, kind, tags, and the worker that each runs in."""
+    made: list[tuple[str, Kind, tuple[str, ...], Worker]] = []
 
     def add(label: str, kind: Kind, tags: tuple[str, ...], peer: str, **options: Any) -> None:
-        worker = make(f"{_PEERS}:{peer}", **{"nbytes": settings.nbytes} | options)
-        made.append((Contender(label, kind, _unmeasured, tags), worker))
+        worker = bench.worker(f"{_PEERS}:{peer}", **{"nbytes": bench.nbytes} | options)
+        made.append((label, kind, tags, worker))
 
     add(OURS, "ours", (), "Handle")
     add(f"{OURS}, 4 workers", "ours", (), "Handle", options={"intra_op_parallelism": 4})
@@ -223,27 +191,11 @@ def _contenders(settings: Settings, make: Callable[..., Worker]) -> list[tuple[C
     whole = "whole copy, then"
     add(f"{whole} plain system calls, 4 threads", "peer", ("whole",), "CopyThen", threads=4)
     add(f"{whole} tensorferry aio_handle", "peer", ("whole",), "CopyThen")
-    if settings.deepspeed:
+    if bench.settings.deepspeed:
         add("DeepSpeed aio_handle", "peer", ("whole",), "DeepSpeedHandle")
     add("kvikio, 8 threads", "peer", (), "KvikIO", threads=8)
-    for threads in _THREADS[: 1 if settings.smoke else None]:
+    for threads in _THREADS[: 1 if bench.smoke else None]:
         label = f"plain system calls, {threads} threads"
-        nbytes = min(settings.nbytes, GIB)
+        nbytes = min(bench.nbytes, GIB)
         add(label, "limit", ("storage",), "StorageLimit", nbytes=nbytes, threads=threads)
     return made
-
-
-def _unmeasured(number: int) -> Sample:
-    raise NotImplementedError
-
-
-def _fio_configs(settings: Settings, memory_file_system: bool) -> list[fio.Config]:
-    if memory_file_system:
-        return fio.usable([fio.Config("psync", "1M", 1, direct=False)], settings)
-    configs = [
-        fio.Config("io_uring", "1M", 32),
-        fio.Config("io_uring", "1M", 128),
-        fio.Config("libaio", "1M", 128),
-        fio.Config("io_uring", "4M", 32, registered=True, huge=True),
-    ]
-    return fio.usable(configs, settings)

@@ -6,18 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from benchmarks.harness import (
-    Comparison,
-    Contender,
-    Figure,
-    MeasurementError,
-    Outcome,
-    Sample,
-    Settings,
-    compare,
-    difference,
-)
+from benchmarks.bench import contenders, scenario
+from benchmarks.harness import MeasurementError, Sample
+
+if TYPE_CHECKING:
+    from benchmarks.bench import Bench
 
 ROUNDS_MIN = 15
 BARE = "bare interpreter"
@@ -25,24 +20,22 @@ OURS = "import tensorferry"
 _CHECK = "import sys, tensorferry; sys.exit('torch' in sys.modules)"
 
 
-def run(settings: Settings) -> Outcome:
+@scenario
+def run(bench: Bench) -> None:
     _run(_CHECK)
-    contenders = [
-        Contender(BARE, "peer", lambda number: _time("pass")),
-        Contender(OURS, "ours", lambda number: _time("import tensorferry")),
-        Contender("import numpy", "peer", lambda number: _time("import numpy")),
-    ]
-    comparison = Comparison(
-        "import", "whole process, files in the page cache", "ms", higher_is_better=False
+    others = {BARE: lambda _: _time("pass"), "import numpy": lambda _: _time("import numpy")}
+    ours = {OURS: lambda _: _time("import tensorferry")}
+    comparison = bench.compare(
+        "import",
+        "whole process, files in the page cache",
+        contenders("peer", others) + contenders("ours", ours),
+        "ms",
+        rounds=2 if bench.smoke else max(ROUNDS_MIN, bench.settings.rounds),
     )
-    rounds = 2 if settings.smoke else max(ROUNDS_MIN, settings.rounds)
-    compare(settings, comparison, contenders, rounds=rounds)
-    ours, bare = comparison.row(OURS), comparison.row(BARE)
-    over = difference(ours, bare)
+    bare = comparison.row(BARE)
+    over = comparison.above(OURS, bare)
     note = f"bare interpreter {bare.median:.0f} ms" if bare else ""
-    return Outcome(
-        [comparison], [Figure("import tensorferry, without torch", "<=", 60, over, "ms", note)]
-    )
+    bench.at_most("import tensorferry, without torch", 60, over, note, "ms")
 
 
 def _time(code: str) -> Sample:

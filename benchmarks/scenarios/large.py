@@ -2,34 +2,25 @@
 
 Rules: O_DIRECT and no fsync on either side; every write goes to a new preallocated file; the file
 is dropped from the page cache before each read. Only "plain Python write + fsync, readinto" goes
-through the page cache. What memory is needed besides the tensor shows in the same rows.
+through the page cache. What memory is needed besides the tensor shows in the same rows. The same on
+a fast block device: ext4 on a loop device with direct I/O over memory (root only).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import files, fio
+from benchmarks import fio
 from benchmarks.actions import fresh_and_cold
-from benchmarks.harness import (
-    GIB,
-    MIB,
-    Comparison,
-    Contender,
-    Figure,
-    Outcome,
-    Settings,
-    cpu_ratio,
-    peak_figure,
-    ratio,
-)
-from benchmarks.worker import Worker, workers
+from benchmarks.bench import contenders, scenario
+from benchmarks.harness import GIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from benchmarks.bench import Bench
+    from benchmarks.harness import Comparison, Contender
 
 SEED = 7
+LOOP_DEPTH = 32
 ODD_NBYTES = 1_000_003
 ODD_OFFSET = 7
 _GROWTH_NBYTES_MAX = 16 * MIB  # beside the bounce pool
@@ -40,90 +31,69 @@ ODD = f"tensorferry handle, torch.empty, + {ODD_NBYTES:,} bytes at offset {ODD_O
 FUNCTIONS = "tensorferry.write/read, torch.empty"
 
 
-def run(settings: Settings) -> Outcome:
-    with files.scratch_directory(settings.directory) as directory, workers() as make:
-        return transfers(settings, directory, make, "large")
+@scenario
+def run(bench: Bench) -> None:
+    targets = {LOCKED: 0.97, PLAIN: 0.92, ODD: 0.92}
+    for comparison, what in _transfers(bench, "large", {}, fio.LARGE, targets):
+        for tag, limit in (("unregistered", 1.1), ("registered", 1.5)):
+            least = comparison.least_cpu("fio", "io_uring", "1M", tag)  # the size of our blocks
+            over = comparison.cpu_over(LOCKED, least)
+            note = f"{least.label}, {least.cpu_seconds_per_gb or 0:.4f} s/GB" if least else "no fio"
+            bench.at_most(f"{what}, locked: CPU over fio io_uring {tag}", limit, over, note)
 
 
-def transfers(
-    settings: Settings,
-    directory: Path,
-    make: Callable[..., Worker],
+@scenario
+def run_on_loop_device(bench: Bench) -> None:
+    configs = [config for config in fio.LARGE if config.queue_depth == LOOP_DEPTH]
+    with bench.on_loop_device(3 * (bench.nbytes + 2 * ODD_NBYTES) + 64 * MIB) as quick:
+        _transfers(quick, "loop", {"queue_depth": LOOP_DEPTH}, configs, {LOCKED: 0.95})
+
+
+def _transfers(
+    bench: Bench,
     name: str,
-    options: dict[str, Any] | None = None,
-    configs: list[fio.Config] | None = None,
-    locked_target: float = 0.97,
-    ordinary_target: float | None = 0.92,
-) -> Outcome:
-    """Write and read one large tensor in a directory, whatever file system that is on.
+    options: dict[str, Any],
+    configs: list[fio.Config],
+    targets: dict[str, float],
+) -> list[tuple[Comparison, str]]:
+    """Write and read one large tensor, and say what each comparison is of.
 
-    The targets are the parts of the best fio's speed that locked and ordinary memory must reach;
-    without the latter, CPU time has none either.
+    The targets are parts of the best fio's speed.
     """
-    nbytes, odd_nbytes = settings.nbytes, settings.nbytes + ODD_NBYTES
+    nbytes, odd_nbytes = bench.nbytes, bench.nbytes + ODD_NBYTES
     handle, functions = "benchmarks.peers.ours:Handle", "benchmarks.peers.ours:Functions"
-    options = options or {}
+    plain = "benchmarks.peers.plain"
+    worker = bench.worker
     ours = {
-        LOCKED: make(handle, nbytes=nbytes, locked=True, options=options),
-        PLAIN: make(handle, nbytes=nbytes, locked=False, options=options),
-        ODD: make(handle, nbytes=odd_nbytes, locked=False, options=options),
-        "tensorferry.write/read, tensorferry.empty": make(functions, nbytes=nbytes, aligned=True),
-        FUNCTIONS: make(functions, nbytes=nbytes, aligned=False),
+        LOCKED: worker(handle, nbytes=nbytes, locked=True, options=options),
+        PLAIN: worker(handle, nbytes=nbytes, locked=False, options=options),
+        ODD: worker(handle, nbytes=odd_nbytes, locked=False, options=options),
+        "tensorferry.write/read, tensorferry.empty": worker(functions, nbytes=nbytes, aligned=True),
+        FUNCTIONS: worker(functions, nbytes=nbytes, aligned=False),
     }
     peers = {
-        "plain Python write + fsync, readinto": make(
-            "benchmarks.peers.plain:Buffered", nbytes=nbytes
-        ),
-        "plain Python, O_DIRECT 8 MiB blocks": make("benchmarks.peers.plain:Direct", nbytes=nbytes),
+        "plain Python write + fsync, readinto": worker(f"{plain}:Buffered", nbytes=nbytes),
+        "plain Python, O_DIRECT 8 MiB blocks": worker(f"{plain}:Direct", nbytes=nbytes),
     }
-    configs = fio.large_configs(settings) if configs is None else configs
 
-    def contenders(action: Any) -> list[Contender]:
+    def ways(action: Any) -> list[Contender]:
         at = {ODD: {"offset": ODD_OFFSET}}
-        return [
-            Contender(label, "ours" if label in ours else "peer", action(w, **at.get(label, {})))
-            for label, w in (ours | peers).items()
-        ]
+        mine = {label: action(w, **at.get(label, {})) for label, w in ours.items()}
+        theirs = {label: action(w) for label, w in peers.items()}
+        return contenders("ours", mine) + contenders("peer", theirs)
 
     # The longer reads end with the file.
-    written, was_read = fresh_and_cold(
-        settings, directory, name, contenders, configs, SEED, ODD_OFFSET + odd_nbytes
-    )
-    outcome = Outcome([written, was_read])
-    if not configs:
-        outcome.notes.append("fio is not installed: nothing to compare with")
-    elif not any(config.huge for config in configs):
-        outcome.notes.append("no huge pages for fio's buffers: its best configuration is missing")
+    compared = fresh_and_cold(bench, name, ways, configs, SEED, ODD_OFFSET + odd_nbytes)
+    if not any(config.huge_pages for config in fio.usable(configs, bench.settings)):
+        bench.note("no huge pages for fio's buffers: its best configuration is missing")
     pool_nbytes = ours[FUNCTIONS].call("pool_nbytes")["pool_nbytes"]
-    for comparison, verb in ((written, "write"), (was_read, "cold read")):
+    found = []
+    for comparison, verb in zip(compared, ("write", "cold read"), strict=True):
         what = f"{name}: {nbytes / GIB:.3g} GiB {verb}"
-        outcome.figures += _figures(comparison, what, locked_target, ordinary_target)
-        limit_nbytes = pool_nbytes + _GROWTH_NBYTES_MAX
+        for label, target in targets.items():
+            short = label.removeprefix("tensorferry handle, ")
+            bench.over_fio(f"{what}, {short}", target, comparison, label)
         peak = f"{what}, growth of the peak over the pool's {pool_nbytes // MIB} MiB + 16"
-        outcome.figures.append(peak_figure(peak, comparison.row(FUNCTIONS), limit_nbytes))
-    return outcome
-
-
-def _figures(
-    comparison: Comparison, what: str, locked_target: float, ordinary_target: float | None
-) -> list[Figure]:
-    best, small = comparison.best("fio"), comparison.best("fio", "small")
-    note = f"best fio: {best.label}, {best.median:.2f} GB/s" if best else "no fio"
-    if small and best and small is not best:
-        note += f"; with 4 KiB pages: {small.label}, {small.median:.2f} GB/s"
-    targets = {LOCKED: locked_target}
-    if ordinary_target is not None:
-        targets |= {PLAIN: ordinary_target, ODD: ordinary_target}
-    figures = []
-    for label, target in targets.items():
-        short = label.removeprefix("tensorferry handle, ")
-        over = ratio(comparison.row(label), best)
-        figures.append(Figure(f"{what}, {short}", ">=", target, over, "", note))
-    for tag, limit in (("unregistered", 1.1), ("registered", 1.5)) if ordinary_target else ():
-        least = comparison.least_cpu("fio", "io_uring", "1M", tag)  # the size of our blocks
-        over = cpu_ratio(comparison.row(LOCKED), least)
-        note = f"{least.label}, {least.cpu_seconds_per_gb or 0:.4f} s/GB" if least else "no fio"
-        figures.append(
-            Figure(f"{what}, locked: CPU over fio io_uring {tag}", "<=", limit, over, "", note)
-        )
-    return figures
+        bench.peak(peak, pool_nbytes + _GROWTH_NBYTES_MAX, comparison, FUNCTIONS)
+        found.append((comparison, what))
+    return found

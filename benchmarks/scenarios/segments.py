@@ -8,26 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import files, fio
-from benchmarks.actions import fresh_and_cold
-from benchmarks.harness import (
-    GIB,
-    MIB,
-    Comparison,
-    Contender,
-    Figure,
-    Outcome,
-    Settings,
-    UnavailableError,
-    cpu_ratio,
-    ratio,
-)
-from benchmarks.scenarios.loop_device import DEPTH, loop_mounted
-from benchmarks.worker import Worker, workers
+from benchmarks import fio
+from benchmarks.actions import fresh_and_cold, measured
+from benchmarks.bench import contenders, scenario
+from benchmarks.harness import GIB, MIB
+from benchmarks.scenarios.large import LOOP_DEPTH
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from benchmarks.bench import Bench
+    from benchmarks.harness import Comparison, Contender
 
 SEED = 11
 SEGMENT_NBYTES = (16 << 10, 64 << 10, MIB)
@@ -35,16 +24,17 @@ ONE = "one array"
 LIMIT = "one copy and one CRC-32, one thread"
 
 
-def run(settings: Settings) -> Outcome:
-    outcome = Outcome()
-    with files.scratch_directory(settings.directory) as directory, workers() as make:
-        _transfers(settings, directory, make, outcome, "segments", 0.95, None)
-    try:
-        with loop_mounted(3 * settings.nbytes + 64 * MIB) as directory, workers() as make:
-            _transfers(settings, directory, make, outcome, "segments, fast device", 0.85, DEPTH)
-    except UnavailableError as reason:
-        outcome.notes.append(str(reason))
-    return outcome
+@scenario
+def run(bench: Bench) -> None:
+    for comparison, what in _transfers(bench, "segments", {}, fio.LARGE):
+        _figures(bench, comparison, what, 0.95)
+    name, options = "segments, fast device", {"queue_depth": LOOP_DEPTH}
+    configs = [config for config in fio.LARGE if config.queue_depth == LOOP_DEPTH]
+    with bench.on_loop_device(3 * bench.nbytes + 64 * MIB) as quick:
+        for comparison, what in _transfers(quick, name, options, configs):
+            _figures(bench, comparison, what, 0.85)
+            for label, target in ((ONE, 0.85), (_label(0, True), 0.75)):
+                bench.over_fio(f"{what}, {label} over fio", target, comparison, label)
 
 
 def _label(segment_nbytes: int, checked: bool) -> str:
@@ -53,63 +43,36 @@ def _label(segment_nbytes: int, checked: bool) -> str:
 
 
 def _transfers(
-    settings: Settings,
-    directory: Path,
-    make: Callable[..., Worker],
-    outcome: Outcome,
-    name: str,
-    wanted: float,
-    depth: int | None,
-) -> None:
+    bench: Bench, name: str, options: dict[str, Any], configs: list[fio.Config]
+) -> list[tuple[Comparison, str]]:
+    """Write and read, and say what each comparison is of."""
+    ours, nbytes = "benchmarks.peers.ours", bench.nbytes
     peers = {
-        nbytes: make(
-            "benchmarks.peers.ours:Segments",
-            nbytes=settings.nbytes,
-            segment_nbytes=nbytes or settings.nbytes,
-            options={} if depth is None else {"queue_depth": depth},
+        each: bench.worker(
+            f"{ours}:Segments", nbytes=nbytes, segment_nbytes=each or nbytes, options=options
         )
-        for nbytes in (0, *SEGMENT_NBYTES)
+        for each in (0, *SEGMENT_NBYTES)
     }
-    limit = make("benchmarks.peers.ours:CopyAndChecksum", nbytes=settings.nbytes)
-    configs = fio.large_configs(settings)
-    if depth is not None:
-        configs = [config for config in configs if config.depth == depth]
+    limit = measured(bench.worker(f"{ours}:CopyAndChecksum", nbytes=nbytes), "run")
 
-    def contenders(action: Any) -> list[Contender]:
-        ours = [
-            Contender(_label(nbytes, checked), "ours", action(worker, checked=checked))
-            for nbytes, worker in peers.items()
+    def ways(action: Any) -> list[Contender]:
+        moves = {
+            _label(each, checked): action(worker, checked=checked)
+            for each, worker in peers.items()
             for checked in (False, True)
-        ]
-        return [*ours, Contender(LIMIT, "limit", lambda _: limit.sample("run"))]
+        }
+        return contenders("ours", moves) + contenders("limit", {LIMIT: limit})
 
-    written, was_read = fresh_and_cold(settings, directory, f"{name}:", contenders, configs, SEED)
-    outcome.comparisons += [written, was_read]
-    for comparison, verb in ((written, "write"), (was_read, "cold read")):
-        outcome.figures += _figures(
-            comparison,
-            f"{name}: {settings.nbytes / GIB:.3g} GiB {verb}",
-            wanted,
-            fast=depth is not None,
-        )
+    written, was_read = fresh_and_cold(bench, f"{name}:", ways, configs, SEED)
+    what = f"{name}: {nbytes / GIB:.3g} GiB"
+    return [(written, f"{what} write"), (was_read, f"{what} cold read")]
 
 
-def _figures(comparison: Comparison, what: str, wanted: float, *, fast: bool) -> list[Figure]:
-    def figure(text: str, target: float, label: str, other: str) -> Figure:
-        value = ratio(comparison.row(label), comparison.row(other))
-        return Figure(f"{what}, {text}", ">=", target, value)
-
-    figures = []
+def _figures(bench: Bench, comparison: Comparison, what: str, wanted: float) -> None:
     for nbytes in SEGMENT_NBYTES:
         plain, checked = _label(nbytes, False), _label(nbytes, True)
-        figures.append(figure(f"{plain} over {ONE}", wanted, plain, ONE))
-        figures.append(figure(f"{checked} over without", wanted, checked, plain))
-        cpu = cpu_ratio(comparison.row(checked), comparison.row(LIMIT))
-        figures.append(Figure(f"{what}, {checked}: CPU over {LIMIT}", "<=", 1.4, cpu))
-    if fast:
-        best = comparison.best("fio")
-        note = f"best fio: {best.label}, {best.median:.2f} GB/s" if best else "no fio"
-        for label, target in ((ONE, 0.85), (_label(0, True), 0.75)):
-            value = ratio(comparison.row(label), best)
-            figures.append(Figure(f"{what}, {label} over fio", ">=", target, value, "", note))
-    return figures
+        bench.at_least(f"{what}, {plain} over {ONE}", wanted, comparison.over(plain, ONE))
+        over_plain = comparison.over(checked, plain)
+        bench.at_least(f"{what}, {checked} over without", wanted, over_plain)
+        cpu = comparison.cpu_over(checked, LIMIT)
+        bench.at_most(f"{what}, {checked}: CPU over {LIMIT}", 1.4, cpu)

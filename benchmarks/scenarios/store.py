@@ -10,69 +10,59 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from benchmarks import files, fio
-from benchmarks.harness import (
-    GIB,
-    MIB,
-    Comparison,
-    Contender,
-    Figure,
-    Outcome,
-    Sample,
-    Settings,
-    compare,
-    ratio,
-    throughput,
-)
-from benchmarks.worker import Worker, workers
+from benchmarks.actions import first, measured, seeds
+from benchmarks.bench import contenders, scenario
+from benchmarks.harness import GIB, MIB, Sample, Settings, throughput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
+
+    from benchmarks.bench import Bench
 
 SEED = 29
 COUNT = 1000
 SMALLEST_NBYTES, LARGEST_NBYTES, BLOCK_NBYTES = 1 << 10, 64 * MIB, MIB
 CONFIGS = [
-    fio.Config("io_uring", "1M", 32),
-    fio.Config("io_uring", "1M", 32, huge=True),
+    fio.Config("io_uring", MIB, 32),
+    fio.Config("io_uring", MIB, 32, huge_pages=True),
 ]
 ROUNDS = 5  # of eight times the settings' bytes
 PLAIN, CHECKED = "store, no checksums", "store"
 
 
-def run(settings: Settings) -> Outcome:
-    sizes = tensor_sizes(settings)
-    total = sum(sizes)
-    configs = fio.usable(CONFIGS, settings)
-    outcome = Outcome()
-    with files.scratch_directory(settings.directory) as directory, workers() as make:
-        worker = make("benchmarks.peers.ours:Store", sizes=sizes)
-        for call, rules in (
-            ("write", "space reserved, O_DIRECT, no fsync"),
-            ("read", "cold files, O_DIRECT"),
-        ):
-            comparison = Comparison(f"store: {call}", f"{COUNT} tensors, random order, {rules}")
-            contenders = [
-                Contender(label, "ours", _ours(worker, call, directory, label == CHECKED))
-                for label in (PLAIN, CHECKED)
-            ]
-            contenders += [
-                Contender(config.label, "fio", _theirs(config, call, directory, sizes), config.tags)
-                for config in configs
-            ]
-            few = replace(settings, rounds=min(settings.rounds, ROUNDS))
-            outcome.comparisons.append(compare(few, comparison, contenders))
-            best = comparison.best("fio")
-            note = f"best fio: {best.label}, {best.median:.2f} GB/s" if best else "no fio"
-            what = f"store: {COUNT} tensors, {total / GIB:.3g} GiB {call}"
-            outcome.figures += [
-                Figure(f"{what}, {label}", ">=", 0.9, ratio(comparison.row(label), best), "", note)
-                for label in (PLAIN, CHECKED)
-            ]
-    return outcome
+@scenario
+def run(bench: Bench) -> None:
+    sizes = tensor_sizes(bench.settings)
+    worker = bench.worker("benchmarks.peers.ours:Store", sizes=sizes)
+    configs = fio.usable(CONFIGS, bench.settings)
+    for call, rules in (
+        ("write", "space reserved, O_DIRECT, no fsync"),
+        ("read", "cold files, O_DIRECT"),
+    ):
+        ways = {
+            label: measured(
+                *(worker, call),
+                directory=str(bench.directory),
+                checked=label == CHECKED,
+                seed=seeds(SEED),
+                check=first,
+            )
+            for label in (PLAIN, CHECKED)
+        }
+        by_fio = fio.each_of(configs, partial(_theirs, call, bench.directory, sizes))
+        comparison = bench.compare(
+            f"store: {call}",
+            f"{COUNT} tensors, random order, {rules}",
+            contenders("ours", ways) + by_fio,
+            rounds=bench.rounds_at_most(ROUNDS),
+        )
+        what = f"store: {COUNT} tensors, {sum(sizes) / GIB:.3g} GiB {call}"
+        for label in ways:
+            bench.over_fio(f"{what}, {label}", 0.9, comparison, label)
 
 
 def tensor_sizes(settings: Settings) -> list[int]:
@@ -88,37 +78,22 @@ def tensor_sizes(settings: Settings) -> list[int]:
     return sizes
 
 
-def _ours(worker: Worker, call: str, directory: Path, checked: bool) -> Callable[[int], Any]:
-    def measure(number: int) -> Any:
-        return worker.sample(
-            call, directory=str(directory), checked=checked, seed=SEED + number, check=number == 0
-        )
-
-    return measure
-
-
-def _theirs(
-    config: fio.Config, call: str, directory: Path, sizes: list[int]
-) -> Callable[[int], Sample]:
+def _theirs(call: str, directory: Path, sizes: list[int], config: fio.Config, _: int) -> Sample:
     # What fio is to move in blocks of each size. Less than 4 KiB cannot pass the page cache.
     blocks: Counter[int] = Counter()
     for nbytes in sizes:
         blocks[min(max(nbytes, 4096), BLOCK_NBYTES)] += max(nbytes, 4096)
-
-    def measure(_: int) -> Sample:
-        seconds = cpu = 0.0
-        for block, nbytes in sorted(blocks.items()):
-            path = directory / f"fio-{block}"
-            if call == "write":
-                files.remove(path)
-            else:
-                if not path.exists():
-                    files.write_pattern(path, nbytes, SEED)
-                files.make_cold(path)
-            job = fio.run(replace(config, block_size=f"{block >> 10}k"), path, call, nbytes)
-            part = fio.sample(job, call)
-            seconds += part.seconds
-            cpu += part.cpu_seconds or 0.0
-        return throughput(seconds, sum(sizes), cpu)
-
-    return measure
+    seconds = cpu = 0.0
+    for block, nbytes in sorted(blocks.items()):
+        path = directory / f"fio-{block}"
+        if call == "write":
+            files.remove(path)
+        else:
+            if not path.exists():
+                files.write_pattern(path, nbytes, SEED)
+            files.make_cold(path)
+        job = fio.run(replace(config, block_size=block), path, call, nbytes)
+        part = fio.sample(job, call)
+        seconds += part.seconds
+        cpu += part.cpu_seconds or 0.0
+    return throughput(seconds, sum(sizes), cpu)

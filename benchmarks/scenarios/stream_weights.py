@@ -11,94 +11,56 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import files
-from benchmarks.harness import (
-    Comparison,
-    Contender,
-    Figure,
-    Outcome,
-    Row,
-    Sample,
-    Settings,
-    compare,
-)
-from benchmarks.worker import Worker, workers
+from benchmarks.actions import measured
+from benchmarks.bench import contenders, scenario
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from benchmarks.bench import Bench, Measure
+    from benchmarks.harness import Row, Sample
+    from benchmarks.worker import Worker
 
 OURS, MEMORY, READ = "stream_weights", "in memory", "reading alone"
 THEIRS = "accelerate disk_offload"
 
 
-def run(settings: Settings) -> Outcome:
-    outcome = Outcome()
-    with files.scratch_directory(settings.directory) as directory, workers() as make:
+@scenario
+def run(bench: Bench) -> None:
+    def worker() -> Worker:
+        peer = "benchmarks.peers.streaming:Model"
+        return bench.worker(peer, nbytes=2 * bench.nbytes, directory=str(bench.directory))
 
-        def worker() -> Worker:
-            peer = "benchmarks.peers.streaming:Model"
-            return make(peer, nbytes=2 * settings.nbytes, directory=str(directory))
+    writer = worker()
+    total = int(writer.call("save")["nbytes"])
+    writer.close()
+    budget = total // 4
+    paths = sorted(bench.directory.glob("*.safetensors"))
 
-        writer = worker()
-        total = int(writer.call("save")["nbytes"])
-        writer.close()
-        budget = total // 4
-        paths = sorted(directory.glob("*.safetensors"))
+    def tokens(call: str, **options: Any) -> Measure:
+        return measured(worker(), call, files.make_cold, paths, **options)
 
-        def tokens(peer: Worker, call: str, **options: Any) -> Callable[[int], Sample]:
-            def measure(_: int) -> Sample:
-                for path in paths:
-                    files.make_cold(path)
-                found = peer.call(call, **options)
-                return Sample(
-                    found["token_seconds"],
-                    found["seconds"],
-                    details={name: found[name] for name in ("read_nbytes",) if name in found},
-                )
+    ours = tokens("streamed", budget_nbytes=budget)
+    needed = total - budget
 
-            return measure
+    def streamed(number: int) -> Sample:
+        nonlocal needed
+        sample = ours(number)
+        needed = int(sample.details["read_nbytes"])
+        return sample
 
-        ours = tokens(worker(), "streamed", budget_nbytes=budget)
-        needed = [total - budget]
-
-        def streamed(number: int) -> Sample:
-            sample = ours(number)
-            needed[0] = int(sample.details["read_nbytes"])
-            return sample
-
-        reader = worker()
-
-        def read(_: int) -> Sample:
-            for path in paths:
-                files.make_cold(path)
-            found = reader.call("read", nbytes=needed[0])
-            return Sample(found["seconds"], found["seconds"], found["nbytes"])
-
-        comparison = Comparison(
-            "stream_weights",
-            f"{total >> 20} MiB of weights, a budget of {budget >> 20} MiB, cold files",
-            unit="s a token",
-            higher_is_better=False,
-        )
-        contenders = [
-            Contender(OURS, "ours", streamed),
-            Contender(READ, "limit", read),
-            Contender(MEMORY, "limit", tokens(worker(), "in_memory")),
-            Contender(THEIRS, "peer", tokens(worker(), "disk_offload", budget_nbytes=budget)),
-        ]
-        outcome.comparisons.append(compare(settings, comparison, contenders))
-        if (theirs := comparison.rows[-1]).failure and "accelerate" in theirs.failure:
-            outcome.notes.append(f"{THEIRS}: {theirs.failure}")
-            comparison.rows.pop()
-    rows = [comparison.row(label) for label in (OURS, READ, MEMORY)]
-    outcome.figures.append(
-        Figure(
-            "stream_weights: time for a token over max(reading, computing)",
-            "<=",
-            1.1,
-            _over_the_slower(*rows),
-        )
+    limits = {READ: tokens("read", nbytes=lambda _: needed), MEMORY: tokens("in_memory")}
+    comparison = bench.compare(
+        "stream_weights",
+        f"{total >> 20} MiB of weights, a budget of {budget >> 20} MiB, cold files",
+        [
+            *contenders("ours", {OURS: streamed}),
+            *contenders("limit", limits),
+            *contenders("peer", {THEIRS: tokens("disk_offload")}),
+        ],
+        "s a token",
     )
-    return outcome
+    bench.leave_out(comparison, THEIRS, "accelerate")
+    over = _over_the_slower(*(comparison.row(label) for label in (OURS, READ, MEMORY)))
+    bench.at_most("stream_weights: time for a token over max(reading, computing)", 1.1, over)
 
 
 def _over_the_slower(ours: Row | None, *others: Row | None) -> float | None:

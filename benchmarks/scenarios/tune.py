@@ -9,25 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from benchmarks import files
-from benchmarks.harness import (
-    MIB,
-    Comparison,
-    Contender,
-    Figure,
-    Outcome,
-    Sample,
-    Settings,
-    compare,
-    ratio,
-)
+from benchmarks.bench import contenders, scenario
+from benchmarks.harness import MIB, Sample
 from tensorferry.tuning.drive import Drives
 from tensorferry.tuning.space import default_settings, default_space
 from tensorferry.tuning.tune import Job, Progress, Result, tune
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from benchmarks.bench import Bench, Measure
     from tensorferry.settings import Settings as Point
     from tensorferry.tuning.race import Turn
 
@@ -44,54 +33,39 @@ class _Quiet:
     def turn(self, turn: Turn, progress: Progress) -> None: ...
 
 
-def run(settings: Settings) -> Outcome:
-    nbytes = min(settings.nbytes, FILE_NBYTES_MAX)
+@scenario
+def run(bench: Bench) -> None:
+    nbytes = min(bench.nbytes, FILE_NBYTES_MAX)
     space = default_space()
-    if settings.smoke:
+    if bench.smoke:
         space = dataclasses.replace(space, block_size=(MIB // 4, MIB), queue_depth=(2,))
-    with files.scratch_directory(settings.directory) as directory:
 
-        def run_once(full: bool) -> Result:
-            return tune(Job((directory,), space, nbytes, full=full), _Quiet(), save=False)
+    def run_once(full: bool) -> Result:
+        return tune(Job((bench.directory,), space, nbytes, full=full), _Quiet(), save=False)
 
-        adaptive, full = run_once(False), run_once(True)
-        comparison = Comparison(
-            "tune", "geometric mean of writing and reading, file overwritten in place, O_DIRECT"
+    adaptive, full = run_once(False), run_once(True)
+    points = {ADAPTIVE: adaptive.found.chosen, DEFAULT: default_settings()}
+    swept = {FULL: full.found.chosen}
+    with Drives([bench.directory], nbytes) as drives:
+        ours = {label: _measure(drives, point) for label, point in points.items()}
+        theirs = {label: _measure(drives, point) for label, point in swept.items()}
+        comparison = bench.compare(
+            "tune",
+            "geometric mean of writing and reading, file overwritten in place, O_DIRECT",
+            contenders("ours", ours) + contenders("peer", theirs),
+            rounds=bench.settings.rounds if bench.smoke else max(ROUNDS_MIN, bench.settings.rounds),
         )
-        with Drives([directory], nbytes) as drives:
-            points = {
-                ADAPTIVE: adaptive.found.chosen,
-                FULL: full.found.chosen,
-                DEFAULT: default_settings(),
-            }
-            contenders = [
-                Contender(label, "peer" if label == FULL else "ours", _measure(drives, point))
-                for label, point in points.items()
-            ]
-            rounds = settings.rounds if settings.smoke else max(ROUNDS_MIN, settings.rounds)
-            compare(settings, comparison, contenders, rounds=rounds)
-    reached = ratio(comparison.row(ADAPTIVE), comparison.row(FULL))
-    return Outcome(
-        [comparison],
-        [
-            Figure("tune: speed of what it finds over what a sweep finds", ">=", 0.97, reached),
-            Figure(
-                "tune: time over the full sweep's",
-                "<=",
-                0.3,
-                adaptive.seconds / full.seconds,
-                "",
-                f"{adaptive.seconds:.0f} s and {full.seconds:.0f} s",
-            ),
-        ],
-        [
-            f"{label}: {point.engine}, {point.block_size} x {point.queue_depth}, {point.intra_op_parallelism} workers"
-            for label, point in points.items()
-        ],
-    )
+    reached = comparison.over(ADAPTIVE, FULL)
+    bench.at_least("tune: speed of what it finds over what a sweep finds", 0.97, reached)
+    note = f"{adaptive.seconds:.0f} s and {full.seconds:.0f} s"
+    part = adaptive.seconds / full.seconds
+    bench.at_most("tune: time over the full sweep's", 0.3, part, note)
+    for label, point in (points | swept).items():
+        sizes = f"{point.block_size} x {point.queue_depth}"
+        bench.note(f"{label}: {point.engine}, {sizes}, {point.intra_op_parallelism} workers")
 
 
-def _measure(drives: Drives, point: Point) -> Callable[[int], Sample]:
+def _measure(drives: Drives, point: Point) -> Measure:
     def measure(number: int) -> Sample:
         written, read = (drives.measure(point, write, drives.nbytes) for write in (True, False))
         value = (written.rate * read.rate) ** 0.5 / 1e9

@@ -10,24 +10,11 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import files
-from benchmarks.harness import (
-    GB,
-    Comparison,
-    Contender,
-    Figure,
-    Outcome,
-    Row,
-    Sample,
-    Settings,
-    compare,
-    ratio,
-)
-from benchmarks.worker import Worker, workers
+from benchmarks.bench import bench_in, contenders, scenario
+from benchmarks.harness import GB, Row, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from benchmarks.bench import Bench, Measure
 
 OURS, THEIRS, MEMORY = "tensorferry", "DeepSpeed", "all in memory"
 STEPS = 2
@@ -38,52 +25,25 @@ AIO: dict[str, dict[str, Any]] = {
 }
 
 
-def run(settings: Settings) -> Outcome:
-    if not settings.deepspeed:
-        return Outcome(notes=["DeepSpeed was left out on request"])
-    outcome = Outcome()
+@scenario
+def run(bench: Bench) -> None:
+    if not bench.deepspeed_wanted():
+        return
     for name, aio in AIO.items():
-        with files.scratch_directory(settings.directory) as directory, workers() as make:
-            comparison = Comparison(
-                f"zero3 step, {name}", "seconds a step", "s", higher_is_better=False
-            )
-            losses: dict[str, list[str]] = {}
-            contenders = _contenders(settings, make, directory, aio, losses)
-            compare(settings, comparison, contenders)
-        outcome.comparisons.append(comparison)
-        ours, theirs = comparison.row(OURS), comparison.row(THEIRS)
-        outcome.figures.append(
-            Figure(f"ZeRO-3 step, ours/DeepSpeed's, {name}", "<=", 1.0, ratio(ours, theirs))
-        )
-        if ours and theirs:
-            differences = sum(a != b for a, b in zip(losses[OURS], losses[THEIRS], strict=False))
-            outcome.figures.append(Figure(f"losses that differ, {name}", "<=", 0, differences))
-        outcome.notes += [
-            _split(name, row) for row in comparison.rows if row.usable and row.label != MEMORY
-        ]
-    return outcome
+        with bench_in(
+            bench.settings, bench.outcome
+        ) as each:  # two trainings at a time, and no more
+            _trainings(each, name, aio)
 
 
-def _split(name: str, row: Row) -> str:
-    """Say what a step's time goes into."""
-    gb = statistics.median(sample.details["nbytes"] for sample in row.samples) / STEPS / GB
-    held = statistics.median(sample.details["seconds_in_handle"] for sample in row.samples) / STEPS
-    return f"{name}: {row.label} moves {gb:.2f} GB a step; {held:.2f} of {row.median:.2f} s are spent in its handles"
+def _trainings(bench: Bench, name: str, aio: dict[str, Any]) -> None:
+    losses: dict[str, list[str]] = {}
 
-
-def _contenders(
-    settings: Settings,
-    make: Callable[..., Worker],
-    directory: Path,
-    aio: dict[str, Any],
-    losses: dict[str, list[str]],
-) -> list[Contender]:
-    size = {"layers": 1, "hidden": 512} if settings.smoke else {"layers": 4, "hidden": 1024}
-
-    def contender(label: str, kind: Any, served: bool, offload: str) -> Contender:
-        worker = make(
+    def steps(label: str, *, served: bool, offload: str = "both") -> Measure:
+        size = {"layers": 1, "hidden": 512} if bench.smoke else {"layers": 4, "hidden": 1024}
+        worker = bench.worker(
             "benchmarks.peers.zero3:Trainer",
-            directory=str(directory / label.replace(" ", "-")),
+            directory=str(bench.directory / label.replace(" ", "-")),
             served=served,
             offload=offload,
             aio=aio,
@@ -99,10 +59,27 @@ def _contenders(
             details = {"nbytes": found["nbytes"], "seconds_in_handle": found["seconds_in_handle"]}
             return Sample(seconds / STEPS, seconds, details=details)
 
-        return Contender(label, kind, measure)
+        return measure
 
-    return [
-        contender(OURS, "ours", True, "both"),
-        contender(THEIRS, "peer", False, "both"),
-        contender(MEMORY, "peer", True, "nothing"),
-    ]
+    ours = {OURS: steps(OURS, served=True)}
+    theirs = {
+        THEIRS: steps(THEIRS, served=False),
+        MEMORY: steps(MEMORY, served=True, offload="nothing"),
+    }
+    compared = contenders("ours", ours) + contenders("peer", theirs)
+    comparison = bench.compare(f"zero3 step, {name}", "seconds a step", compared, "s")
+    over = comparison.over(OURS, THEIRS)
+    bench.at_most(f"ZeRO-3 step, ours/DeepSpeed's, {name}", 1.0, over)
+    if comparison.row(OURS) and comparison.row(THEIRS):
+        differences = sum(a != b for a, b in zip(losses[OURS], losses[THEIRS], strict=False))
+        bench.at_most(f"losses that differ, {name}", 0, differences)
+    for label in (OURS, THEIRS):
+        if row := comparison.row(label):
+            bench.note(_split(name, row))
+
+
+def _split(name: str, row: Row) -> str:
+    """Say what a step's time goes into."""
+    gb = statistics.median(sample.details["nbytes"] for sample in row.samples) / STEPS / GB
+    held = statistics.median(sample.details["seconds_in_handle"] for sample in row.samples) / STEPS
+    return f"{name}: {row.label} moves {gb:.2f} GB a step; {held:.2f} of {row.median:.2f} s are spent in its handles"

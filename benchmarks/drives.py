@@ -1,4 +1,4 @@
-"""A fast block device: ext4 on a loop device with direct I/O over a file in memory (root only)."""
+"""Drives over memory, for root: ext4 on a loop device with direct I/O, as fast as processors, or held to a speed."""
 
 from __future__ import annotations
 
@@ -8,56 +8,33 @@ import shutil
 import subprocess
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import fio
-from benchmarks.harness import MIB, Outcome, Settings, UnavailableError
-from benchmarks.scenarios import large
-from benchmarks.worker import workers
+from benchmarks.harness import MIB, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEPTH = 32
 _MEMORY_DIRECTORY = Path("/dev/shm")
 _TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
+LIMITS = Path("/sys/fs/cgroup/blkio")
 
 
-def run(settings: Settings) -> Outcome:
-    size = 3 * (settings.nbytes + 2 * large.ODD_NBYTES) + 64 * MIB
-    try:
-        with loop_mounted(size) as directory, workers() as make:
-            quick = replace(settings, directory=directory)
-            return large.transfers(
-                quick,
-                directory,
-                make,
-                "loop",
-                {"queue_depth": DEPTH},
-                _configs(settings),
-                locked_target=0.95,
-                ordinary_target=None,
-            )
-    except UnavailableError as reason:
-        return Outcome(notes=[str(reason)])
-
-
-def _configs(settings: Settings) -> list[fio.Config]:
-    return [c for c in fio.large_configs(settings) if c.depth == DEPTH]
+class NoLoopDeviceError(UnavailableError):
+    """This machine, or this user, cannot have a loop device; the message says why."""
 
 
 @contextlib.contextmanager
 def loop_mounted(nbytes: int) -> Iterator[Path]:
     """An ext4 file system over memory; everything is undone afterwards."""
     if os.geteuid() != 0:
-        raise UnavailableError("needs root, to attach a loop device and mount it")
+        raise NoLoopDeviceError("needs root, to attach a loop device and mount it")
     for tool in _TOOLS:
         if shutil.which(tool) is None:
-            raise UnavailableError(f"needs {tool}")
+            raise NoLoopDeviceError(f"needs {tool}")
     if not _MEMORY_DIRECTORY.is_dir() or shutil.disk_usage(_MEMORY_DIRECTORY).free < nbytes:
-        raise UnavailableError(f"needs {nbytes / MIB:.0f} MiB free in {_MEMORY_DIRECTORY}")
+        raise NoLoopDeviceError(f"needs {nbytes / MIB:.0f} MiB free in {_MEMORY_DIRECTORY}")
     with contextlib.ExitStack() as stack:
         home = Path(tempfile.mkdtemp(prefix="tensorferry-bench-", dir=_MEMORY_DIRECTORY))
         stack.callback(shutil.rmtree, home, ignore_errors=True)
@@ -72,6 +49,24 @@ def loop_mounted(nbytes: int) -> Iterator[Path]:
         yield mount_point
 
 
+@contextlib.contextmanager
+def limited(drive: Path, nbytes_per_second: int) -> Iterator[bool]:
+    """Hold a drive to a speed each way; whether that could be done."""
+    number = drive.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    limits = [LIMITS / f"blkio.throttle.{way}_bps_device" for way in ("read", "write")]
+    if not all(os.access(limit, os.W_OK) for limit in limits):
+        yield False
+        return
+    try:
+        for limit in limits:
+            limit.write_text(f"{device} {nbytes_per_second}\n")
+        yield True
+    finally:
+        for limit in limits:
+            limit.write_text(f"{device} 0\n")
+
+
 def _fill(image: Path, nbytes: int) -> None:
     """Touch every page of the image: a hole's first touch would be measured as device time."""
     block = bytes(8 * MIB)
@@ -83,7 +78,7 @@ def _fill(image: Path, nbytes: int) -> None:
 def _output(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UnavailableError(f"{command[0]} failed: {done.stderr.strip()}")
+        raise NoLoopDeviceError(f"{command[0]} failed: {done.stderr.strip()}")
     return done.stdout.strip()
 
 

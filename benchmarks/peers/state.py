@@ -28,7 +28,7 @@ def state(nbytes: int) -> dict[str, Any]:
     return {"model": weights, "optimizer": {"state": moments, "param_groups": [{"lr": 1e-4}]}}
 
 
-def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+def tensors(state: dict[Any, Any]) -> list[torch.Tensor]:
     """The tensors of a state."""
     found: list[torch.Tensor] = []
     for value in state.values():
@@ -53,26 +53,23 @@ def _width(nbytes: int) -> int:
 
 
 def _shapes(width: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (_VOCABULARY, width)}
-    for layer in range(_LAYERS):
-        shapes |= {
-            f"layers.{layer}.{name}": shape
-            for name, shape in {
-                "norm1.weight": (width,),
-                "norm1.bias": (width,),
-                "attention.in.weight": (3 * width, width),
-                "attention.in.bias": (3 * width,),
-                "attention.out.weight": (width, width),
-                "attention.out.bias": (width,),
-                "norm2.weight": (width,),
-                "norm2.bias": (width,),
-                "up.weight": (4 * width, width),
-                "up.bias": (4 * width,),
-                "down.weight": (width, 4 * width),
-                "down.bias": (width,),
-            }.items()
-        }
-    return shapes | {"norm.weight": (width,), "norm.bias": (width,)}
+    layer: dict[str, tuple[int, ...]] = {
+        "norm1.weight": (width,),
+        "norm1.bias": (width,),
+        "attention.in.weight": (3 * width, width),
+        "attention.in.bias": (3 * width,),
+        "attention.out.weight": (width, width),
+        "attention.out.bias": (width,),
+        "norm2.weight": (width,),
+        "norm2.bias": (width,),
+        "up.weight": (4 * width, width),
+        "up.bias": (4 * width,),
+        "down.weight": (width, 4 * width),
+        "down.bias": (width,),
+    }
+    layers = {f"layers.{k}.{name}": shape for k in range(_LAYERS) for name, shape in layer.items()}
+    ends: dict[str, tuple[int, ...]] = {"norm.weight": (width,), "norm.bias": (width,)}
+    return {"embedding.weight": (_VOCABULARY, width), **layers, **ends}
 
 
 def _count(shape: tuple[int, ...]) -> int:
