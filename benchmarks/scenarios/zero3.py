@@ -30,9 +30,8 @@ def run(bench: Bench) -> None:
     if not bench.deepspeed_wanted():
         return
     for name, aio in AIO.items():
-        with bench_in(
-            bench.settings, bench.outcome
-        ) as each:  # two trainings at a time, and no more
+        # Two trainings at a time, and no more.
+        with bench_in(bench.settings, bench.outcome) as each:
             _trainings(each, name, aio)
 
 

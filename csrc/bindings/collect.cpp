@@ -21,8 +21,6 @@ using namespace nb::literals;
 namespace tensorferry {
 namespace {
 
-using Found = PlainArray;
-
 // Attribute and method look-ups by interned names. Any error means "not plainly usable".
 class Names {
  public:
@@ -147,7 +145,7 @@ struct Types {
   }
 };
 
-bool plain_tensor(PyObject* tensor, PyObject* strided, Found& found) {
+bool plain_tensor(PyObject* tensor, PyObject* strided, PlainArray& found) {
   const Names& names = Names::get();
   if (!names.is_cpu(tensor) || !names.has_layout(tensor, strided) || names.is_quantized(tensor) ||
       !names.is_contiguous(tensor) || names.is_lazy(tensor)) {
@@ -159,7 +157,7 @@ bool plain_tensor(PyObject* tensor, PyObject* strided, Found& found) {
   return found.address != 0 && found.nbytes != 0 && found.owner.is_valid();
 }
 
-bool plain_ndarray(PyObject* array, bool writable, Found& found) {
+bool plain_ndarray(PyObject* array, bool writable, PlainArray& found) {
   Py_buffer buffer;
   if (PyObject_GetBuffer(array, &buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) != 0) {
     PyErr_Clear();
@@ -202,7 +200,7 @@ class PlainArrays {
  public:
   explicit PlainArrays(bool writable) : writable_(writable) {}
 
-  bool find(PyObject* array, Found& found) {
+  bool find(PyObject* array, PlainArray& found) {
     const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(array));
     if (type == types_.ndarray) return plain_ndarray(array, writable_, found);
     if (type != types_.tensor) return false;
@@ -215,8 +213,8 @@ class PlainArrays {
 
   // Whether an array that has been found does not have that memory any more. A tensor that shows it has it; of another
   // one the storage is asked, which may be no longer its own.
-  bool moved(PyObject* array, const Found& before) {
-    Found now;
+  bool moved(PyObject* array, const PlainArray& before) {
+    PlainArray now;
     if (Py_TYPE(array) == reinterpret_cast<PyTypeObject*>(types_.tensor) && is_shown(array, now) &&
         now.address == before.address && now.nbytes == before.nbytes) {
       return false;
@@ -226,13 +224,13 @@ class PlainArrays {
 
  private:
   // The memory of a contiguous tensor of the host as DLPack shows it, if it does.
-  bool is_shown(PyObject* tensor, Found& found) {
+  bool is_shown(PyObject* tensor, PlainArray& found) {
     nb::dlpack::dltensor shown;
     if (types_.functions == nullptr) return false;
     if (types_.functions->show(tensor, &shown) != 0) {
       PyErr_Clear();
-      types_.functions =
-          nullptr;  // a dtype that DLPack has no word for: an exception for each would cost more than it saves
+      // A dtype that DLPack has no word for: an exception for each would cost more than it saves.
+      types_.functions = nullptr;
       return false;
     }
     if (shown.device.device_type != nb::device::cpu::value) return false;
@@ -259,7 +257,7 @@ PySegments collect_segments(nb::sequence arrays, bool writable, nb::callable che
   bool any_array = false;
   size_t index = 0;
   for (nb::handle array : arrays) {
-    Found found;
+    PlainArray found;
     std::optional<Location> location;
     const long long gap = writable && PyLong_CheckExact(array.ptr()) ? PyLong_AsLongLong(array.ptr()) : -1;
     if (PyErr_Occurred()) PyErr_Clear();
@@ -329,7 +327,7 @@ nb::tuple collect(nb::sequence items, bool writable, nb::callable check) {
   bool any_elsewhere = false;
   Py_ssize_t index = 0;
   for (nb::handle item : items) {
-    Found found;
+    PlainArray found;
     std::optional<uint64_t> offset = 0;
     const Py_ssize_t length = PyTuple_CheckExact(item.ptr()) ? PyTuple_Size(item.ptr()) : 0;
     const bool usable = (length == 2 || length == 3) && plain.find(PyTuple_GetItem(item.ptr(), 1), found);

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
-    from tensorferry.arrays import AnyMemory, Array
+    from tensorferry.arrays import Array
     from tensorferry.checksums import Checksums
     from tensorferry.futures import Future
 
@@ -432,13 +432,6 @@ class File(Transferring):
             raise ValueError(f"the file {self._path!r} was not opened for writing")
         return self._file
 
-    def _prepared(
-        self, array: _Array, offset: int, write: bool
-    ) -> tuple[_core.File, _Array, AnyMemory, int]:
-        file = self._open_file(reading=not write, writing=write)
-        array, memory = memory_or_segments(array, writable=not write)
-        return file, array, memory, checked_offset(offset, memory[1])
-
     def _transfer(
         self,
         array: _Array,
@@ -452,12 +445,14 @@ class File(Transferring):
         file = self._open_file(reading=not write, writing=write)
         scheduler, background = self._scheduler, in_background(priority)
         # One call of the core where it can be: of a small read, Python's part takes longer than all else but the drive.
-        plainly = file, array, offset, write, sync, background
-        if checksums is None and scheduler.run_plain(*plainly):
+        if checksums is None and scheduler.run_plain(file, array, offset, write, sync, background):
             return array
-        file, array, memory, offset = self._prepared(array, offset, write)
+        array, memory = memory_or_segments(array, writable=not write)
         transfer(
-            *(scheduler, file, memory, offset),
+            scheduler,
+            file,
+            memory,
+            checked_offset(offset, memory[1]),
             write=write,
             sync=sync,
             background=background,
@@ -475,7 +470,9 @@ class File(Transferring):
         write: bool,
         sync: bool = False,
     ) -> Future[_Array]:
-        file, array, memory, offset = self._prepared(array, offset, write)
+        file = self._open_file(reading=not write, writing=write)
+        array, memory = memory_or_segments(array, writable=not write)
+        offset = checked_offset(offset, memory[1])
         future = start(
             self._scheduler,
             file,
