@@ -45,6 +45,7 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "zero3": zero3.run,
     "checkpoint": checkpoint.save,
     "checkpoint_load": checkpoint.load,
+    "checkpoint_loop": checkpoint.save_and_load_on_loop_device,
     "checkpoint_objects": checkpoint.objects,
     "checkpoint_async": checkpoint.saved_asynchronously,
     "safetensors": safetensors.run,

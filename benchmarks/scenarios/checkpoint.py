@@ -4,7 +4,8 @@ Rules: one process for each; fresh files and directories, all on the drive at th
 fio moves one file of as many bytes with O_DIRECT. Before each save the machine's memory is touched: a virtual machine
 may have given it back to its host, whose page faults would be counted for those that write through the page cache, or
 allocate anew. Cold: the file is dropped from the page cache before each load. Warm: it is brought there. What has been
-loaded is compared with what was saved.
+loaded is compared with what was saved. The same, smaller, on a fast block device: ext4 on a loop device with direct I/O
+over memory (root only).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.bench import contenders, scenario, synced_fio_writes
 from benchmarks.harness import MIB, Comparison, Contender, Row, Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from benchmarks.bench import Bench, Measure
@@ -62,29 +63,12 @@ _LOAD_FIOS = [*_SAVE_FIOS, fio.Config("io_uring", 4 * MIB, 32, registered=True)]
 @scenario
 def save(bench: Bench) -> None:
     """``dcp.save``; also of tensors made one by one, so that what memory a save needs beside the state is seen."""
-    nbytes, target = 2 * bench.nbytes, bench.directory / "checkpoint"
-
-    def saves(peer: str, nbytes: int, **options: Any) -> Measure:
-        worker = bench.worker(f"{_PEERS}:{peer}", nbytes=nbytes, **options)
-        remove = files.remove_directory
-        return measured(worker, "save", remove, [target], clean=True, path=str(target))
-
-    theirs = list(_TORCH_WRITERS.items())[: 1 if bench.smoke else None]
-    saved = bench.compare(
-        "checkpoint save",
-        "fresh directory, all of it synced",
-        [
-            *contenders("ours", {WRITER: saves("Saver", nbytes, ours=True, options={})}),
-            *contenders(
-                "peer", {n: saves("Saver", nbytes, ours=False, options=o) for n, o in theirs}
-            ),
-            *synced_fio_writes(bench, _SAVE_FIOS, bench.directory / "target", nbytes),
-        ],
-    )
+    nbytes = 2 * bench.nbytes
+    saved = _compare_saves(bench, "checkpoint save", nbytes, 1 if bench.smoke else None)
     lazy = bench.compare(
         "checkpoint lazy save",
         "tensors of 8 MiB that are made when they are asked for",
-        contenders("ours", {WRITER: saves("LazySaver", nbytes // 4)}),
+        contenders("ours", {WRITER: _saves(bench, "LazySaver", nbytes // 4)}),
         rounds=_LAZY_ROUNDS,
     )
     bench.over_fio("checkpoint save over fio", 0.90, saved, WRITER)
@@ -98,36 +82,37 @@ def save(bench: Bench) -> None:
         bench.peak(title, _PEAK_NBYTES_MAX, comparison, WRITER)
 
 
+def _compare_saves(
+    bench: Bench, name: str, nbytes: int, settings_of_torch: int | None
+) -> Comparison:
+    theirs = list(_TORCH_WRITERS.items())[:settings_of_torch]
+    peers = {n: _saves(bench, "Saver", nbytes, ours=False, options=o) for n, o in theirs}
+    ours = {WRITER: _saves(bench, "Saver", nbytes, ours=True, options={})}
+    by_fio = synced_fio_writes(bench, _SAVE_FIOS, bench.directory / "target", nbytes)
+    compared = contenders("ours", ours) + contenders("peer", peers) + by_fio
+    return bench.compare(name, "fresh directory, all of it synced", compared)
+
+
+def _saves(bench: Bench, peer: str, nbytes: int, **options: Any) -> Measure:
+    worker = bench.worker(f"{_PEERS}:{peer}", nbytes=nbytes, **options)
+    target, remove = bench.directory / "checkpoint", files.remove_directory
+    return measured(worker, "save", remove, [target], clean=True, path=str(target))
+
+
 @scenario
 def load(bench: Bench) -> None:
     """``dcp.load`` into tensors that are there, of a checkpoint that our writer made, which both readers take.
 
     Of half of the rows of each tensor it is counted what the kernel has read from the drive.
     """
-    checkpoint = bench.directory / "checkpoint"
     verified = {READER: "read", READER_OFF: "off", READER_BEFORE: "before", TORCH_READER: None}
-    workers = {
-        label: bench.worker(f"{_PEERS}:Loader", nbytes=2 * bench.nbytes, verify=verify)
-        for label, verify in verified.items()
-    }
-    workers[READER].call("save", path=str(checkpoint))
-    (file,) = checkpoint.glob("*.distcp")
-
-    def loads(call: str, prepare: Any, labels: Any = verified) -> list[Contender]:
-        return _of_workers(
-            {label: workers[label] for label in labels}, call, prepare, file, path=str(checkpoint)
-        )
-
-    nbytes = file.stat().st_size
-    by_fio = fio.contenders(bench.settings, _LOAD_FIOS, file, "read", nbytes)
-    cold = bench.compare(
-        "checkpoint cold load", "cold file", loads("load", files.make_cold) + by_fio
-    )
-    warm = bench.compare("checkpoint warm load", "warm file", loads("load", files.make_warm))
+    loads = _Loads(bench, 2 * bench.nbytes, verified)
+    cold = loads.compare_cold("checkpoint cold load")
+    warm = bench.compare("checkpoint warm load", "warm file", loads.by("load", files.make_warm))
     half = bench.compare(
         "checkpoint half of the rows",
         "cold file",
-        loads("load_half", files.make_cold, (READER, TORCH_READER)),
+        loads.by("load_half", files.make_cold, (READER, TORCH_READER)),
         "of the bytes",
         rounds=bench.rounds_at_most(_HALF_ROUNDS_MAX),
     )
@@ -138,6 +123,45 @@ def load(bench: Bench) -> None:
         bench.at_least(f"checkpoint {name} load, verified over not", 0.95, over)
     bench.at_most("checkpoint half of the rows", 0.55, half.median(READER))
     bench.peak("checkpoint load, peak memory beside the state", _PEAK_NBYTES_MAX, cold, READER)
+
+
+class _Loads:
+    """A checkpoint, and readers of it."""
+
+    def __init__(self, bench: Bench, nbytes: int, verified: Mapping[str, str | None]) -> None:
+        self.bench = bench
+        self.path = bench.directory / "checkpoint"
+        self.workers = {
+            label: bench.worker(f"{_PEERS}:Loader", nbytes=nbytes, verify=verify)
+            for label, verify in verified.items()
+        }
+        self.workers[READER].call("save", path=str(self.path))
+        (self.file,) = self.path.glob("*.distcp")
+
+    def by(self, call: str, prepare: Any, labels: Iterable[str] = ()) -> list[Contender]:
+        """Those with these labels, or all."""
+        workers = {label: self.workers[label] for label in labels or self.workers}
+        return _of_workers(workers, call, prepare, self.file, path=str(self.path))
+
+    def compare_cold(self, name: str) -> Comparison:
+        nbytes = self.file.stat().st_size
+        by_fio = fio.contenders(self.bench.settings, _LOAD_FIOS, self.file, "read", nbytes)
+        return self.bench.compare(name, "cold file", self.by("load", files.make_cold) + by_fio)
+
+
+@scenario
+def save_and_load_on_loop_device(bench: Bench) -> None:
+    """Half as many bytes to and from a device that is as fast as memory (root only)."""
+    nbytes = bench.nbytes
+    with bench.on_loop_device(2 * nbytes + nbytes // 4 + 64 * MIB) as quick:
+        saved = _compare_saves(quick, "checkpoint save, fast device", nbytes, 1)
+    with bench.on_loop_device(nbytes + nbytes // 4 + 64 * MIB) as quick:
+        loads = _Loads(quick, nbytes, {READER: "read", READER_OFF: "off"})
+        cold = loads.compare_cold("checkpoint cold load, fast device")
+    bench.over_fio("checkpoint save over fio, fast device", 0.85, saved, WRITER)
+    bench.over_fio("checkpoint cold load over fio, fast device", 0.8, cold, READER)
+    over = cold.over(READER, READER_OFF)
+    bench.at_least("checkpoint cold load, verified over not, fast device", 0.97, over)
 
 
 @scenario

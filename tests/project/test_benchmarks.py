@@ -45,8 +45,21 @@ OURS = {
     "import",
     "tune",
 }
-ON_LOOP_DEVICES = {"loop", "segments", "striped", "offload_drives", "safetensors_loop"}
-OURS |= {"checkpoint", "checkpoint_load", "checkpoint_objects", "checkpoint_async"}
+ON_LOOP_DEVICES = {
+    "loop",
+    "segments",
+    "striped",
+    "offload_drives",
+    "safetensors_loop",
+    "checkpoint_loop",
+}
+OURS |= {
+    "checkpoint",
+    "checkpoint_load",
+    "checkpoint_loop",
+    "checkpoint_objects",
+    "checkpoint_async",
+}
 
 pytest.importorskip("torch")
 required.module("rich")
