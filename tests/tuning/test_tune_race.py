@@ -111,19 +111,22 @@ def test_settings_that_are_faster_are_found_in_a_fraction_of_the_time_of_a_sweep
     assert count >= at_least
 
 
-@pytest.mark.parametrize("gain", [1.0, 1.1, 1.3])
-def test_tuning_few_settings_takes_a_quarter_of_the_time_with_a_sweep_on_average(
-    gain: float,
+@pytest.mark.parametrize(("gain", "at_least"), [(1.0, 0), (1.1, 60), (1.3, 95)])
+def test_fewer_settings_are_as_well_tuned_in_a_fraction_of_the_time_on_average(
+    gain: float, at_least: int
 ) -> None:
     """As many as there are on two processors, where what comes after the first rounds is most of it."""
-    few, shares = POINTS[:64], []
-    for seed in range(40):
-        gains = {random.Random(seed).choice(few[1:]): gain}
-        adaptive, full = (SimulatedDrive(seed, noise=0.1, gains=gains) for _ in range(2))
-        find(adaptive, few)
+    few, shares, count = POINTS[:64], [], 0
+    for seed in range(100):
+        best = random.Random(seed).choice(few[1:])
+        adaptive, full = (SimulatedDrive(seed, noise=0.1, gains={best: gain}) for _ in range(2))
+        chosen = find(adaptive, few).chosen
+        assert chosen in (best, DEFAULT), "a false one"
+        count += chosen == best
         find(full, few, full=True)
         shares.append(adaptive.seconds / full.seconds)
-    assert statistics.fmean(shares) <= 0.25
+    assert count >= at_least
+    assert statistics.fmean(shares) <= 0.3
 
 
 def test_a_gain_too_small_to_matter_is_left() -> None:

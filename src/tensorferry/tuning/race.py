@@ -28,13 +28,11 @@ if TYPE_CHECKING:
     from tensorferry.tuning.drive import Measurement
 
 # How many rounds are run before one setting in so many goes on, and of those that are left at last. A stretch is an
-# eighth of the file, or twice what a queue holds, if that is more. Where few more than the finalists would be left,
-# only these are. Chosen on simulated drives, for what is found in the time of a fifth of a full sweep
-# (tests/tuning/test_tune_race.py).
+# eighth of the file, or twice what a queue holds, if that is more. Chosen on simulated drives, for what is found in
+# the time of a fifth of a full sweep (tests/tuning/test_tune_race.py).
 _RUNGS = ((2, 2), (2, 3), (6, 4))
 _STRETCH_SHARE = 8
 _FINALISTS = 8
-_FEW_MORE = 2  # times as many
 _FINAL_ROUNDS = 8
 _FULL_ROUNDS = 3
 
@@ -211,9 +209,7 @@ def _stages(count: int, full: bool) -> list[_Stage]:
     for rounds, kept in _RUNGS:
         if count > _FINALISTS:
             stages.append(_Stage(f"{count} settings", count, rounds, _STRETCH_SHARE))
-            count = math.ceil(count / kept)
-            if count < _FEW_MORE * _FINALISTS:
-                count = _FINALISTS
+            count = max(_FINALISTS, math.ceil(count / kept))
     return [*stages, _Stage("final", count, _FINAL_ROUNDS, _STRETCH_SHARE)]
 
 
