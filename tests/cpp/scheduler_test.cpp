@@ -46,6 +46,32 @@ TEST_CASE("what is written is read, on every engine, by any number of workers") 
     }
 }
 
+TEST_CASE("who drops a file after its transfer has ended has closed it") {
+  TemporaryDirectory directory;
+  const std::string path = directory.file("file");
+  std::vector<char> bytes(4096);
+  (void)open_file(path, true);  // makes it
+  REQUIRE(::truncate(path.c_str(), 4096) == 0);
+  for (const auto& engine : engines) {
+    auto scheduler = make(engine);
+    if (!scheduler) continue;
+    const size_t before = File::open_descriptors();
+    size_t late = 0;
+    for (int round = 0; round < 1000; ++round) {
+      auto file = open_file(path, false);
+      auto request = start(*scheduler, {file, {bytes.data(), bytes.size()}, 0});
+      while (!request->done()) {
+      }
+      file.reset();
+      late += File::open_descriptors() != before;
+      while (File::open_descriptors() != before) {
+      }
+    }
+    CHECK(late == 0);
+    CHECK(scheduler->close(milliseconds(10'000)));
+  }
+}
+
 TEST_CASE("neighbours of a ragged write keep their bytes while both are written") {
   TemporaryDirectory directory;
   for (const auto& engine : engines) {
