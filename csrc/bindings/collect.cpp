@@ -21,7 +21,20 @@ using namespace nb::literals;
 namespace tensorferry {
 namespace {
 
-// Attribute and method look-ups by interned names. Any error means "not plainly usable".
+PyObject* intern(const char* name) { return PyUnicode_InternFromString(name); }
+
+// Clears the error that a tensor or an array refuses something by, which means "not plainly usable". Others go on:
+// torch runs Python code where a mode is active, and there signal handlers may have raised whatever they want.
+void clear_refusal() {
+  if (!PyErr_Occurred()) return;
+  for (PyObject* const type : {PyExc_AttributeError, PyExc_TypeError, PyExc_ValueError, PyExc_RuntimeError,
+                               PyExc_BufferError, PyExc_OverflowError}) {
+    if (PyErr_ExceptionMatches(type)) return PyErr_Clear();
+  }
+  throw nb::python_error();
+}
+
+// Attribute and method look-ups by interned names.
 class Names {
  public:
   // nb::str objects that are never freed: they must not outlive the interpreter in a destructor.
@@ -43,21 +56,19 @@ class Names {
   // What owns a tensor's memory, as a new reference; null where there is none.
   PyObject* storage_of(PyObject* tensor) const {
     PyObject* storage = call(tensor, untyped_storage_);
-    if (storage == nullptr) PyErr_Clear();
+    if (storage == nullptr) clear_refusal();
     return storage;
   }
   uint64_t storage_nbytes(PyObject* storage) const { return number(call(storage, nbytes_)); }
 
  private:
-  static PyObject* intern(const char* name) { return PyUnicode_InternFromString(name); }
-
   static PyObject* call(PyObject* object, PyObject* name) {
     PyObject* arguments[] = {object};
     return PyObject_VectorcallMethod(name, arguments, 1, nullptr);
   }
 
   static bool is(PyObject* value, PyObject* expected) {
-    if (value == nullptr) PyErr_Clear();
+    if (value == nullptr) clear_refusal();
     const bool same = value == expected;
     Py_XDECREF(value);
     return same;
@@ -71,8 +82,8 @@ class Names {
   // 0 for what is no number.
   static uint64_t number(PyObject* value) {
     const unsigned long long found = value ? PyLong_AsUnsignedLongLong(value) : 0;
-    if (PyErr_Occurred()) PyErr_Clear();
     Py_XDECREF(value);
+    clear_refusal();
     return found == static_cast<unsigned long long>(-1) ? 0 : found;
   }
 
@@ -108,8 +119,52 @@ struct DlpackFunctions {
   }
 };
 
-// What libraries that have been imported call their types. Found once, and then kept like Names: looking them up takes
-// as long as all else that is asked of a small array.
+// A library that may have been imported.
+class Library {
+ public:
+  explicit Library(const char* name) : name_(intern(name)) {}
+
+  // Whether it is not what it was at the last call: what it has is to be looked up again.
+  bool changed() {
+    nb::object found = module();
+    if (!found.is(module_) && found.is_valid() && is_being_imported(found)) found.reset();  // things may be missing
+    if (found.is(module_)) return false;
+    found_.clear();
+    module_ = std::move(found);
+    return true;
+  }
+
+  // None where it has no such thing; null where it is not there. It is there until the library changes.
+  PyObject* get(const char* name) {
+    if (!module_.is_valid()) return nullptr;
+    found_.push_back(nb::getattr(module_, name, nb::none()));
+    return found_.back().ptr();
+  }
+
+ private:
+  nb::object module() const {
+    PyObject* const modules = PyImport_GetModuleDict();
+#if defined(Py_GIL_DISABLED)
+    PyObject* found = nullptr;
+    if (PyDict_GetItemRef(modules, name_, &found) < 0) throw nb::python_error();
+    return nb::steal(found);
+#else
+    return nb::borrow(PyDict_GetItemWithError(modules, name_));
+#endif
+  }
+
+  static bool is_being_imported(nb::handle module) {
+    const nb::object spec = nb::getattr(module, "__spec__", nb::none());
+    return PyObject_IsTrue(nb::getattr(spec, "_initializing", nb::bool_(false)).ptr()) != 0;
+  }
+
+  PyObject* const name_;
+  nb::object module_;
+  std::vector<nb::object> found_;
+};
+
+// What libraries that have been imported call their types. Kept as long as the library is the same: looking them up
+// takes as long as all else that is asked of a small array.
 struct Types {
   PyObject* tensor = nullptr;
   PyObject* strided = nullptr;
@@ -119,48 +174,37 @@ struct Types {
 
   static Types get() {
     static nb::ft_mutex mutex;
+    static auto& torch = *new Library("torch");
+    static auto& numpy = *new Library("numpy");
     static Types known;
     nb::ft_lock_guard guard(mutex);
-    if (known.ndarray == nullptr) known.ndarray = imported("numpy", "ndarray");
-    if (known.tensor == nullptr) {
-      known.strided = imported("torch", "strided");
-      known.storage = imported("torch", "UntypedStorage");
-      PyObject* const tensor = imported("torch", "Tensor");
-      if (tensor != nullptr) known.functions = DlpackFunctions::of(tensor);
-      known.tensor = tensor;
+    if (numpy.changed()) known.ndarray = numpy.get("ndarray");
+    if (torch.changed()) {
+      known.strided = torch.get("strided");
+      known.storage = torch.get("UntypedStorage");
+      known.tensor = torch.get("Tensor");
+      known.functions = known.tensor ? DlpackFunctions::of(known.tensor) : nullptr;
     }
     return known;
   }
-
- private:
-  // Null where the library is not there, or is being imported: what its types are to have may be missing.
-  static PyObject* imported(const char* library, const char* name) {
-    const nb::handle module = PyDict_GetItemString(PyImport_GetModuleDict(), library);
-    if (!module.is_valid()) return nullptr;
-    const nb::object spec = nb::getattr(module, "__spec__", nb::none());
-    if (nb::bool_(nb::getattr(spec, "_initializing", nb::bool_(false)))) return nullptr;
-    PyObject* const found = PyObject_GetAttrString(module.ptr(), name);
-    if (found == nullptr) PyErr_Clear();
-    return found;
-  }
 };
 
+// All but the owner.
 bool plain_tensor(PyObject* tensor, PyObject* strided, PlainArray& found) {
   const Names& names = Names::get();
   if (!names.is_cpu(tensor) || !names.has_layout(tensor, strided) || names.is_quantized(tensor) ||
-      !names.is_contiguous(tensor) || names.is_lazy(tensor)) {
+      !names.is_contiguous(tensor)) {
     return false;
   }
   found.address = names.data_ptr(tensor);
   found.nbytes = names.nbytes(tensor);
-  found.owner = nb::steal(names.storage_of(tensor));  // not the tensor, which may be given other memory
-  return found.address != 0 && found.nbytes != 0 && found.owner.is_valid();
+  return true;
 }
 
 bool plain_ndarray(PyObject* array, bool writable, PlainArray& found) {
   Py_buffer buffer;
   if (PyObject_GetBuffer(array, &buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) != 0) {
-    PyErr_Clear();
+    clear_refusal();
     return false;
   }
   found = {reinterpret_cast<uintptr_t>(buffer.buf), static_cast<uint64_t>(buffer.len), nb::borrow(array)};
@@ -169,6 +213,7 @@ bool plain_ndarray(PyObject* array, bool writable, PlainArray& found) {
   return !objects;
 }
 
+// Whether the memory lies outside of a storage, or does since that was resized: shapes are not looked at by torch then.
 bool storage_moved(PyObject* storage, uint64_t address, uint64_t nbytes) {
   const Names& names = Names::get();
   const uint64_t begin = names.data_ptr(storage);
@@ -204,22 +249,11 @@ class PlainArrays {
     const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(array));
     if (type == types_.ndarray) return plain_ndarray(array, writable_, found);
     if (type != types_.tensor) return false;
-    if (!is_shown(array, found)) return plain_tensor(array, types_.strided, found);
     const Names& names = Names::get();
-    if (names.is_lazy(array)) return false;  // which DLPack does not say
-    found.owner = nb::steal(names.storage_of(array));
-    return found.address != 0 && found.nbytes != 0 && found.owner.is_valid();
-  }
-
-  // Whether an array that has been found does not have that memory any more. A tensor that shows it has it; of another
-  // one the storage is asked, which may be no longer its own.
-  bool moved(PyObject* array, const PlainArray& before) {
-    PlainArray now;
-    if (Py_TYPE(array) == reinterpret_cast<PyTypeObject*>(types_.tensor) && is_shown(array, now) &&
-        now.address == before.address && now.nbytes == before.nbytes) {
-      return false;
-    }
-    return is_moved(before.owner.ptr(), before.address, before.nbytes, types_);
+    if (!is_shown(array, found) && !plain_tensor(array, types_.strided, found)) return false;
+    if (found.address == 0 || found.nbytes == 0 || names.is_lazy(array)) return false;
+    found.owner = nb::steal(names.storage_of(array));  // not the tensor, which may be given other memory
+    return found.owner.is_valid() && !storage_moved(found.owner.ptr(), found.address, found.nbytes);
   }
 
  private:
@@ -228,7 +262,7 @@ class PlainArrays {
     nb::dlpack::dltensor shown;
     if (types_.functions == nullptr) return false;
     if (types_.functions->show(tensor, &shown) != 0) {
-      PyErr_Clear();
+      clear_refusal();
       // A dtype that DLPack has no word for: an exception for each would cost more than it saves.
       types_.functions = nullptr;
       return false;
@@ -409,7 +443,9 @@ std::optional<uint64_t> plain_offset(nb::handle offset, uint64_t nbytes) {
   return static_cast<uint64_t>(found);
 }
 
-bool is_moved(nb::handle array, const PlainArray& before) { return PlainArrays(false).moved(array.ptr(), before); }
+bool is_moved(const PlainArray& array) {
+  return is_moved(array.owner.ptr(), array.address, array.nbytes, Types::get());
+}
 
 void bind_collect(nb::module_& module) {
   nb::class_<PySegments>(module, "Segments", nb::type_slots(collected))

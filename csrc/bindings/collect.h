@@ -54,8 +54,8 @@ std::optional<PlainArray> plain_array(nanobind::handle array, bool writable);
 // An int that is a file's offset with so many bytes behind it.
 std::optional<uint64_t> plain_offset(nanobind::handle offset, uint64_t nbytes);
 
-// Whether one that was found no longer has that memory.
-bool is_moved(nanobind::handle array, const PlainArray& before);
+// Whether its owner no longer has that memory.
+bool is_moved(const PlainArray& array);
 
 void bind_collect(nanobind::module_& module);
 

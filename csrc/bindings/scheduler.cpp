@@ -176,7 +176,7 @@ bool PyScheduler::run_plain(const PyFile& file, nb::handle array, nb::handle off
   const auto request = run(file, found->address, found->nbytes, *begin, write, false, sync, false, background,
                            found->owner, std::nullopt, nullptr, nullptr);
   if (request && !request->core->faults().empty()) raise(request->exception());
-  if (is_moved(array, *found)) {
+  if (is_moved(*found)) {
     raise(nb::module_::import_("tensorferry.errors")
               .attr("memory_moved")(nb::cast(file).attr("path"), *begin, found->nbytes));
   }
@@ -477,7 +477,8 @@ void bind_schedulers(nb::module_& module) {
       .def("run", &PyScheduler::run, "file"_a, "address"_a, "nbytes"_a, "offset"_a, "write"_a, "truncate"_a, "sync"_a,
            "close_files"_a, "background"_a, "owner"_a.none(), "location"_a.none() = nb::none(),
            "segments"_a.none() = nb::none(), "checksums"_a.none() = nb::none())
-      .def("run_plain", &PyScheduler::run_plain, "file"_a, "array"_a, "offset"_a, "write"_a, "sync"_a, "background"_a,
+      .def("run_plain", &PyScheduler::run_plain, "file"_a, "array"_a.none(), "offset"_a.none(), "write"_a, "sync"_a,
+           "background"_a,
            nb::sig("def run_plain(self, file: File, array: object, offset: object, write: bool, sync: bool, "
                    "background: bool) -> bool"))
       .def("reap", &PyScheduler::reap)

@@ -87,18 +87,17 @@ def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = F
     EngineUnavailableError
         It is in GPU memory, and the CUDA driver cannot be used; the message says why.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
+    torch: Any = sys.modules.get("torch")
+    if _is_of(torch, "Tensor", array):
         if type(array) is torch.Tensor and array.is_cpu and array.is_contiguous():
             # The common case, in few calls: read_many has thousands.
             strided = array.layout is torch.strided and not array.is_quantized
             if strided and not array.is_neg() and not array.is_conj():
-                address = array.data_ptr()
-                if address:
-                    return address, array.nbytes, array.untyped_storage(), None
+                address, nbytes, storage = array.data_ptr(), array.nbytes, array.untyped_storage()
+                if address and _has(storage, address, nbytes):
+                    return address, nbytes, storage, None
         return _of_tensor(torch, array, writable, name, host)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(array, numpy.ndarray):
+    if _is_of(sys.modules.get("numpy"), "ndarray", array):
         return _of_ndarray(array, writable, name)
     try:
         view = memoryview(array)
@@ -179,6 +178,17 @@ def moved(memory: AnyMemory) -> bool:
     return address.moved()
 
 
+def _is_of(library: Any, type_name: str, array: Any) -> bool:
+    # Where another thread is just importing the library, nobody can have one of its arrays.
+    known = getattr(library, type_name, None)
+    return known is not None and isinstance(array, known)
+
+
+def _has(storage: Any, address: int, nbytes: int) -> bool:
+    begin: int = storage.data_ptr()
+    return begin <= address and address + nbytes <= begin + int(storage.nbytes())
+
+
 def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -> Memory:
     device = tensor.device
     if device.type != "cpu" and host:
@@ -222,6 +232,10 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -
         )
     # The storage owns the memory: the tensor may get another one meanwhile.
     storage = tensor.untyped_storage()
+    if nbytes and not _has(storage, address, nbytes):
+        raise ValueError(
+            f"{name}: the tensor's storage has {storage.nbytes()} bytes, less than its shape says (it was resized)"
+        )
     if device.type == "cpu":
         return address, nbytes, storage, None
     stream = torch.cuda.current_stream(device).cuda_stream

@@ -6,22 +6,25 @@ import array
 import ctypes
 import errno
 import mmap
+import pathlib
+import sys
 import types
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
 import torch
 import torch.utils.dlpack
+from torch.overrides import TorchFunctionMode
 
 import tensorferry
 from tensorferry import arrays, transfers
 from tensorferry.arrays import memory_of
+from tests.support import commands
 from tests.support.pretended import ADDRESS, GPU, CudaArray, pretend_driver, pretend_no_driver
 
 if TYPE_CHECKING:
-    import pathlib
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class OnlyDlpack:
@@ -63,7 +66,9 @@ class PretendedCudaTensor:
 
     def untyped_storage(self) -> types.SimpleNamespace:
         inner = self._inner.untyped_storage()
-        return types.SimpleNamespace(device=self.device, data_ptr=inner.data_ptr)
+        return types.SimpleNamespace(
+            device=self.device, data_ptr=inner.data_ptr, nbytes=inner.nbytes
+        )
 
 
 WRITABLE = [
@@ -150,6 +155,140 @@ def test_a_tensor_whose_storage_was_freed_is_refused(directory: pathlib.Path) ->
     tensor.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="no memory"):
         tensorferry.write(directory / "never", tensor)
+
+
+# Ways to move one array to and from a file of 4096 bytes.
+WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+    "File": (lambda file, array: file.write(array), lambda file, array: file.read(array)),
+    "File, several": (
+        lambda file, array: file.write([array]),
+        lambda file, array: file.read([array]),
+    ),
+    "File, checksums": (
+        lambda file, array: file.write(array, checksums=tensorferry.Checksums(segments=True)),
+        lambda file, array: file.read(array, checksums=tensorferry.Checksums(segments=True)),
+    ),
+    "File, future": (
+        lambda file, array: file.write_from(array).result(),
+        lambda file, array: file.read_into(array).result(),
+    ),
+    "path": (
+        lambda file, array: tensorferry.write(file.path, array, 0),
+        lambda file, array: tensorferry.read(file.path, array),
+    ),
+    "many": (
+        lambda file, array: tensorferry.write_many([(file.path, array)]),
+        lambda file, array: tensorferry.read_many([(file.path, array)]),
+    ),
+}
+
+
+@pytest.fixture
+def file(directory: pathlib.Path) -> Iterator[tensorferry.File]:
+    (directory / "file").write_bytes(bytes(4096))
+    with tensorferry.open(directory / "file", "r+") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_that_is_larger_than_its_storage_is_refused(
+    file: tensorferry.File, way: str
+) -> None:
+    tensor = torch.ones(1024)
+    tensor.untyped_storage().resize_(1024)
+    for move in WAYS[way]:
+        with pytest.raises(ValueError, match="the tensor's storage has 1024 bytes"):
+            move(file, tensor)
+    assert pathlib.Path(file.path).read_bytes() == bytes(4096)
+
+
+class AlarmError(Exception):
+    """What a signal handler may raise."""
+
+
+class Alarmed(TorchFunctionMode):
+    """Torch runs Python code for each call of a tensor's; the last of so many meets a signal."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise AlarmError
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.complex32])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_signal_handler_raises_while_a_tensor_is_looked_at_is_not_lost(
+    file: tensorferry.File, way: str, dtype: torch.dtype
+) -> None:
+    tensor = torch.zeros(4096 // dtype.itemsize, dtype=dtype)
+    for move in WAYS[way]:
+        for count in range(1, 100):
+            mode = Alarmed(count)
+            try:
+                with mode:
+                    move(file, tensor)
+            except AlarmError:
+                continue
+            assert mode.left > 0, "an exception was lost"
+            break
+        assert 1 < count < 99
+
+
+_MOCKED = """
+import contextlib, sys, types, unittest.mock
+import tensorferry
+from tensorferry import arrays
+
+file = tensorferry.open(sys.argv[1])
+for fake in (unittest.mock.MagicMock(), types.SimpleNamespace(Tensor=type("Tensor", (), {}))):
+    with unittest.mock.patch.dict(sys.modules, {"torch": fake}), contextlib.suppress(TypeError):
+        file.read(bytearray(4))
+import torch
+tensor = torch.zeros(1000)
+memory = arrays.memory_of(tensor, writable=True)
+assert not arrays.moved(memory)
+tensor.untyped_storage().resize_(0)
+assert arrays.moved(memory)
+"""
+
+
+def test_a_library_that_was_another_one_for_a_while_is_looked_at_again(
+    file: tensorferry.File,
+) -> None:
+    done = commands.run(sys.executable, "-c", _MOCKED, file.path)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_library_that_is_being_imported_by_another_thread_does_no_harm(
+    file: tensorferry.File, way: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = types.ModuleType(name)
+    begun.__spec__ = types.SimpleNamespace(_initializing=True)  # type: ignore[assignment]
+    write, read = WAYS[way]
+    target = bytearray(4096)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, name, begun)
+        write(file, b"\1" * 4096)
+        read(file, target)
+    assert target == b"\1" * 4096
+
+
+def test_none_is_refused_like_all_that_is_no_array(file: tensorferry.File) -> None:
+    for move in (file.read, file.write, file.read_into, file.write_from):
+        with pytest.raises(TypeError, match="NoneType is neither a torch tensor nor"):
+            move(None)
+        for given in (bytearray(4), torch.zeros(1)):
+            with pytest.raises(TypeError, match="offset: None is no integer"):
+                move(given, None)  # type: ignore[arg-type]
 
 
 def test_fake_tensors_are_refused(directory: pathlib.Path) -> None:
