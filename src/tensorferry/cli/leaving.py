@@ -41,10 +41,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=description, formatter_class=how)
 
     def take(self, option: Option, default: str | None, *, required: bool = False) -> None:
-        """Take an option as DeepSpeed spells it: what is given many times may also be given at once."""
+        """Take an option as DeepSpeed spells it: what may be many is given at once, and some of it also many times."""
         how: dict[str, Any] = {"metavar": option.metavar, "default": default, "required": required}
         if option.many:
-            how |= {"nargs": "+", "action": "extend", "default": []}
+            how |= {"nargs": "+", "default": [], "action": "extend" if option.repeated else "store"}
         elif option.read is None:
             how = {"action": "store_true"}
         self.add_argument(f"--{option.name}", help=option.help, **how)

@@ -56,7 +56,9 @@ OPTIONS = (
     Option("forget", "Remove the stored settings (of the folders), and do no more."),
 )
 THEIRS = (
-    Option("nvme_dir", "Writable folders on NVMe drives.", str, "FOLDER", many=True),
+    Option(
+        "nvme_dir", "Writable folders on NVMe drives.", str, "FOLDER", many=True, repeated=False
+    ),
     Option(
         "io_size",
         "Bytes written and read in each folder.",

@@ -32,6 +32,7 @@ class Option:
     metavar: str = ""
     default: str | None = None
     many: bool = False
+    repeated: bool = True  # many by giving it many times; DeepSpeed's commands else take the last
     argument: bool = False  # given by its position
     ours: bool = False  # DeepSpeed's command has no such option
 
@@ -85,9 +86,10 @@ def nbytes(minimum: int = 1, maximum: int = _MAX_FILE_NBYTES) -> Callable[[str],
 
     def read(text: str) -> int:
         value = parse_nbytes(text)
-        if not minimum <= value <= maximum:
-            bounds = f"{format_nbytes(minimum)} and {format_nbytes(maximum)}"
-            raise ValueError(f"{text} is not between {bounds} bytes")
+        if value < minimum:
+            raise ValueError(f"{text} is less than {format_nbytes(minimum)}")
+        if value > maximum:
+            raise ValueError(f"{text} is more than {format_nbytes(maximum)}")
         return value
 
     return read

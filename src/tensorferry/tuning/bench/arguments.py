@@ -132,7 +132,7 @@ class _Checker:
         values = self._values
         names = {"path": "FOLDER", "folder": "--folder"}
         names["folder_to_device_mapping"] = "--folder-to-device-mapping"
-        given = [name for name in names if values[name]]
+        given = [name for name in names if values[name] not in (None, [])]
         count, mappings = values["multi_process"] or 1, values["folder_to_device_mapping"] or []
         if len(given) > 1:
             named = ", ".join(names[name] for name in given)
