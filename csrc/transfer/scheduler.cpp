@@ -402,7 +402,7 @@ Step Scheduler::run_now(WorkBlock& block, Step step) {
       case Step::get_over: step = transfer.get_over(block); break;
       case Step::move:
         statistics_.inline_blocks.fetch_add(block.moved == 0 && block.attempts == 0, std::memory_order_relaxed);
-        block.result = execute_now(block);
+        block.result = transfer.move_here(block, &execute_now);
         step = transfer.settle(block, statistics_);
         break;
       default: return step;

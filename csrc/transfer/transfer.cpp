@@ -136,6 +136,7 @@ bool Transfer::take(WorkBlock& block, bool& exhausted) {
   block.of_gpu = false;
   block.refused = false;
   block.cufile = nullptr;
+  block.sums.reset();
   open_.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
@@ -285,6 +286,35 @@ Step Transfer::get_over(WorkBlock& block) {
   return use_buffered_descriptor(block) ? Step::move : Step::done;
 }
 
+int64_t Transfer::move_here(WorkBlock& block, int64_t (*call)(const Block&)) const {
+  if (spec_.write || !spec_.checksums || !block.resident || block.moved != 0) return call(block);
+  Checksums::Block sums(*spec_.checksums, block.planned.begin);
+  uint64_t done = 0;
+  while (done < block.nbytes) {
+    Block step = block;
+    step.memory += done;
+    step.offset += done;
+    step.nbytes = std::min(block.nbytes - done, cached_step_nbytes);
+    const int64_t result = call(step);
+    // The rest is read in other ways, and then all of it gets its checksum.
+    if (result != static_cast<int64_t>(step.nbytes)) {
+      return done == 0 ? result : static_cast<int64_t>(done) + std::max<int64_t>(result, 0);
+    }
+    add_to_sums(sums, block, done, step.nbytes);
+    done += step.nbytes;
+  }
+  block.sums.emplace(std::move(sums));
+  return static_cast<int64_t>(done);
+}
+
+void Transfer::add_to_sums(Checksums::Block& sums, const WorkBlock& block, uint64_t begin, uint64_t nbytes) const {
+  const uint64_t first = block.planned.begin;
+  const char* const buffer = block.bounce ? block.bounce.data() + padding(block) : nullptr;
+  spec_.memory.each(first + begin, nbytes, [&](const Segments::Piece& piece) {
+    sums.add(buffer ? buffer + (piece.begin - first) : piece.memory, piece.nbytes, piece.segment);
+  });
+}
+
 Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
   const PlannedBlock& planned = block.planned;
   char* const buffer = block.bounce ? block.bounce.data() + padding(block) : nullptr;
@@ -306,11 +336,13 @@ Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
     if (sums) (void)sums->keep();  // nothing is expected of a write
     return advance(block, statistics);
   }
-  Checksums::Block sums(*spec_.checksums, planned.begin);
-  spec_.memory.each(planned.begin, planned.nbytes, [&](const Segments::Piece& piece) {
-    sums.add(buffer ? buffer + (piece.begin - planned.begin) : piece.memory, piece.nbytes, piece.segment);
-  });
-  if (auto chunk = sums.keep()) return fail_damaged(*chunk);
+  if (!block.sums) {
+    block.sums.emplace(*spec_.checksums, planned.begin);
+    add_to_sums(*block.sums, block, 0, planned.nbytes);
+  }
+  const auto damaged = block.sums->keep();
+  block.sums.reset();
+  if (damaged) return fail_damaged(*damaged);
   if (buffer) scatter(block, planned.nbytes);
   return advance(block, statistics);
 }

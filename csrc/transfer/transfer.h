@@ -66,9 +66,10 @@ struct WorkBlock : Block {
   uint32_t station = 0;   // steps behind it
   uint32_t gate = 0;      // whose memory is copied next
   bool direct_descriptor = false;
-  bool resident = false;  // the page cache holds all of it
-  bool of_gpu = false;    // its buffer is of the pinned pool
-  bool refused = false;   // by the direct descriptor: the buffered one is to be opened, and takes it
+  bool resident = false;                 // the page cache holds all of it
+  bool of_gpu = false;                   // its buffer is of the pinned pool
+  bool refused = false;                  // by the direct descriptor: the buffered one is to be opened, and takes it
+  std::optional<Checksums::Block> sums;  // of all of it, if they were made while it was read
   std::chrono::steady_clock::time_point begun;
 };
 
@@ -102,6 +103,10 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
   // Gives the block its descriptor and memory.
   Step prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& statistics);
+
+  // To its first result by this call, execute_now() or read_cached(). What the page cache holds is read a few steps at
+  // a time, so that a checksum finds in the processor's cache what was read.
+  int64_t move_here(WorkBlock& block, int64_t (*call)(const Block&)) const;
 
   // Looks at block.result.
   Step settle(WorkBlock& block, Statistics& statistics);
@@ -159,6 +164,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   bool is_to_be_touched(const WorkBlock& block) const;
   Step fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint = "");
   Step fail_damaged(uint64_t chunk);
+  void add_to_sums(Checksums::Block& sums, const WorkBlock& block, uint64_t begin, uint64_t nbytes) const;
   void record(Fault fault);
   bool use_buffered_descriptor(WorkBlock& block);
   Step try_again(WorkBlock& block, Statistics& statistics, int error_number, std::string hint = "");

@@ -116,7 +116,7 @@ void Worker::move(WorkBlock& block) {
   if (first && block.resident && !engine_->has_threads()) {
     // What the page cache holds is copied right here, since the kernel would do just that within the submission.
     scheduler_.statistics_.inline_blocks.fetch_add(1, std::memory_order_relaxed);
-    block.result = read_cached(block);
+    block.result = block.transfer->move_here(block, &read_cached);
     if (block.result != -EAGAIN) {
       took_time_ = true;
       return go_on(block, block.transfer->settle(block, scheduler_.statistics_));
@@ -139,8 +139,8 @@ void Worker::touch(WorkBlock& block) {
 // Copied here as long as the drive has enough to do meanwhile: waking another thread costs as much as copying some tens
 // of kilobytes. Else several copy at a time, if there are processors for it: none is as fast as a fast drive.
 void Worker::copy(WorkBlock& block) {
-  const bool here =
-      block.planned.nbytes <= small_block_nbytes || in_flight_ == 1 || moving_nbytes_ >= enough_moving_nbytes;
+  const bool here = block.planned.nbytes <= small_block_nbytes || in_flight_ == 1 || block.sums ||
+                    moving_nbytes_ >= enough_moving_nbytes;
   if (!here && scheduler_.help_to_copy([this, &block, scheduler = scheduler_.shared_from_this()] {
         come_back(block, block.transfer->copy(block, scheduler->statistics()));
       })) {

@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 import weakref
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -312,6 +313,33 @@ def threads_that_close(engine: str, directory: str) -> list[str]:
     calls.watch("victim")
     _work_of_all_kinds(handle, pathlib.Path(directory), engine)
     return [seen.thread_name for seen in calls.seen("close")]
+
+
+# A page cache that is emptied while it is read
+
+
+def checksums_of_what_was_cached(engine: str, directory: str, nbytes: int, error: int) -> int:
+    """Read a cached file, where one after the other of the reads from the cache is refused; return how many were."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory) / "evicted"
+    data = np.random.default_rng(3).integers(0, 256, nbytes, np.uint8)
+    data.tofile(path)
+    expected = [zlib.crc32(data[begin : begin + (1 << 20)]) for begin in range(0, nbytes, 1 << 20)]
+    refused = 0
+    with tensorferry.open(path, engine=engine, block_size=1 << 20) as file:
+        for skip in range(2 * nbytes >> 17):
+            calls.order(Rule("preadv2_nowait", "evicted", error=error, skip=skip, times=2))
+            ways: list[dict[str, Any]] = [{}, {"expected": expected}]
+            ways.append({"expected": expected, "straight": True})
+            for known in ways:
+                sums = tensorferry.Checksums(1 << 20, segments=True, **known)
+                parts = [np.zeros(part, np.uint8) for part in (100_003, nbytes - 100_003)]
+                file.read_into(parts, checksums=sums).result()
+                assert_equal(np.concatenate(parts), data)
+                assert sums.chunks == expected
+                assert sums.segments == [zlib.crc32(part) for part in parts]
+            refused += calls.hits()
+    return refused
 
 
 # What must not run on a thread that drives a queue

@@ -56,6 +56,22 @@ def run(engine: str, tmp_path: pathlib.Path) -> Run:
     return call
 
 
+# A page cache that is emptied while it is read
+
+
+@pytest.mark.parametrize("error", [errno.EAGAIN, errno.EOPNOTSUPP])
+def test_what_is_evicted_while_it_is_read_has_its_checksum_all_the_same(
+    run: Run, engine: str, directory: pathlib.Path, error: int
+) -> None:
+    refused = run(
+        meetings.checksums_of_what_was_cached,
+        directory=str(directory),
+        nbytes=3_000_003,
+        error=error,
+    )
+    assert (refused > 0) == (engine != "threads")  # which read from the cache as from the drive
+
+
 # A close that meets a submit
 
 
