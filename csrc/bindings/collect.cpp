@@ -155,7 +155,9 @@ class Library {
 
   static bool is_being_imported(nb::handle module) {
     const nb::object spec = nb::getattr(module, "__spec__", nb::none());
-    return PyObject_IsTrue(nb::getattr(spec, "_initializing", nb::bool_(false)).ptr()) != 0;
+    const int found = PyObject_IsTrue(nb::getattr(spec, "_initializing", nb::bool_(false)).ptr());
+    if (found < 0) throw nb::python_error();
+    return found != 0;
   }
 
   PyObject* const name_;

@@ -139,7 +139,7 @@ void Worker::touch(WorkBlock& block) {
 // Copied here as long as the drive has enough to do meanwhile: waking another thread costs as much as copying some tens
 // of kilobytes. Else several copy at a time, if there are processors for it: none is as fast as a fast drive.
 void Worker::copy(WorkBlock& block) {
-  const bool here = block.planned.nbytes <= small_block_nbytes || in_flight_ == 1 || block.sums ||
+  const bool here = block.planned.nbytes <= small_block_nbytes || in_flight_ == 1 || (block.sums && !block.bounce) ||
                     moving_nbytes_ >= enough_moving_nbytes;
   if (!here && scheduler_.help_to_copy([this, &block, scheduler = scheduler_.shared_from_this()] {
         come_back(block, block.transfer->copy(block, scheduler->statistics()));

@@ -181,7 +181,7 @@ def moved(memory: AnyMemory) -> bool:
 def _is_of(library: Any, type_name: str, array: Any) -> bool:
     # Where another thread is just importing the library, nobody can have one of its arrays.
     known = getattr(library, type_name, None)
-    return known is not None and isinstance(array, known)
+    return isinstance(known, type) and isinstance(array, known)
 
 
 def _has(storage: Any, address: int, nbytes: int) -> bool:

@@ -505,9 +505,10 @@ def test_ctrl_c_leaves_what_is_in_flight_its_memory_and_the_file_usable(
 
 def test_memory_that_went_back_is_told(directory: pathlib.Path) -> None:
     torch = pytest.importorskip("torch")
-    with tensorferry.open(paths_in(directory), "w") as file:
+    with tensorferry.open(paths_in(directory), "w", stripe_nbytes=4096) as file:
         for given_array in (lambda one: one, lambda one: [one]):
-            tensor = torch.zeros(8 << 20, dtype=torch.uint8)
+            # So small that free() keeps its pages: who reads what is unmapped dies.
+            tensor = torch.zeros(64 << 10, dtype=torch.uint8)
             future = file.write_from(given_array(tensor))
             tensor.resize_(64 << 20)
             with pytest.raises(tensorferry.StorageError, match="memory went back"):

@@ -218,8 +218,10 @@ class safe_open:  # noqa: N801
         # Other threads, slices and loaders that are at it have a reference of their own. The last one to go closes the
         # file: this is it, if what is read ahead has ended before.
         source, self._source = self._source, None
-        self._end_ahead(wait=True)
-        del source
+        try:
+            self._end_ahead(wait=True)
+        finally:
+            del source
 
     def __del__(self) -> None:
         if hasattr(self, "_ahead"):  # else it could not be opened
