@@ -356,12 +356,9 @@ void Scheduler::leave(const std::shared_ptr<Transfer>& transfer) {
   File::Lease lease = transfer->release_file();
   Request& request = transfer->request();
   if (!request.uses_files()) {
-    // Before anybody hears of the end: who then drops the file has closed it.
-    File::Lease last = std::move(lease);
-    if (last.is_all_that_is_left()) {
-      // Its owner has dropped the file meanwhile: it is closed now, which may block.
-      help([held = std::make_shared<File::Lease>(std::move(last))] {});
-    }
+    // Its owner may have dropped the file meanwhile: it is closed now, which may block.
+    if (lease.is_all_that_is_left()) help([held = std::make_shared<File::Lease>(std::move(lease))] {});
+    lease = {};  // before anybody hears of the end: who then drops the file has closed it
   }
   request.transfer_ended(*transfer, file, std::move(lease));
 }

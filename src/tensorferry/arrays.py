@@ -93,9 +93,9 @@ def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = F
             # The common case, in few calls: read_many has thousands.
             strided = array.layout is torch.strided and not array.is_quantized
             if strided and not array.is_neg() and not array.is_conj():
-                address, nbytes, storage = array.data_ptr(), array.nbytes, array.untyped_storage()
-                if address and _has(storage, address, nbytes):
-                    return address, nbytes, storage, None
+                memory = array.data_ptr(), array.nbytes, array.untyped_storage(), None
+                if memory[0] and not moved(memory):
+                    return memory
         return _of_tensor(torch, array, writable, name, host)
     if _is_of(sys.modules.get("numpy"), "ndarray", array):
         return _of_ndarray(array, writable, name)
@@ -184,11 +184,6 @@ def _is_of(library: Any, type_name: str, array: Any) -> bool:
     return isinstance(known, type) and isinstance(array, known)
 
 
-def _has(storage: Any, address: int, nbytes: int) -> bool:
-    begin: int = storage.data_ptr()
-    return begin <= address and address + nbytes <= begin + int(storage.nbytes())
-
-
 def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -> Memory:
     device = tensor.device
     if device.type != "cpu" and host:
@@ -232,7 +227,7 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -
         )
     # The storage owns the memory: the tensor may get another one meanwhile.
     storage = tensor.untyped_storage()
-    if nbytes and not _has(storage, address, nbytes):
+    if moved((address, nbytes, storage, None)):
         raise ValueError(
             f"{name}: the tensor's storage has {storage.nbytes()} bytes, less than its shape says (it was resized)"
         )

@@ -66,9 +66,7 @@ class PretendedCudaTensor:
 
     def untyped_storage(self) -> types.SimpleNamespace:
         inner = self._inner.untyped_storage()
-        return types.SimpleNamespace(
-            device=self.device, data_ptr=inner.data_ptr, nbytes=inner.nbytes
-        )
+        return types.SimpleNamespace(device=self.device, data_ptr=inner.data_ptr)
 
 
 WRITABLE = [

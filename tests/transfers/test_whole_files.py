@@ -488,7 +488,7 @@ def test_a_place_that_is_dropped_closes_and_leaves_nothing(directory: pathlib.Pa
     place.file.write(b"new")
     assert count_descriptors() > before
     del place  # at once: no garbage need be collected
-    assert count_descriptors() <= before  # what an earlier test had may go meanwhile
+    assert count_descriptors() == before
     assert list(directory.iterdir()) == []
 
 
