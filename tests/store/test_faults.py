@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import itertools
 import os
 import pathlib
 import resource
@@ -15,8 +16,8 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry.store import TensorStore
-from tests.support import mounts, required
+from tensorferry.store import TensorStore, segments
+from tests.support import interrupts, mounts, required
 from tests.support.faultfs import Fault
 
 SEGMENT = 1 << 20
@@ -367,6 +368,29 @@ def test_a_sync_that_failed_while_another_was_interrupted_is_not_forgotten(fault
     sender.join()
     with pytest.raises(tensorferry.StorageError, match="written again"):
         store.commit(sync=True)
+
+
+def test_a_sync_that_fails_is_not_forgotten_wherever_it_is_interrupted(faultfs):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    for number in itertools.count(1):
+        faultfs.clear()
+        with TensorStore(faultfs.path, segment_nbytes=SEGMENT, temporary=False) as store:
+            store.write("a", pattern(2 * SEGMENT)).result()
+            segment = sorted(faultfs.backing.glob(f"*{store._run}*.segment"))[1]
+            faultfs.order(Fault("fsync", name=segment.name, error=errno.EIO, times=1))
+            at = interrupts.At(number, segments.__file__, interrupt)
+            with pytest.raises((KeyboardInterrupt, tensorferry.StorageError)), at:
+                store.commit(sync=True)
+            with pytest.raises(tensorferry.StorageError, match="Input/output error"):
+                store.commit(sync=True)
+            assert store.stats()["directories"][0]["used_nbytes"] == 2 * SEGMENT
+            store.write("a", pattern(2 * SEGMENT)).result()
+            store.commit(sync=True)  # of what lies elsewhere now
+        if at.happened_in is None:
+            break
+    assert number > 20
 
 
 def test_commits_that_cannot_be_written_keep_no_space(faultfs, store):

@@ -20,8 +20,20 @@ _LOOKS |= {"JUMP_BACKWARD", "JUMP_ABSOLUTE"}
 
 @functools.cache
 def _moments(code: CodeType) -> frozenset[int]:
-    pairs = itertools.pairwise(dis.get_instructions(code))
-    return frozenset(after.offset for before, after in pairs if before.opname in _LOOKS)
+    """Return the offsets behind such instructions: there tracing can raise what the instruction itself would have.
+
+    But not where other handlers begin: at the end of a ``with`` it would never be left.
+    """
+    handlers: Any = getattr(dis.Bytecode(code), "exception_entries", ())  # none before Python 3.11
+
+    def handler_at(offset: int) -> int | None:
+        return next((one.target for one in handlers if one.start <= offset < one.end), None)
+
+    return frozenset(
+        after.offset
+        for before, after in itertools.pairwise(dis.get_instructions(code))
+        if before.opname in _LOOKS and handler_at(before.offset) == handler_at(after.offset)
+    )
 
 
 def _name(code: CodeType) -> str:

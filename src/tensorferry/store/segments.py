@@ -46,6 +46,7 @@ class Segment:
         "nbytes",
         "number",
         "sync_failure",
+        "syncs",
     )
 
     def __init__(
@@ -59,6 +60,7 @@ class Segment:
         self.frozen = False  # nothing will be written to it any more
         self.extent_count = 0
         self.sync_failure: StorageError | None = None  # some of it may never have reached the drive
+        self.syncs: set[_core.Request] = set()  # of which nobody has heard how they ended
 
 
 class Piece(NamedTuple):
@@ -242,33 +244,29 @@ class Directory:
         return _core.open_file(path, True, True, True, True, False, self._direct)
 
 
-def sync_segments(segments: Sequence[Segment]) -> None:
-    """Make what has been written to segments last (fdatasync), of all of them at once: most of it is waiting.
+def begin_syncs(segments: Sequence[Segment]) -> None:
+    """Begin to make what has been written to segments last (fdatasync), of all of them at once: most of it is waiting.
 
-    The ``sync_failure`` of those that failed says how.
+    It has ended, and their ``sync_failure`` says how, after :func:`hear_syncs`.
     """
-    requests = []
-    interrupt: BaseException | None = None
     for segment in segments:
         scheduler = scheduler_of(segment.directory.scheduler, segment.file)
         # A write of nothing, with sync=True.
         request = scheduler.new_request(True, False, True, False, False)
-        refused = scheduler.submit(request, [segment.file], [0], [0], [0], [0], None)
-        if refused:
-            segment.sync_failure = refused[0][1]
-        else:
-            requests.append((segment, request))
-    for segment, request in requests:
-        try:
+        # First: wherever Ctrl-C comes, somebody will hear what became of it.
+        segment.syncs.add(request)
+        for _, refusal in scheduler.submit(request, [segment.file], [0], [0], [0], [0], None):
+            segment.sync_failure = refusal
+
+
+def hear_syncs(segments: Sequence[Segment]) -> None:
+    """Wait for what :func:`begin_syncs` has begun, now or before: the kernel tells of a failure only once."""
+    for segment in segments:
+        for request in list(segment.syncs):
+            request.seal()  # it may have been interrupted before it was submitted
             request.wait(None)
-        except BaseException as error:
-            interrupt = (
-                error  # raised when all have been heard: the kernel tells of a failure only once
-            )
-            request.wait(None)
-        segment.sync_failure = request.exception()
-    if interrupt is not None:
-        raise interrupt
+            segment.sync_failure = request.exception() or segment.sync_failure
+            segment.syncs.discard(request)
 
 
 def parts_of(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
