@@ -62,12 +62,12 @@ struct Made {
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   // Many short ones rather than few long ones: a drive finishes what it got at one time at one time, and idles until
-  // the next ones are filled. 36 of 1 MiB write 1.2 times as fast as 9 of 4 MiB.
+  // the next ones are filled. 36 of 1 MiB write 1.2 times as fast as 9 of 4 MiB, and 56 again 1.15 times as fast.
   static constexpr uint64_t max_buffer_nbytes = uint64_t{1} << 20;
   static constexpr uint64_t min_buffer_nbytes = uint64_t{64} << 10;
 
   // Of the longest kind, of all streams of the process; but each stream gets one.
-  static constexpr size_t max_buffers = 36;
+  static constexpr size_t max_buffers = 56;
   // All but so many are with the drive at once, for the same reason.
   static constexpr size_t spare_buffers = 4;
 

@@ -62,7 +62,7 @@ class Stream:
 
     Notes
     -----
-    All streams of a process together take 36 MiB of buffers, and one more for each stream. On top come the arrays that
+    All streams of a process together take 56 MiB of buffers, and one more for each stream. On top come the arrays that
     have been appended and are still to be copied: :meth:`append` returns when that is 8 MiB or less, unless they are
     kept in memory anyway.
     """

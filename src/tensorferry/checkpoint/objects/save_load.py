@@ -64,7 +64,7 @@ def save(obj: object, path: Path, *, sync: bool = True) -> None:
 
     Notes
     -----
-    torch.load reads it. It needs about 40 MiB of memory, whatever the object's size; tensors on NVIDIA GPUs pass
+    torch.load reads it. It needs about 60 MiB of memory, whatever the object's size; tensors on NVIDIA GPUs pass
     through that, and for one on another device its own bytes come on top.
     """
     try:

@@ -118,7 +118,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     Notes
     -----
-    Beside the state, a save takes 40 MiB of memory for each rank, which is kept for the next one. Tensors that a
+    Beside the state, a save takes 60 MiB of memory for each rank, which is kept for the next one. Tensors that a
     planner makes on demand are let go of one by one, as they are written.
     """
 
