@@ -629,7 +629,7 @@ MUTANTS = [
     ),
     Mutant(
         "any-number-of-transfers-is-begun",
-        "a save or load takes 40 to 64 MiB beside the state",
+        "a save or load takes up to 64 MiB beside the state",
         "src/tensorferry/checkpoint/storage/reading.py",
         "            self._ahead_nbytes + nbytes > _AHEAD_NBYTES or len(self._transfers) >= _MAX_TRANSFERS\n",
         "            False\n",
