@@ -62,7 +62,7 @@ struct Made {
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   // Many short ones rather than few long ones: a drive finishes what it got at one time at one time, and idles until
-  // the next ones are filled. 36 of 1 MiB write 1.2 times as fast as 9 of 4 MiB, and 56 again 1.15 times as fast.
+  // the next ones are filled. 36 of 1 MiB write 1.2 times as fast as 9 of 4 MiB, and 56 again 1.1 times as fast.
   static constexpr uint64_t max_buffer_nbytes = uint64_t{1} << 20;
   static constexpr uint64_t min_buffer_nbytes = uint64_t{64} << 10;
 

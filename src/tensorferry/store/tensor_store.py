@@ -38,13 +38,7 @@ from tensorferry.store.folder import (
 from tensorferry.store.manifest import StoredSegment
 from tensorferry.store.ownership import Ownership
 from tensorferry.store.room import Room
-from tensorferry.store.segments import (
-    GRANULARITY,
-    Directory,
-    begin_syncs,
-    hear_syncs,
-    parts_of,
-)
+from tensorferry.store.segments import GRANULARITY, Directory, begin_syncs, hear_syncs, parts_of
 from tensorferry.store.snapshots import Partial
 from tensorferry.store.tensors import TensorInfo, info_of, new_array
 from tensorferry.store.transfers import CHUNK_NBYTES, Read, Transfer, Version, Write, told
@@ -584,23 +578,23 @@ class TensorStore:
 
     def _sync(self, segments: Sequence[Segment]) -> None:
         """Make segments durable, and know of those for ever where that fails: the kernel tells only once."""
-        for failure in self._sync_failures(segments):
+        if (failure := self._sync_failure(segments)) is not None:
             failure.strerror = (
                 f"{failure.strerror}; an earlier sync: what it was to keep must be written again"
             )
             raise failure
         begin_syncs(segments)
-        for failure in self._sync_failures(segments):
+        if (failure := self._sync_failure(segments)) is not None:
             raise failure
 
-    def _sync_failures(self, segments: Sequence[Segment]) -> list[StorageError]:
-        """Wait for syncs of segments, and return what went wrong in any; to those nothing is written any more."""
+    def _sync_failure(self, segments: Sequence[Segment]) -> StorageError | None:
+        """Wait for syncs of segments, and return the first failure; to those that have one nothing more is written."""
         hear_syncs(segments)
-        failed = [(one, one.sync_failure) for one in segments if one.sync_failure is not None]
+        failed = [segment for segment in segments if segment.sync_failure is not None]
         with self._lock:
-            for segment, _ in failed:
+            for segment in failed:
                 self._room.retire(segment)
-        return [copy.copy(failure) for _, failure in failed]
+        return copy.copy(failed[0].sync_failure) if failed else None
 
     def _contents(self, record: bytes) -> Contents:
         """Return what is stored, when all writes that have been begun have ended."""
