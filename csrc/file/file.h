@@ -14,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "base/after_fork.h"
 #include "base/fault.h"
 #include "device/cufile.h"
 
@@ -116,6 +117,9 @@ class File : public std::enable_shared_from_this<File> {
 
   std::optional<Fault> truncate(uint64_t size);
   std::optional<Fault> end_at(uint64_t size);  // the same, without a change where that is its size
+
+  // Makes durable what was written before. Once that failed it fails for ever: the kernel tells of it once for each
+  // open file (errseq_t in the kernel's docs), and the next fdatasync succeeds although what was written is lost.
   std::optional<Fault> sync();
 
   // Whether a File of this process made the file's name (or may have), and nobody called name_durable() since:
@@ -165,6 +169,10 @@ class File : public std::enable_shared_from_this<File> {
   bool replaced_ = false;
   FileIdentity identity_;
   DirectAlignment alignment_;
+  const uint64_t fork_generation_ = fork_generation();
+  std::mutex sync_mutex_;
+  std::atomic<uint64_t> syncs_begun_{0};
+  std::atomic<int> sync_error_{0};  // of the first sync that failed
   std::atomic<bool> name_durable_{false};
   std::atomic<int> buffered_{-1};
   std::mutex cufile_mutex_;  // for registering only, which a forked child never does

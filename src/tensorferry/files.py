@@ -347,7 +347,11 @@ class File(Transferring):
         )
 
     def sync(self) -> None:
-        """Make what has been written, and the size, durable (fdatasync). Transfers on their way are not covered."""
+        """Make what has been written, and the size, durable (fdatasync). Transfers on their way are not covered.
+
+        Once this has failed, here or for ``sync=True``, it fails for ever: the kernel tells of a failure only once, and
+        what was written before may be lost. Open the file anew, and write it again.
+        """
         self._open_file().sync()
 
     def preallocate(self, nbytes: int, offset: int = 0) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -407,6 +410,81 @@ def test_a_failed_fsync_is_raised_and_one_that_is_asked_for_is_made(
     tensorferry.write(path, array, sync=True)
     assert faultfs.requests("fsync")
     assert_equal(contents(path), array)
+
+
+def test_a_sync_that_failed_is_not_forgotten_by_the_file(
+    engine: str, faultfs: FaultFS, random_bytes: RandomBytes
+) -> None:
+    """The kernel tells of it once: the next fdatasync succeeds, and what was written may be lost."""
+    path = faultfs.path / "file"
+    array = random_bytes(NBYTES)
+    with tensorferry.open(path, "w", engine=engine) as file:
+        faultfs.order(Fault("fsync", error=errno.EIO, times=1))
+        with storage_error(errno.EIO, path):
+            file.write(array, sync=True)
+        for call in (file.sync, lambda: file.write(array, sync=True)):
+            with storage_error(errno.EIO, path) as caught:
+                call()
+            assert "written again" in str(caught.value)
+        file.write(array)  # only syncs fail
+        with tensorferry.open(path, "r+", engine=engine) as anew:
+            anew.write(array, sync=True)
+            anew.sync()
+    assert_equal(contents(path), array)
+
+
+def test_a_sync_whose_failure_nobody_heard_is_not_forgotten(
+    faultfs: FaultFS, random_bytes: RandomBytes
+) -> None:
+    path = faultfs.path / "file"
+    with tensorferry.open(path, "w") as file:
+        faultfs.order(Fault("fsync", error=errno.EIO, hold=True, times=1))
+
+        def interrupt() -> None:
+            faultfs.await_held()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # Python hears it while the sync is waited for
+            faultfs.release()
+
+        with ThreadPoolExecutor() as pool:
+            sent = pool.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                file.write(random_bytes(NBYTES), sync=True)
+            sent.result(120)
+        with storage_error(errno.EIO, path):
+            file.sync()
+
+
+def test_of_syncs_of_one_file_at_once_none_succeeds_beside_one_that_fails(
+    faultfs: FaultFS, random_bytes: RandomBytes
+) -> None:
+    """The first takes the error with it; what it was to keep is others' as well."""
+    path = faultfs.path / "file"
+    array = random_bytes(NBYTES)
+    with tensorferry.open(path, "w") as file, ThreadPoolExecutor() as pool:
+        faultfs.order(Fault("fsync", error=errno.EIO, hold=True, times=1))
+        futures = [file.write_from(array, at * NBYTES, sync=True) for at in range(6)]
+        faultfs.await_held()
+        syncs = [pool.submit(file.sync) for _ in range(3)]
+        time.sleep(0.2)
+        faultfs.release()
+        for future in (*futures, *syncs):
+            assert isinstance(future.exception(120), tensorferry.StorageError)
+
+
+def test_syncs_of_one_file_that_wait_for_another_share_the_next(
+    faultfs: FaultFS, random_bytes: RandomBytes
+) -> None:
+    with tensorferry.open(faultfs.path / "file", "w") as file, ThreadPoolExecutor(8) as pool:
+        file.write(random_bytes(NBYTES))
+        faultfs.order(Fault("fsync", hold=True, times=1))
+        syncs = [pool.submit(file.sync) for _ in range(8)]
+        faultfs.await_held()
+        time.sleep(0.3)  # most have come
+        faultfs.release()
+        for sync in syncs:
+            sync.result(120)
+        assert 2 <= len(faultfs.requests("fsync")) < len(syncs)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENFILE, errno.EIO])

@@ -45,8 +45,7 @@ class Segment:
         "name",
         "nbytes",
         "number",
-        "sync_failure",
-        "syncs",
+        "sync_failed",
     )
 
     def __init__(
@@ -59,8 +58,7 @@ class Segment:
         self.name = name  # None: it has none
         self.frozen = False  # nothing will be written to it any more
         self.extent_count = 0
-        self.sync_failure: StorageError | None = None  # some of it may never have reached the drive
-        self.syncs: set[_core.Request] = set()  # of which nobody has heard how they ended
+        self.sync_failed = False  # some of it may never have reached the drive
 
 
 class Piece(NamedTuple):
@@ -244,29 +242,23 @@ class Directory:
         return _core.open_file(path, True, True, True, True, False, self._direct)
 
 
-def begin_syncs(segments: Sequence[Segment]) -> None:
-    """Begin to make what has been written to segments last (fdatasync), of all of them at once: most of it is waiting.
-
-    It has ended, and their ``sync_failure`` says how, after :func:`hear_syncs`.
-    """
+def make_durable(segments: Sequence[Segment]) -> StorageError | None:
+    """Sync segments, all of them at once: most of it is waiting. Return the first failure."""
+    failures: list[StorageError] = []
+    begun: list[_core.Request] = []
     for segment in segments:
         scheduler = scheduler_of(segment.directory.scheduler, segment.file)
         # A write of nothing, with sync=True.
         request = scheduler.new_request(True, False, True, False, False)
-        # First: wherever Ctrl-C comes, somebody will hear what became of it.
-        segment.syncs.add(request)
+        begun.append(request)
         for _, refusal in scheduler.submit(request, [segment.file], [0], [0], [0], [0], None):
-            segment.sync_failure = refusal
-
-
-def hear_syncs(segments: Sequence[Segment]) -> None:
-    """Wait for what :func:`begin_syncs` has begun, now or before: the kernel tells of a failure only once."""
-    for segment in segments:
-        for request in list(segment.syncs):
-            request.seal()  # it may have been interrupted before it was submitted
-            request.wait(None)
-            segment.sync_failure = request.exception() or segment.sync_failure
-            segment.syncs.discard(request)
+            failures.append(refusal)
+    for segment, request in zip(segments, begun, strict=True):
+        request.wait(None)
+        if (failure := request.exception()) is not None:
+            segment.sync_failed = True
+            failures.append(failure)
+    return failures[0] if failures else None
 
 
 def parts_of(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import mmap
 import operator
@@ -38,7 +37,7 @@ from tensorferry.store.folder import (
 from tensorferry.store.manifest import StoredSegment
 from tensorferry.store.ownership import Ownership
 from tensorferry.store.room import Room
-from tensorferry.store.segments import GRANULARITY, Directory, begin_syncs, hear_syncs, parts_of
+from tensorferry.store.segments import GRANULARITY, Directory, make_durable, parts_of
 from tensorferry.store.snapshots import Partial
 from tensorferry.store.tensors import TensorInfo, info_of, new_array
 from tensorferry.store.transfers import CHUNK_NBYTES, Read, Transfer, Version, Write, told
@@ -508,7 +507,7 @@ class TensorStore:
                     at = self._directories.index(segment.directory) if len(paths) > 1 else 0
                     name = f"{manifests.segment_prefix(self._run, at)}{number}.segment"
                     segments.append(StoredSegment(at, name, segment.nbytes))
-                    if segment.sync_failure is None and partial.link(segment, at, name):
+                    if not segment.sync_failed and partial.link(segment, at, name):
                         frozen.append(segment)
                     else:
                         partial.copy(segment, contents.pieces_in(number), CHUNK_NBYTES, at, name)
@@ -577,24 +576,14 @@ class TensorStore:
                 remove_others(paths, self._run, None)
 
     def _sync(self, segments: Sequence[Segment]) -> None:
-        """Make segments durable, and know of those for ever where that fails: the kernel tells only once."""
-        if (failure := self._sync_failure(segments)) is not None:
-            failure.strerror = (
-                f"{failure.strerror}; an earlier sync: what it was to keep must be written again"
-            )
-            raise failure
-        begin_syncs(segments)
-        if (failure := self._sync_failure(segments)) is not None:
-            raise failure
-
-    def _sync_failure(self, segments: Sequence[Segment]) -> StorageError | None:
-        """Wait for syncs of segments, and return the first failure; to those that have one nothing more is written."""
-        hear_syncs(segments)
-        failed = [segment for segment in segments if segment.sync_failure is not None]
+        """Make segments durable. To those where that fails nothing more is written: their files fail for ever."""
+        failure = make_durable(segments)
         with self._lock:
-            for segment in failed:
-                self._room.retire(segment)
-        return copy.copy(failed[0].sync_failure) if failed else None
+            for segment in segments:
+                if segment.sync_failed:
+                    self._room.retire(segment)
+        if failure is not None:
+            raise failure
 
     def _contents(self, record: bytes) -> Contents:
         """Return what is stored, when all writes that have been begun have ended."""
