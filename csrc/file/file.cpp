@@ -454,7 +454,7 @@ std::optional<Fault> File::sync() {
     failed.hint = "of an earlier sync: what it was to keep must be written again, to a file that is opened anew";
     return failed;
   }
-  if (syncs_begun_.load(std::memory_order_relaxed) > begun) return std::nullopt;
+  if (lock && syncs_begun_.load(std::memory_order_relaxed) > begun) return std::nullopt;  // and it has ended
   syncs_begun_.fetch_add(1, std::memory_order_acq_rel);
   int result;
   do {
