@@ -237,6 +237,14 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -
     return _gpu_memory(address, nbytes, storage, device.index, stream, name)
 
 
+def tensor_bytes(tensor: Any) -> Any:
+    """Return a contiguous torch tensor's memory as a one-dimensional tensor of uint8.
+
+    By strides: those of a single element may be any, view(-1) keeps them, and then its bytes cannot be viewed.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(sys.modules["torch"].uint8)
+
+
 def _gpu_memory(
     address: int, nbytes: int, owner: object, device: int, stream: int, name: str
 ) -> Memory:

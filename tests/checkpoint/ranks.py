@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 240.0
 
+# Gloo's processes sometimes fail to connect on a busy machine ("connectFullMesh failed"); then they try again.
+_MAX_MEETINGS = 3
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
@@ -49,6 +52,15 @@ class Rank:
         self.process.join()
 
 
+@dataclasses.dataclass
+class Answer:
+    """How a call on one rank ended."""
+
+    met: bool = False  # the other ranks
+    result: Any = None
+    failure: str | None = None
+
+
 def call_on_ranks(
     world_size: int,
     function: Callable[..., Any],
@@ -59,24 +71,33 @@ def call_on_ranks(
 
     The function, of a module's top level, runs in a process group of `world_size`. An exception fails the test.
     """
-    with started(world_size, function, *arguments) as ranks:
-        deadline = time.monotonic() + timeout_seconds
-        results = []
-        for number, rank in enumerate(ranks):
-            if not rank.answers.poll(max(0.0, deadline - time.monotonic())):
-                raise AssertionError(f"rank {number} did not end in {timeout_seconds} s")
-            try:
-                answer, failure = rank.answers.recv()
-            except EOFError:
-                rank.process.join()
-                raise AssertionError(
-                    f"rank {number} died with exit code {rank.process.exitcode}"
-                ) from None
-            assert failure is None, f"rank {number}:\n{failure}"
-            results.append(answer)
-        for rank in ranks:
-            rank.process.join(timeout_seconds)
-    return results
+    for _ in range(_MAX_MEETINGS):
+        with started(world_size, function, *arguments) as ranks:
+            answers: list[Answer] = []
+            deadline = time.monotonic() + timeout_seconds
+            for rank in ranks:
+                answers.append(_answer(rank, max(0.0, deadline - time.monotonic())))
+                if answers[-1].failure is not None:  # others may wait for it
+                    deadline = min(deadline, time.monotonic() + 5)
+            if all(answer.failure is None for answer in answers):
+                for rank in ranks:
+                    rank.process.join(timeout_seconds)
+                return [answer.result for answer in answers]
+        if all(answer.met for answer in answers):
+            break
+    failed = enumerate(answer.failure for answer in answers)
+    raise AssertionError("\n".join(f"rank {rank}: {why}" for rank, why in failed if why))
+
+
+def _answer(rank: Rank, timeout_seconds: float) -> Answer:
+    if not rank.answers.poll(timeout_seconds):
+        return Answer(met=True, failure=f"no end in {timeout_seconds:.0f} s")
+    try:
+        answer: Answer = rank.answers.recv()
+    except EOFError:
+        rank.process.join()
+        return Answer(met=True, failure=f"dead with exit code {rank.process.exitcode}")
+    return answer
 
 
 @contextlib.contextmanager
@@ -116,17 +137,18 @@ def _run(
 
     faulthandler.dump_traceback_later(TIMEOUT_SECONDS, exit=True)
     torch.set_num_threads(1)
-    failure = result = None
+    answer = Answer()
     try:
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
         )
-        result = function(rank, *arguments)
+        answer.met = True
+        answer.result = function(rank, *arguments)
     except BaseException:
-        failure = traceback.format_exc()
-    answers.send((result, failure))
+        answer.failure = traceback.format_exc()
+    answers.send(answer)
     answers.close()
-    if failure is None:
+    if answer.failure is None:
         dist.destroy_process_group()
 
 

@@ -247,6 +247,13 @@ def test_any_slices_come_to_any_destinations(
         assert bits_of(target) == bits_of(expected), name
 
 
+def test_a_single_element_may_have_any_strides(stored: pathlib.Path) -> None:
+    targets = [torch.zeros(9).as_strided((1, 1), strides) for strides in ((3, 3), (9, 2), (1, 5))]
+    read_slices(stored, [("matrix", (7, 9), (1, 1), target) for target in targets])
+    for target in targets:
+        assert target.item() == STORED["matrix"][7, 9]
+
+
 def test_what_lies_beside_a_destination_stays(stored: pathlib.Path) -> None:
     whole = torch.full((20, 900), 7.0)
     read_slices(stored, [("matrix", (100, 0), (10, 900), whole[5:15])])

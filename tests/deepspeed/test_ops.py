@@ -121,6 +121,7 @@ DTYPES = [torch.float32, torch.half, torch.bfloat16, torch.int64, torch.bool, to
 def test_tensors_are_cast_to_bytes_without_a_copy(dtype: torch.dtype) -> None:
     tensors = [torch.ones(shape).to(dtype) for shape in ((1024,), (3, 5), (), (1,), (0,))]
     tensors.append(torch.nn.Parameter(torch.ones(4)))
+    tensors.append(torch.ones(9).to(dtype).as_strided((1, 1), (3, 3)))
     cast = ops.cast_to_byte_tensor(tensors)
     assert isinstance(cast, list)
     for tensor, found in zip(tensors, cast, strict=True):

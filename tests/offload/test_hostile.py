@@ -136,6 +136,26 @@ def test_parameters_that_are_not_dense(directory: Path, budget: int) -> None:
     pair.assert_same()
 
 
+class OddState(Simple):
+    """Has state of single elements with strides that say nothing."""
+
+    def scale(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> Any:
+        if "odd" not in state:
+            state["odd"] = torch.zeros(9).as_strided((1, 1), (3, 3))
+        state["odd"] += 1
+        return 1 / state["odd"].item()
+
+
+def test_single_elements_may_have_any_strides(directory: Path) -> None:
+    def params() -> Params:
+        odd = torch.ones(9).as_strided((1, 1), (3, 3))
+        return [torch.nn.Parameter(odd), *parameters([(5000,), (70, 80)])]
+
+    pair = Pair(directory, OddState, params)
+    pair.step(0, 1, 2)
+    pair.assert_same()
+
+
 def test_parameters_without_elements(directory: Path) -> None:
     pair = Pair(directory, torch.optim.AdamW, lambda: parameters([(0,), (3, 0, 2), (5000,), ()]))
     pair.step(0, 1)

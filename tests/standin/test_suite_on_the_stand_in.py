@@ -25,7 +25,7 @@ def test_the_suite_passes(engine: str, tmp_path: pathlib.Path) -> None:
     # Torch must not meet a real driver in a process whose core has met another.
     environment = standin.environment() | {"TENSORFERRY_ENGINE": engine, "CUDA_VISIBLE_DEVICES": ""}
     suites.assert_passes(
-        [*SUITES, *chosen, "--timeout", "60"],
+        [*SUITES, *chosen, "--timeout", "180"],
         tmp_path,
         timeout_s=TIMEOUT_S,
         environment=environment,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorferry
 from tensorferry import _core, memory
-from tensorferry.arrays import memory_of
+from tensorferry.arrays import memory_of, tensor_bytes
 from tensorferry.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
@@ -120,15 +120,13 @@ def deepspeed_memcpy(dest: Any, src: Any) -> int:
 
 def cast_to_byte_tensor(src_tensor: Any) -> Any:
     """Return a one-dimensional uint8 tensor that shares a contiguous tensor's memory; or a list for a list of them."""
-    import torch
-
     if isinstance(src_tensor, (list, tuple)):
         return [cast_to_byte_tensor(tensor) for tensor in src_tensor]
     if not src_tensor.is_contiguous():
         raise ValueError(
             f"src_tensor: not contiguous (strides {src_tensor.stride()}), so its bytes are not one piece of memory"
         )
-    return src_tensor.detach().view(-1).view(torch.uint8)
+    return tensor_bytes(src_tensor)
 
 
 def _is_usable(buffer: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
+from tensorferry.arrays import tensor_bytes
 from tensorferry.offload.errors import NotSeparableError
 
 if TYPE_CHECKING:
@@ -174,8 +175,7 @@ def same(left: Any, right: Any) -> bool:
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether two tensors of one dtype and shape have the same bytes: NaNs are equal, 0.0 and -0.0 are not."""
-    as_bytes = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (left, right)]
-    return torch.equal(*as_bytes)
+    return torch.equal(tensor_bytes(left.contiguous()), tensor_bytes(right.contiguous()))
 
 
 class Probe:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tensorferry.arrays import tensor_bytes
 from tensorferry.errors import StorageError
 from tensorferry.offload.plan import Bucket, Field, Unit, flatten, local_of, unflatten
 
@@ -100,7 +101,7 @@ def _identity(leaf: Any) -> Any:
         and not leaf.is_quantized
         and leaf.nbytes <= _SMALL_NBYTES
     ):
-        data = tuple(leaf.detach().contiguous().view(-1).view(torch.uint8).tolist())
+        data = tuple(tensor_bytes(leaf.contiguous()).tolist())
         return leaf.dtype, leaf.shape, leaf.stride(), leaf.is_neg(), data
     return "is", id(leaf)
 

@@ -475,5 +475,4 @@ def _elements(tensor: torch.Tensor, unit: Unit) -> torch.Tensor:
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense tensor's elements in the order in which they lie in memory."""
-    flat = tensor.detach()
-    return flat.view(-1) if flat.is_contiguous() else flat.as_strided((flat.numel(),), (1,))
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

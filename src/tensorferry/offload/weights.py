@@ -378,10 +378,9 @@ def _put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:
 def _read(one: Matched, device: torch.device) -> torch.Tensor:
     tensor = torch.empty(one.shape, dtype=one.dtype, device=device)
     if tensor.numel():
-        raw = tensor.view(-1).view(torch.uint8)
         with tensorferry.open(one.stored.path) as file:
             one.stored.check(file)
-            file.read(raw, one.stored.tensor.begin)
+            file.read(tensor, one.stored.tensor.begin)
     return tensor
 
 

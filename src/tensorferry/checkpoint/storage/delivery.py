@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tensorferry.arrays import tensor_bytes
 from tensorferry.checkpoint.checksums import crc32_combine
 from tensorferry.checkpoint.storage.reading import GAP_NBYTES, Want
 from tensorferry.checkpoint.zipformat.ranges import (
@@ -215,7 +216,7 @@ def deliver(
     if found is not None and (found.dims == 0 or found.length * itemsize >= _MIN_ROW_NBYTES):
         for index in itertools.product(*map(range, lengths[: found.dims])):
             begin = payload.begin + found.place(index) * itemsize
-            memory = _bytes_of(target[index])
+            memory = tensor_bytes(target[index])
             yield Want(begin, begin + memory.numel(), Memory(delivery, begin, memory))
         return
     for slab in _slabs(payload, offsets, lengths, gap_nbytes):
@@ -270,11 +271,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def _can_be_read_into(tensor: torch.Tensor) -> bool:
     """Return whether the core can reach a tensor's memory."""
     return tensor.is_cpu or (tensor.is_cuda and torch.version.cuda is not None)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _slabs(
