@@ -29,6 +29,7 @@ from tests.checkpoint.canary import nothing_happens
 from tests.checkpoint.golden.make import HERE, golden_state
 from tests.checkpoint.test_hostile import CODES, mutated, name_of
 from tests.checkpoint.test_verify import BITS_APART, flip, run
+from tests.support.effort import examples
 
 if TYPE_CHECKING:
     import pathlib
@@ -164,7 +165,7 @@ def test_large_records_are_read_in_pieces(
 
 @given(cut=st.integers(1, 4000))
 @settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

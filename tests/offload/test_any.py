@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tensorferry.offload import MemoryBudgetError, offload_optimizer
 from tests.offload.twins import Gradients, assert_equal, assert_same_state, parameters
+from tests.support.effort import examples
 
 shapes = st.lists(
     st.one_of(
@@ -30,7 +31,7 @@ makers = st.sampled_from(
 
 
 @settings(
-    max_examples=12,
+    max_examples=examples(12),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -29,6 +29,7 @@ from tensorferry.safetensors import dtypes, header
 from tensorferry.safetensors.errors import SafetensorError
 from tests.safetensors.headers import VALUES, Random, file_of, info, mutated
 from tests.support.data import SEED
+from tests.support.effort import examples
 
 if TYPE_CHECKING:
     import pathlib
@@ -395,7 +396,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.dictionaries(NAMES, st.tuples(st.sampled_from(list(dtypes.DTYPES)), SHAPES), max_size=6),
     st.none() | st.dictionaries(NAMES, NAMES, max_size=1),

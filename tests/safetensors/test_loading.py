@@ -30,6 +30,7 @@ from tests.safetensors.files import (
     saved,
     tensor_of,
 )
+from tests.support.effort import examples
 from tests.support.faultfs import Fault
 
 if TYPE_CHECKING:
@@ -129,7 +130,9 @@ def test_to_ask_for_columns_brings_nothing_else_to_the_cache(
     backend=st.sampled_from(["mmap", "pread"]),
 )
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_whatever_is_cached_the_tensors_are_the_files(
     path: pathlib.Path,

@@ -21,6 +21,7 @@ from tests.safetensors.files import (
     saved,
     tensor_of,
 )
+from tests.support.effort import examples
 
 if TYPE_CHECKING:
     import pathlib
@@ -93,7 +94,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
 
 
 def needed_at_most(tensor: torch.Tensor, index: Any) -> int:
-    """Return the bytes of whole sectors around what an index needs; gaps below 64 KiB count.
+    """Return the bytes of whole sectors around what an index needs; gaps below 64 KiB, of a list on average, count.
 
     Several lists need all combinations of their positions.
     """
@@ -111,7 +112,8 @@ def needed_at_most(tensor: torch.Tensor, index: Any) -> int:
         return 0
     begins = numbers * tensor.element_size()
     gaps = begins[1:] - begins[:-1] - tensor.element_size()
-    apart = gaps >= slicing.GAP_NBYTES
+    longest = max((len(part) for part in parts if isinstance(part, list)), default=2)
+    apart = gaps >= slicing.GAP_NBYTES * max(1, longest - 1)
     between = int(gaps[apart].sum())
     span = int(begins[-1] - begins[0]) + tensor.element_size()
     return span - between + (int(apart.sum()) + 1) * 2 * PAGE
@@ -135,7 +137,9 @@ def test_lists_are_checked_where_nothing_is_chosen(path: pathlib.Path) -> None:
 @pytest.mark.parametrize("name", TENSORS)
 @given(data=st.data())
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_slices_are_torchs_and_read_what_they_need(
     path: pathlib.Path, tensors: dict[str, torch.Tensor], name: str, data: st.DataObject
@@ -170,7 +174,9 @@ def test_slices_are_torchs_and_read_what_they_need(
 
 @given(data=st.data())
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @example(data=None)
 def test_numpys_slices_are_torchs_as_well(
@@ -191,7 +197,7 @@ def test_numpys_slices_are_torchs_as_well(
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_plans_are_bounded_and_cover_each_wanted_byte_once(data: st.DataObject) -> None:
     """Exhaustive in bytes, for shapes whose real ones would take gigabytes."""
     itemsize = data.draw(st.sampled_from([1, 2, 8]))

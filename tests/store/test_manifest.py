@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import tensorferry
 from tensorferry.store import TensorStore, manifest
 from tensorferry.store.manifest import from_bytes
+from tests.support.effort import examples
 
 SEGMENT = 64 << 10
 NAME = "tensorferry-store.json"
@@ -196,7 +197,7 @@ def test_a_manifest_that_is_a_pipe_is_refused(snapshot):
     refused(snapshot, "manifest")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_a_manifest_with_any_value_anywhere_is_refused_or_sound(original, data):
     """Whatever stands somewhere: ValueError, or what it says can be used."""

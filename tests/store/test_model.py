@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tensorferry.store import TensorStore
 from tensorferry.store.space import Space
+from tests.support.effort import examples
 
 SEGMENT = 32 << 10
 
@@ -184,7 +185,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(
-    max_examples=30,
+    max_examples=examples(30),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -250,5 +251,5 @@ def gaps_of(bits):
     return found
 
 
-SpaceMachine.TestCase.settings = settings(max_examples=100, deadline=None)
+SpaceMachine.TestCase.settings = settings(max_examples=examples(100), deadline=None)
 test_free_space = SpaceMachine.TestCase
