@@ -168,6 +168,7 @@ void bind_files(nb::module_& module) {
            })
       .def("sync",
            [](const PyFile& file) {
+             if (file.core->fork_generation() != fork_generation()) raise_forked("this file");
              const auto lease = lease_of(file);
              raise_fault_of([&] { return file.core->sync(); });
            })

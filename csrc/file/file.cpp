@@ -448,22 +448,24 @@ std::optional<Fault> File::sync() {
   // One after the other: who comes second is not to succeed because the first took the error with it. A sync that
   // begins from here on keeps what this one is to keep.
   const uint64_t begun = syncs_begun_.load(std::memory_order_acquire);
-  const auto lock = locked_unless_forked(sync_mutex_, fork_generation_);
-  if (const int error = sync_error_.load(std::memory_order_relaxed); error != 0) {
-    Fault failed = fault("fdatasync", error);
-    failed.hint = "of an earlier sync: what it was to keep must be written again, to a file that is opened anew";
+  std::lock_guard lock(sync_mutex_);
+  if (sync_error_ != 0) {
+    Fault failed = fault("fdatasync", sync_error_);
+    // EINVAL: most often the file system has no syncs.
+    if (sync_error_ != EINVAL) {
+      failed.hint = "of an earlier sync: what it was to keep must be written again, to a file that is opened anew";
+    }
     return failed;
   }
-  if (lock && syncs_begun_.load(std::memory_order_relaxed) > begun) return std::nullopt;  // and it has ended
+  if (syncs_begun_.load(std::memory_order_relaxed) > begun) return std::nullopt;  // and it has ended
   syncs_begun_.fetch_add(1, std::memory_order_acq_rel);
   int result;
   do {
     result = ::fdatasync(descriptor_);
   } while (result != 0 && errno == EINTR);
   if (result == 0) return std::nullopt;
-  const int error = errno;
-  if (error != EINVAL) sync_error_.store(error, std::memory_order_relaxed);  // EINVAL: this file has no syncs
-  return fault("fdatasync", error);
+  sync_error_ = errno;
+  return fault("fdatasync", sync_error_);
 }
 
 bool File::name_made() const {

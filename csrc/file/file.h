@@ -119,8 +119,10 @@ class File : public std::enable_shared_from_this<File> {
   std::optional<Fault> end_at(uint64_t size);  // the same, without a change where that is its size
 
   // Makes durable what was written before. Once that failed it fails for ever: the kernel tells of it once for each
-  // open file (errseq_t in the kernel's docs), and the next fdatasync succeeds although what was written is lost.
+  // open file (errseq_t in the kernel's docs), and the next fdatasync succeeds although what was written is lost. Not
+  // for a forked child, which shares the open file and would take the error away from its parent.
   std::optional<Fault> sync();
+  uint64_t fork_generation() const { return fork_generation_; }
 
   // Whether a File of this process made the file's name (or may have), and nobody called name_durable() since:
   // sync_directory() is then what a durable write needs besides sync().
@@ -169,10 +171,10 @@ class File : public std::enable_shared_from_this<File> {
   bool replaced_ = false;
   FileIdentity identity_;
   DirectAlignment alignment_;
-  const uint64_t fork_generation_ = fork_generation();
+  const uint64_t fork_generation_ = tensorferry::fork_generation();
   std::mutex sync_mutex_;
   std::atomic<uint64_t> syncs_begun_{0};
-  std::atomic<int> sync_error_{0};  // of the first sync that failed
+  int sync_error_ = 0;  // of the first sync that failed
   std::atomic<bool> name_durable_{false};
   std::atomic<int> buffered_{-1};
   std::mutex cufile_mutex_;  // for registering only, which a forked child never does

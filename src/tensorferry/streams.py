@@ -90,6 +90,8 @@ class Stream:
 
         self._core = make(0, False) if checksums is None else checksums._of_stream(make)
         self._open = True
+        self._unheard = False  # an end has been begun, and nobody has waited for it
+        self._failure: Exception | None = None  # why it was given up
 
     @property
     def nbytes(self) -> int:
@@ -184,6 +186,7 @@ class Stream:
         Without ``sync_names`` the caller makes the file's name durable.
         """
         self._check()
+        self._unheard = True  # first: who leaves the block waits, wherever Ctrl-C comes
         self._core.end(self._scheduler, truncate, sync, sync_names)
         self._open = False
 
@@ -191,14 +194,16 @@ class Stream:
         """Wait for the end that has been begun; return as :meth:`finish` does."""
         if self._open:
             raise ValueError(f"nothing has begun to finish the stream to {self._path!r}")
+        if self._failure is not None:
+            raise self._failure
         self._core.wait(None)
+        self._unheard = False
         self._look()
         return self._core.nbytes
 
     def abort(self) -> None:
         """Write nothing more that is not on its way yet, and let go of all arrays. The file has some of the bytes."""
-        self._open = False
-        self._core.abort()
+        self._give_up(ValueError(f"the stream to {self._path!r} was given up"))
         self._core.wait(None)
 
     def __enter__(self) -> Stream:
@@ -210,11 +215,11 @@ class Stream:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._open:
+        if not self._open and not self._unheard:
             return
         try:
             if kind is None:
-                self.finish()
+                _ = self.finish() if self._open else self.wait()
                 return
         except BaseException:  # Ctrl-C: the arrays are let go of all the same
             self.abort()
@@ -228,7 +233,8 @@ class Stream:
         return f"<tensorferry.Stream to {where}: {self.nbytes} bytes appended, {state}>"
 
     def __del__(self) -> None:
-        if getattr(self, "_open", False) and self._scheduler.belongs_to_this_process():
+        unfinished = getattr(self, "_open", False) or getattr(self, "_unheard", False)
+        if unfinished and self._scheduler.belongs_to_this_process():
             warnings.warn(
                 f"a stream to {self._path!r} was never finished, and is given up",
                 ResourceWarning,
@@ -252,13 +258,18 @@ class Stream:
         """Let go of what has been copied, and raise what went wrong."""
         for segments in self._core.take_copied():
             if moved((segments, segments.nbytes, None, None)):
-                self._open = False
-                self._core.abort()
-                raise memory_moved(self._path, self._offset, segments.nbytes)
+                self._give_up(memory_moved(self._path, self._offset, segments.nbytes))
+                assert self._failure is not None
+                raise self._failure
         failure = self._core.exception()
         if failure is not None:
-            self._open = False
+            self._open = self._unheard = False
             raise failure
+
+    def _give_up(self, why: Exception) -> None:
+        self._open = self._unheard = False
+        self._failure = self._failure or why
+        self._core.abort()
 
 
 def _portions(arrays: Iterable[Any]) -> Iterator[list[Any]]:

@@ -411,7 +411,7 @@ MUTANTS = [
         "failed-fsync-is-a-success",
         "every result of a system call is looked at",
         "csrc/file/file.cpp",
-        '  return fault("fdatasync", error);\n',
+        '  return fault("fdatasync", sync_error_);\n',
         "  return std::nullopt;\n",
         (
             "tests/transfers/test_drive_errors.py::test_a_failed_fsync_is_raised_and_one_that_is_asked_for_is_made[threads]",
@@ -421,8 +421,8 @@ MUTANTS = [
         "failed-fsync-is-forgotten",
         "success means that close(2) and every sync succeeded",
         "csrc/file/file.cpp",
-        "sync_error_.store(error, std::memory_order_relaxed);",
-        "{}",
+        '  sync_error_ = errno;\n  return fault("fdatasync", sync_error_);\n',
+        '  return fault("fdatasync", errno);\n',
         (
             "tests/transfers/test_drive_errors.py::test_a_sync_that_failed_is_not_forgotten_by_the_file[threads]",
         ),

@@ -21,6 +21,7 @@ from tensorferry.checkpoint import verify
 from tensorferry.file_locks import lock_directory
 from tensorferry.safetensors import index, sharded
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
+from tensorferry.safetensors.torch import load_file
 from tests.checkpoint.ranks import files_of
 from tests.safetensors import programs
 from tests.safetensors.test_saving import KILLS, MIB, Tied, killed
@@ -28,6 +29,8 @@ from tests.support import mounts
 
 if TYPE_CHECKING:
     import pathlib
+
+    from tests.support.faultfs import FaultFS
 
     State = dict[str, torch.Tensor]
 
@@ -296,3 +299,16 @@ def test_a_power_cut_after_a_synced_save_loses_nothing(tmp_path: pathlib.Path) -
     with mounts.mounted(tmp_path / "after", "-o", "loop", str(cut)) as after:
         assert_model(after / "a" / "new", state)
     cut.unlink()
+
+
+def test_a_weight_behind_a_link_is_as_durable_as_others(
+    faultfs: FaultFS, directory: pathlib.Path
+) -> None:
+    """Its new name is where the link leads, as in Hugging Face's cache."""
+    blob = faultfs.path / "0123"
+    blob.write_bytes(b"old")
+    (directory / "model.safetensors").symlink_to(blob)
+    faultfs.clear()
+    save_sharded({"a": torch.ones(1000)}, directory, sync=True)
+    assert faultfs.requests("fsyncdir")
+    assert load_file(blob)["a"].sum() == 1000

@@ -347,6 +347,19 @@ def test_a_sync_that_failed_is_not_forgotten(faultfs, store, tmp_path):
             assert (old.read("a").result() == pattern(NBYTES, 1)).all()
 
 
+def test_a_snapshot_does_not_copy_what_may_be_lost_and_cannot_be_verified(faultfs, tmp_path):
+    with TensorStore(faultfs.path, temporary=False, checksums=False) as store:
+        store.write("a", pattern(NBYTES)).result()
+        faultfs.order(Fault("fsync", error=errno.EIO, times=1))
+        with pytest.raises(tensorferry.StorageError):
+            store.commit(sync=True)
+        with pytest.raises(tensorferry.StorageError, match="written again"):
+            store.snapshot(tmp_path / "snap")
+        assert not (tmp_path / "snap").exists()
+        store.write("a", pattern(NBYTES)).result()
+        store.snapshot(tmp_path / "snap")
+
+
 def test_a_sync_that_failed_while_another_was_interrupted_is_not_forgotten(faultfs, store):
     store.write("a", pattern(3 * SEGMENT)).result()
     first, second, _ = sorted(faultfs.backing.glob("*.segment"))

@@ -23,6 +23,7 @@ from tests.support.expect import (
     storage_error,
 )
 from tests.support.faultfs import Fault, FaultFS
+from tests.support.forks import passes_in_child
 
 if TYPE_CHECKING:
     import pathlib
@@ -470,6 +471,39 @@ def test_of_syncs_of_one_file_at_once_none_succeeds_beside_one_that_fails(
         faultfs.release()
         for future in (*futures, *syncs):
             assert isinstance(future.exception(120), tensorferry.StorageError)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
+def test_syncs_that_share_one_that_fails_fail(
+    faultfs: FaultFS, random_bytes: RandomBytes, number: int
+) -> None:
+    with tensorferry.open(faultfs.path / "file", "w") as file, ThreadPoolExecutor(8) as pool:
+        file.write(random_bytes(NBYTES))
+        faultfs.order(
+            Fault("fsync", hold=True, times=1), Fault("fsync", skip=1, error=number, times=1)
+        )
+        syncs = [pool.submit(file.sync) for _ in range(8)]
+        faultfs.await_held()
+        time.sleep(0.3)  # most have come
+        faultfs.release()
+        failed = [sync.exception(120) is not None for sync in syncs]
+        assert failed.count(False) == 1
+
+
+def test_a_forked_child_has_no_syncs(faultfs: FaultFS, random_bytes: RandomBytes) -> None:
+    """It would take the error away from its parent, whose open file it shares."""
+    path = faultfs.path / "file"
+    with tensorferry.open(path, "w") as file:
+        file.write(random_bytes(NBYTES))
+        faultfs.order(Fault("fsync", error=errno.EIO, times=1))
+
+        def in_the_child() -> None:
+            with pytest.raises(RuntimeError, match="before fork"):
+                file.sync()
+
+        passes_in_child(in_the_child)
+        with storage_error(errno.EIO, path):
+            file.sync()
 
 
 def test_syncs_of_one_file_that_wait_for_another_share_the_next(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import sys
 import threading
@@ -21,7 +22,7 @@ from tensorferry.streams import MAX_UNCOPIED_NBYTES, Field
 from tests.support import mounts
 from tests.support.data import crcs
 from tests.support.effort import examples
-from tests.support.expect import interrupted_after
+from tests.support.expect import interrupted_after, storage_error
 from tests.support.faultfs import Fault
 from tests.support.forks import passes_in_child
 from tests.support.leaks import nothing_leaks
@@ -338,6 +339,44 @@ def test_waiting_for_an_end_that_was_not_begun_is_an_error(directory: pathlib.Pa
             stream.wait()
         stream.append(b"fine")
         assert stream.finish() == 4
+
+
+def test_leaving_the_block_waits_for_an_end_that_was_begun(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    for _ in range(5):
+        path.unlink(missing_ok=True)
+        with tensorferry.open(path, "w") as file, file.stream() as stream:
+            stream.append(np.ones(12 << 20, np.uint8))
+            stream.begin_to_finish(sync=True)
+        assert path.stat().st_size == 12 << 20
+
+
+def test_an_end_that_was_begun_and_failed_is_raised(faultfs: FaultFS) -> None:
+    with tensorferry.open(faultfs.path / "file", "w") as file:
+        faultfs.order(Fault("write", error=errno.EIO))
+        with storage_error(errno.EIO, faultfs.path / "file"), file.stream() as stream:
+            stream.append(np.ones(12 << 20, np.uint8))
+            stream.begin_to_finish()
+
+
+def test_an_end_that_nobody_waits_for_is_warned_of(directory: pathlib.Path) -> None:
+    with tensorferry.open(directory / "file", "w") as file:
+        stream = file.stream()
+        stream.append(b"some")
+        stream.begin_to_finish()
+        with pytest.warns(ResourceWarning, match="never finished"):
+            del stream
+
+
+def test_a_stream_that_was_given_up_has_no_end(directory: pathlib.Path) -> None:
+    with tensorferry.open(directory / "file", "w") as file:
+        stream = file.stream()
+        stream.append(np.ones(12 << 20, np.uint8), kept=True)
+        stream.begin_to_finish()
+        stream.abort()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="given up"):
+                stream.wait()
 
 
 def test_an_end_that_is_interrupted_gives_the_stream_up(faultfs: FaultFS) -> None:

@@ -215,8 +215,11 @@ class Model:
 
     def place(self) -> None:
         """Let all files take their places, one after the other, and leave all else as it is."""
+        own = self._directory.resolve()
         for name in list(self._files):
-            self._files.pop(name).commit(sync_names=False)
+            new = self._files.pop(name)
+            # Behind a symbolic link its name is in another directory.
+            new.commit(sync_names=Path(new.target).parent != own)
         self._sync_names()
 
     def commit(self, index: str | None, placed: Iterable[str] = ()) -> None:

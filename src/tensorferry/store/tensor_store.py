@@ -499,6 +499,8 @@ class TensorStore:
             raise ValueError(f"path: {len(paths)} of them for {len(self._directories)} directories")
         with self._committing:
             contents = self._contents(record)
+            if not self._checksums:  # else a copy shows whether anything was lost
+                self._sync([segment for segment in contents.segments if segment.sync_failed])
             partial = Partial(paths, self._run)
             try:
                 frozen: list[Segment] = []
@@ -523,7 +525,8 @@ class TensorStore:
         """Make what is stored now what :meth:`open` finds, however this process ends, until the next commit.
 
         Only with ``temporary=False``. Writes that have been begun are waited for. What an earlier commit names is not
-        written over before this one has taken its place, at one stroke: space for both is needed.
+        written over before this one has taken its place, at one stroke: space for both is needed. One without ``sync``
+        takes the place of one with it as well: then a power cut may leave neither.
 
         Parameters
         ----------
