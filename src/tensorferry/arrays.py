@@ -89,13 +89,13 @@ def memory_of(array: Any, *, writable: bool, name: str = "array", host: bool = F
     """
     torch: Any = sys.modules.get("torch")
     if _is_of(torch, "Tensor", array):
-        if type(array) is torch.Tensor and array.is_cpu and array.is_contiguous():
-            # The common case, in few calls: read_many has thousands.
-            strided = array.layout is torch.strided and not array.is_quantized
-            if strided and not array.is_neg() and not array.is_conj():
-                memory = array.data_ptr(), array.nbytes, array.untyped_storage(), None
-                if memory[0] and not moved(memory):
-                    return memory
+        strided = type(array) is torch.Tensor and array.layout is torch.strided
+        usual = strided and array.is_cpu and not array.is_nested and array.is_contiguous()
+        # The common case, in few calls: read_many has thousands.
+        if usual and not array.is_quantized and not array.is_neg() and not array.is_conj():
+            memory = array.data_ptr(), array.nbytes, array.untyped_storage(), None
+            if memory[0] and not moved(memory):
+                return memory
         return _of_tensor(torch, array, writable, name, host)
     if _is_of(sys.modules.get("numpy"), "ndarray", array):
         return _of_ndarray(array, writable, name)
@@ -199,6 +199,10 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name}: a tensor of layout {tensor.layout} is not contiguous memory")
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name}: a nested tensor is more than its memory (remedy: pass .values())"
+        )
     if tensor.is_quantized:
         raise ValueError(
             f"{name}: a quantized tensor carries more than its memory; pass .int_repr()"
@@ -227,14 +231,34 @@ def _of_tensor(torch: Any, tensor: Any, writable: bool, name: str, host: bool) -
         )
     # The storage owns the memory: the tensor may get another one meanwhile.
     storage = tensor.untyped_storage()
-    if moved((address, nbytes, storage, None)):
-        raise ValueError(
-            f"{name}: the tensor's storage has {storage.nbytes()} bytes, less than its shape says (it was resized)"
-        )
+    check_storage(tensor, name)
     if device.type == "cpu":
         return address, nbytes, storage, None
     stream = torch.cuda.current_stream(device).cuda_stream
     return _gpu_memory(address, nbytes, storage, device.index, stream, name)
+
+
+def is_plain(tensor: Any) -> bool:
+    """Return whether a torch tensor is its elements in memory, and nothing else."""
+    torch = sys.modules["torch"]
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and tensor.device.type != "meta"
+    )
+
+
+def check_storage(tensor: Any, name: str) -> None:
+    """Refuse a strided tensor whose storage was made smaller than its shape: it has bytes of others, or none."""
+    storage_nbytes = tensor.untyped_storage().nbytes()
+    places = zip(tensor.size(), tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in places)
+    if tensor.numel() and (last + 1) * tensor.element_size() > storage_nbytes:
+        raise ValueError(
+            f"{name}: the tensor's storage has {storage_nbytes} bytes, less than its shape says (it was resized)"
+        )
 
 
 def tensor_bytes(tensor: Any) -> Any:
@@ -274,6 +298,10 @@ def _storage_device(tensor: Any) -> str | None:
 
 
 def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
+    if isinstance(array, sys.modules["numpy"].ma.MaskedArray):
+        raise ValueError(
+            f"{name}: a masked array is more than its bytes (remedy: pass .data or .filled())"
+        )
     if array.dtype.hasobject:
         raise ValueError(
             f"{name}: an array of Python objects (dtype {array.dtype}) has no bytes to move"

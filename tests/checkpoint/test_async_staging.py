@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from tensorferry.checkpoint import Stager
+from tensorferry.checkpoint import FileSystemWriter, Stager
 from tests.checkpoint.ranks import call_on_ranks
 from tests.checkpoint.states import assert_same, bits_of, mixed_state
 
@@ -260,3 +261,25 @@ def test_tensors_on_a_gpu_come_to_the_host() -> None:
         assert all(tensor.is_cpu for tensor in staged.values())
         assert bool((staged["a"] == step).all())
         del staged
+
+
+@pytest.mark.parametrize("left_nbytes", [0, 8])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_tensor_whose_storage_was_made_smaller_is_refused(
+    directory: pathlib.Path, left_nbytes: int, stride: int
+) -> None:
+    """Its bytes are others'; and torch's set_() would give it a storage of that size."""
+    tensor = torch.arange(8.0)[::stride]
+    tensor.untyped_storage().resize_(left_nbytes)
+    with pytest.raises(ValueError, match="it was resized"):
+        Stager().stage({"a": tensor})
+    with pytest.raises(dcp.api.CheckpointException, match=r"a: .*it was resized"):
+        dcp.save({"a": tensor}, storage_writer=FileSystemWriter(directory / "new"), no_dist=True)
+    assert tensor.untyped_storage().nbytes() == left_nbytes
+
+
+@pytest.mark.skipif(not hasattr(torch, "uint4"), reason="this torch has no integers of few bits")
+def test_integers_of_few_bits_are_staged_in_any_order() -> None:
+    tensor = torch.arange(24, dtype=torch.uint8).view(torch.uint4).as_strided((4, 6), (1, 4))
+    staged = Stager().stage({"a": tensor})["a"]
+    assert torch.equal(staged.view(torch.uint8), tensor.view(torch.uint8))

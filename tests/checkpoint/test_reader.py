@@ -262,6 +262,14 @@ def test_what_lies_beside_a_destination_stays(stored: pathlib.Path) -> None:
     assert bool((whole[15:] == 7).all())
 
 
+@pytest.mark.parametrize("layout", ["strided", "permuted", "other dtype"])
+def test_inference_tensors_are_filled_outside_of_it(stored: pathlib.Path, layout: str) -> None:
+    with torch.inference_mode():
+        target = destination(layout, (700, 900), torch.float32)
+    read_slices(stored, [("matrix", (0, 0), (700, 900), target)])
+    assert bits_of(target) == bits_of(STORED["matrix"].to(target.dtype))
+
+
 def test_inference_tensors_are_filled_in_inference_mode(stored: pathlib.Path) -> None:
     with torch.inference_mode():
         contiguous, strided = torch.zeros(700, 900), torch.zeros(900, 700).t()

@@ -156,6 +156,13 @@ def test_single_elements_may_have_any_strides(directory: Path) -> None:
     pair.assert_same()
 
 
+def test_state_that_an_optimizer_begins_with_may_be_of_a_scalar_first(directory: Path) -> None:
+    shapes: list[tuple[int, ...]] = [(), (5000,), (70, 80)]
+    pair = Pair(directory, torch.optim.Adagrad, lambda: parameters(shapes))
+    pair.step(0, 1, 2)
+    pair.assert_same()
+
+
 def test_parameters_without_elements(directory: Path) -> None:
     pair = Pair(directory, torch.optim.AdamW, lambda: parameters([(0,), (3, 0, 2), (5000,), ()]))
     pair.step(0, 1)

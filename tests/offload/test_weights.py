@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
@@ -490,6 +491,8 @@ def test_a_file_that_cannot_be_read_is_told_and_the_next_pass_may_succeed(
             [model(tokens()) for _ in range(3)]
         with open(path, "r+b") as file:
             file.write(content)
+        with contextlib.suppress(OSError):  # of what was read ahead meanwhile
+            model(tokens())
         for _ in range(3):
             assert torch.equal(model(tokens()), wanted)
 

@@ -463,6 +463,14 @@ def test_aligned_structures_come_back_as_they_were(tmp_path, named):
         assert old.read("a").result().dtype.itemsize == dtype.itemsize
 
 
+def test_a_dtype_that_cannot_be_kept_is_refused_before_it_is_written(named):
+    named.write("weights", np.ones(10)).result()
+    array = np.zeros(3, [("a", "i4"), ("b", "f4"), ("c", "i2")])[["c", "a"]]
+    with pytest.raises(ValueError, match=r"array: .*repack_fields"):
+        named.write("meta", array)
+    named.commit()
+
+
 def test_a_directory_in_the_manifests_place_costs_no_descriptor(tmp_path):
     (tmp_path / manifest.NAME).mkdir()
 

@@ -66,7 +66,9 @@ class PretendedCudaTensor:
 
     def untyped_storage(self) -> types.SimpleNamespace:
         inner = self._inner.untyped_storage()
-        return types.SimpleNamespace(device=self.device, data_ptr=inner.data_ptr)
+        return types.SimpleNamespace(
+            device=self.device, data_ptr=inner.data_ptr, nbytes=inner.nbytes
+        )
 
 
 WRITABLE = [
@@ -134,6 +136,9 @@ def test_sources_that_are_not_contiguous_are_written_as_their_contiguous_copy(
         (lambda: [1, 2], TypeError),
         (lambda: torch.zeros(3, device="meta"), ValueError),
         (lambda: torch.zeros(3, 3).to_sparse(), ValueError),
+        (lambda: torch.eye(3).to_sparse_csr(), ValueError),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), ValueError),
+        (lambda: numpy.ma.masked_array([1, 2], [True, False]), ValueError),
         (lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8), ValueError),
         (lambda: numpy.array([object()]), ValueError),
         (lambda: OnAnAccelerator(numpy.zeros(3), kind=8), ValueError),

@@ -32,6 +32,7 @@ from torch.distributed import checkpoint
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from tensorferry import _core
+from tensorferry.arrays import check_storage, is_plain
 from tensorferry.reprs import once_made
 
 if TYPE_CHECKING:
@@ -290,10 +291,11 @@ class _Plan:
             return rebuild
         if isinstance(tensor, ShardedTensor):  # which cpu() may return as it is
             return lambda _: copy.deepcopy(tensor.cpu())
-        if not _is_plain(tensor):  # sparse, quantized, ...
+        if not is_plain(tensor):  # sparse, quantized, ...
             return lambda _: tensor.detach().to("cpu", copy=True)
         if tensor.numel() == 0:
             return lambda _: torch.empty_like(tensor, device="cpu")
+        check_storage(tensor, "state")
         self.has_accelerator_tensors |= not tensor.is_cpu
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             find = self._add_to_region(tensor)
@@ -334,7 +336,11 @@ class _Plan:
             known = len(self._copied)
             copied = self._tensor(image, offset, tensor, stride)
             if len(self._copied) > known:
-                self._moves.append((copied, tensor))
+                # torch copies no integers of few bits; whatever has one byte is copied as such.
+                if tensor.element_size() == 1:
+                    self._moves.append((copied.view(torch.uint8), tensor.view(torch.uint8)))
+                else:
+                    self._moves.append((copied, tensor))
             return copied
 
         return begin_copy
@@ -387,17 +393,6 @@ def _tensors_in(state: object) -> Iterator[torch.Tensor]:
         elif isinstance(value, (list, tuple, set, frozenset)):
             seen.add(id(value))
             stack.extend(value)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is its elements in memory, and nothing else."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and tensor.device.type != "meta"
-    )
 
 
 def _copy_all(moves: list[tuple[torch.Tensor, torch.Tensor]], pages_locked: bool) -> None:

@@ -545,7 +545,10 @@ class Probe:
     def _begin(self, twin: Optimizer, scratch: torch.Tensor) -> None:
         """Give a scratch parameter the state that the optimizer gave its own when it was made, if it does so."""
         if self._begins_with_state:
-            param, state = next(iter(self._optimizer.state.items()))
+            begun = list(self._optimizer.state.items())
+            # Of one without dimensions nobody can tell what has its shape.
+            shaped = (each for each in begun if each[0].dim() and each[0].numel())
+            param, state = next(shaped, begun[0])
             twin.state[scratch] = _begun_like(state, param, scratch)
 
 

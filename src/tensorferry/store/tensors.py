@@ -34,6 +34,13 @@ def info_of(array: Any, nbytes: int) -> TensorInfo:
     if torch is not None and isinstance(array, torch.Tensor):
         return TensorInfo(array.dtype, tuple(array.shape), nbytes)
     if numpy is not None and isinstance(array, numpy.ndarray):
+        try:
+            text_of(array.dtype)
+        except ValueError:
+            raise ValueError(
+                "array: a dtype whose fields overlap, or are not in their order, cannot be kept (remedy: "
+                f"numpy.lib.recfunctions.repack_fields): {array.dtype}"
+            ) from None
         return TensorInfo(array.dtype, tuple(array.shape), nbytes)
     return TensorInfo(None, (nbytes,), nbytes)
 

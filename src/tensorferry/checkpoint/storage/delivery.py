@@ -186,7 +186,8 @@ class _SlabSink:
         dtype = self._payload.dtype
         box = self._box[: self._slab.span * dtype.itemsize].view(dtype)
         box = box.as_strided(lengths, strides_of(self._payload.ordered_sizes))
-        with torch.no_grad():
+        # Views of inference tensors may be changed in that mode only.
+        with torch.inference_mode() if self._target.is_inference() else torch.no_grad():
             (self._target[place] if place else self._target).copy_(box)
         self._boxes.give_back(self._box)
         self._box = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,19 +18,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+_MAX_WAIT_SECONDS = 60.0
+
+
 class WatchedFileSystem(filesystem.FileSystem):
-    """torch's files, of which failures are kept, also those of threads that nobody asks."""
+    """torch's files, of which failures are kept, also those of threads that nobody asks, or waits for."""
 
     def __init__(self, sync: bool) -> None:
         super().__init__()
         self.written: list[Path] = []
         self.failures: list[BaseException] = []
         self._sync = sync
+        self._given_up = False
+        self._open_count = 0
+        self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """Open a file."""
-        self.written.append(Path(path))
+        with self._changed:
+            if self._given_up:
+                raise OSError(errno.ECANCELED, "the save has failed in another thread", str(path))
+            self.written.append(Path(path))
+            self._open_count += 1
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -39,3 +51,13 @@ class WatchedFileSystem(filesystem.FileSystem):
         except BaseException as error:
             self.failures.append(error)
             raise
+        finally:
+            with self._changed:
+                self._open_count -= 1
+                self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Open no more files, and return when those that are open have been closed."""
+        with self._changed:
+            self._given_up = True
+            self._changed.wait_for(lambda: self._open_count == 0, _MAX_WAIT_SECONDS)

@@ -24,6 +24,7 @@ from torch.futures import Future as TorchFuture
 
 import tensorferry
 from tensorferry import _core
+from tensorferry.arrays import check_storage, is_plain
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
@@ -406,6 +407,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
                 commit.sync_directory(directory)
         except BaseException as error:
             if generation == _core.fork_generation():  # else they are the parent's
+                watched.give_up()
                 for path in watched.written:
                     path.unlink(missing_ok=True)
             if watched.failures and isinstance(error, Exception):
@@ -426,6 +428,8 @@ def _write_item(file: NewFile, name: str, item: WriteItem, planner: SavePlanner)
     else:
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for a tensor")
+        if is_plain(data):
+            check_storage(data, item.index.fqn)
         kept = is_of_state(data, item, planner)
         extras = _write_tensor(file, data.detach(), item, kept=kept)
         if not kept:
