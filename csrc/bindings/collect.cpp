@@ -45,6 +45,7 @@ class Names {
 
   bool is_cpu(PyObject* tensor) const { return attribute_is(tensor, is_cpu_, Py_True); }
   bool is_quantized(PyObject* tensor) const { return !attribute_is(tensor, is_quantized_, Py_False); }
+  bool is_nested(PyObject* tensor) const { return !attribute_is(tensor, is_nested_, Py_False); }
   bool has_layout(PyObject* tensor, PyObject* layout) const { return attribute_is(tensor, layout_, layout); }
   bool is_contiguous(PyObject* tensor) const { return call_is(tensor, is_contiguous_, Py_True); }
   bool is_lazy(PyObject* tensor) const {
@@ -89,6 +90,7 @@ class Names {
 
   PyObject* is_cpu_ = intern("is_cpu");
   PyObject* is_quantized_ = intern("is_quantized");
+  PyObject* is_nested_ = intern("is_nested");
   PyObject* layout_ = intern("layout");
   PyObject* is_contiguous_ = intern("is_contiguous");
   PyObject* is_neg_ = intern("is_neg");
@@ -195,7 +197,7 @@ struct Types {
 bool plain_tensor(PyObject* tensor, PyObject* strided, PlainArray& found) {
   const Names& names = Names::get();
   if (!names.is_cpu(tensor) || !names.has_layout(tensor, strided) || names.is_quantized(tensor) ||
-      !names.is_contiguous(tensor)) {
+      names.is_nested(tensor) || !names.is_contiguous(tensor)) {
     return false;
   }
   found.address = names.data_ptr(tensor);

@@ -148,9 +148,15 @@ def test_what_has_no_bytes_of_its_own_is_refused(
     directory: pathlib.Path, make: object, error: type
 ) -> None:
     path = directory / "never"
+    array = make()  # type: ignore[operator]
     with pytest.raises(error, match="array"):
-        tensorferry.write(path, make())  # type: ignore[operator]
+        tensorferry.write(path, array)
     assert not path.exists()
+    with tensorferry.open(directory / "empty", "w+") as file:
+        for use in (file.write, file.read, lambda array: file.write_from([array, array], 0)):
+            with pytest.raises(error, match="array"):
+                use(array)
+        assert file.size == 0
 
 
 def test_a_tensor_whose_storage_was_freed_is_refused(directory: pathlib.Path) -> None:
