@@ -263,6 +263,11 @@ class TensorStore:
         self._enter(writing=True)
         array, memory = memory_or_segments(array, writable=False)
         info = info_of(array, memory[1])
+        return self._write(name, array, memory, info, background=background)
+
+    def _write(
+        self, name: str, array: Any, memory: Any, info: TensorInfo, *, background: bool
+    ) -> Future[Any]:
         ticket: Future[Any] = Future(array, memory)
         with self._lock:
             self._check_open()
@@ -319,6 +324,12 @@ class TensorStore:
             raise ValueError(
                 f"out: tensor {name!r} has {info.nbytes} bytes, and out has {memory[1]}"
             )
+        return self._read(name, out, memory, version, made=made, background=background)
+
+    def _read(
+        self, name: str, out: Any, memory: Any, version: Version, *, made: bool, background: bool
+    ) -> Future[Any]:
+        info = version.info
         ticket: Future[Any] = Future(out, memory)
         with self._lock:
             self._check_open()
@@ -533,14 +544,16 @@ class TensorStore:
         record : bytes
             Kept with it: :attr:`record`.
         sync : bool
-            Make it last through a power cut as well.
+            Make it last through a power cut as well. What an earlier one could not make durable is written to other
+            files first, one tensor at a time, where its checksums say that it is all there.
 
         Raises
         ------
         ValueError
             The store is temporary.
         StorageError
-            It could not be done; then the earlier commit, or this one, is there.
+            It could not be done; then the earlier commit, or this one, is there. A store without checksums fails from
+            then on, until what lies in that file has been written again.
         """
         self._enter(writing=True)
         if self._ownerships is None:
@@ -551,6 +564,9 @@ class TensorStore:
             contents = self._contents(record)
             paths = [directory.path for directory in self._directories]
             if sync:
+                if any(segment.sync_failed for segment in contents.segments):
+                    self._write_lost_anew()
+                    contents = self._contents(record)
                 for path in self._made_in:
                     sync_directory(path)
                 self._made_in.clear()
@@ -587,6 +603,25 @@ class TensorStore:
                     self._room.retire(segment)
         if failure is not None:
             raise failure
+
+    def _write_lost_anew(self) -> None:
+        """Write what a failed sync may have lost to other files; without checksums nobody can tell what is there."""
+        if not self._checksums:
+            return
+        with self._lock:
+            versions = {name: last_kept(version) for name, version in self._names.copy().items()}
+        for name, version in versions.items():
+            if version is None or version.extents is None:
+                continue
+            if not any(piece.segment.sync_failed for piece in version.extents.pieces):
+                continue
+            data, memory = memory_or_segments(bytearray(version.info.nbytes), writable=True)
+            self._read(name, data, memory, version, made=False, background=False).result()
+            with self._lock:
+                if self._names.get(name) is not version:  # written meanwhile
+                    continue
+                ticket = self._write(name, data, memory, version.info, background=False)
+            ticket.result()
 
     def _contents(self, record: bytes) -> Contents:
         """Return what is stored, when all writes that have been begun have ended."""
