@@ -7,6 +7,7 @@ protocol, ``__cuda_array_interface__`` or DLPack.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -324,7 +325,7 @@ def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
 def _of_buffer(view: memoryview, writable: bool, name: str) -> Memory:
     if writable and view.readonly:
         raise ValueError(f"{name}: cannot read into a read-only buffer")
-    if "O" in view.format:
+    if "O" in re.sub(":[^:]*:", "", view.format):  # fields have their names between colons
         raise ValueError(f"{name}: a buffer of Python objects has no bytes to move")
     if not view.c_contiguous:
         if writable:

@@ -215,3 +215,23 @@ def test_two_in_one_directory(offloaded):
     assert_equal(wanted, others)
     for drive in drives:
         assert_same_state(memory, drive)
+
+
+@pytest.mark.parametrize("retried", [True, False])
+def test_a_step_whose_commit_could_not_be_synced_is_committed_by_the_next_call(
+    faultfs, offloaded, retried
+):
+    """Also where a parameter has no gradients any more: its state lies in the file that failed."""
+    wanted, params = parameters(), parameters()
+    memory = adamw(wanted)
+    drive = offloaded(adamw(params), SMALL, path=faultfs.path, commit="fsync")
+    gradients = Gradients(wanted, params, missing=lambda step, index: step and index < 4)
+    train(gradients, memory, drive, steps=1)
+    gradients.give()
+    memory.step()
+    faultfs.order(Fault("fsync", error=errno.EIO, times=1))
+    with pytest.raises(OffloadError, match="step 2 is whole, but could not be committed"):
+        drive.step()
+    if retried:
+        drive.retry()
+    whole(wanted, params, memory, drive, gradients)

@@ -505,6 +505,15 @@ class MadeForTheExport:
         return 1, 0
 
 
+def test_fields_may_have_any_names(directory: pathlib.Path) -> None:
+    class Odd(ctypes.Structure):
+        _fields_ = (("O", ctypes.c_int32),)
+
+    for odd in (Odd(7), memoryview(numpy.full(1, 7, [("O", "<i4")]))):
+        tensorferry.write(directory / "file", odd)
+        assert (directory / "file").read_bytes() == (7).to_bytes(4, sys.byteorder)
+
+
 def test_what_a_dlpack_exporter_made_for_the_export_is_kept(directory: pathlib.Path) -> None:
     exporter = MadeForTheExport()
     address, nbytes, owner, _ = memory_of(exporter, writable=False)
