@@ -405,9 +405,15 @@ def make_directory(directory: Path) -> None:
     while not existing.exists():
         missing.append(existing)
         existing = existing.parent
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync_directory(path.parent)
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        try:
+            sync_directory(path.parent)
+        except BaseException:
+            # The next call would take it for one that is durable.
+            with contextlib.suppress(OSError):
+                path.rmdir()
+            raise
 
 
 def sync_directory(directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,6 +113,8 @@ def test_memcpy_refuses_what_does_not_fit() -> None:
         ops.deepspeed_memcpy(torch.zeros(3), torch.zeros(2))
     with pytest.raises(ValueError, match="dest"):
         ops.deepspeed_memcpy(torch.zeros(3, 2).t(), torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="src: ndarray is no torch tensor"):
+        ops.deepspeed_memcpy(torch.zeros(3), np.zeros(3, np.float32))
 
 
 DTYPES = [torch.float32, torch.half, torch.bfloat16, torch.int64, torch.bool, torch.complex64]

@@ -26,6 +26,7 @@ from tests.checkpoint.ranks import files_of
 from tests.safetensors import programs
 from tests.safetensors.test_saving import KILLS, MIB, Tied, killed
 from tests.support import mounts
+from tests.support.faultfs import Fault
 
 if TYPE_CHECKING:
     import pathlib
@@ -312,3 +313,17 @@ def test_a_weight_behind_a_link_is_as_durable_as_others(
     save_sharded({"a": torch.ones(1000)}, directory, sync=True)
     assert faultfs.requests("fsyncdir")
     assert load_file(blob)["a"].sum() == 1000
+
+
+def test_a_directory_that_may_not_last_is_not_kept(faultfs: FaultFS) -> None:
+    """A save that finds it would take its name for durable."""
+    directory = faultfs.path / "new" / "model"
+    for names_before in range(2):
+        faultfs.order(Fault("fsyncdir", skip=names_before, times=1, error=errno.EIO))
+        with pytest.raises(OSError, match="Input/output error"):
+            save_sharded({"a": torch.ones(1000)}, directory, sync=True)
+        assert not directory.exists()
+    faultfs.clear()
+    save_sharded({"a": torch.ones(1000)}, directory, sync=True)
+    synced = [request.name for request in faultfs.requests("fsyncdir")]
+    assert synced[0] == "new"

@@ -449,6 +449,14 @@ def test_a_snapshot_whose_name_cannot_be_kept_is_not_there(faultfs, store):
     assert not [each for each in faultfs.backing.iterdir() if each.is_dir()]
 
 
+def test_a_file_system_that_cannot_sync_directories_takes_commits(faultfs, store):
+    """There is nothing that it could add, as for checkpoints and weights."""
+    store.write("a", pattern(NBYTES)).result()
+    faultfs.order(Fault("fsyncdir", error=errno.EINVAL))
+    store.commit(sync=True)
+    store.snapshot(faultfs.path / "snap")
+
+
 def test_names_of_new_directories_are_made_to_last_too(faultfs, tmp_path):
     path = faultfs.path / "new" / "store"
     with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:

@@ -105,11 +105,18 @@ def deepspeed_memcpy(dest: Any, src: Any) -> int:
 
     Raises
     ------
+    TypeError
+        One of them is no tensor.
     ValueError
         The sizes differ, or one of them is no contiguous host memory.
     """
     _, nbytes, _, _ = memory_of(dest, writable=True, name="dest", host=True)
     _, src_nbytes, _, _ = memory_of(src, writable=False, name="src", host=True)
+    import torch
+
+    for name, tensor in (("dest", dest), ("src", src)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: {type(tensor).__name__} is no torch tensor")
     if nbytes != src_nbytes:
         raise ValueError(f"src: {src_nbytes} bytes do not fill dest's {nbytes}")
     cast_to_byte_tensor(dest).copy_(

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensorferry import replacement
 from tensorferry.errors import StorageError
 from tensorferry.store import manifest as manifests
 
@@ -73,11 +74,7 @@ def replace(temporary: Path, name: str) -> None:
 def sync_directory(directory: str) -> None:
     """Make the names in a directory durable."""
     with _told("syncing the directory", Path(directory)):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        replacement.sync_directory(Path(directory))
 
 
 def mark_parts(directories: Sequence[str], run: str, *, sync: bool) -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensorferry.replacement import sync_directory
 from tensorferry.tuning.crew import ending_signals_blocked
 
 if TYPE_CHECKING:
@@ -61,12 +62,3 @@ def remove(path: Path) -> None:
 def _free_nbytes(directory: Path) -> int:
     status = os.statvfs(directory)
     return status.f_bfree * status.f_frsize
-
-
-def sync_directory(path: Path) -> None:
-    """Have the file system finish with what was made, renamed or removed in a directory."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
