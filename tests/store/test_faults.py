@@ -455,6 +455,7 @@ def test_a_file_system_that_cannot_sync_directories_takes_commits(faultfs, store
     faultfs.order(Fault("fsyncdir", error=errno.EINVAL))
     store.commit(sync=True)
     store.snapshot(faultfs.path / "snap")
+    assert faultfs.hits() > 1
 
 
 def test_names_of_new_directories_are_made_to_last_too(faultfs, tmp_path):

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import tensorferry
 from tests.support.data import aligned, crcs
 from tests.support.effort import examples
+from tests.support.faultfs import Fault
 
 torch = pytest.importorskip("torch")
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import pathlib
 
     from tests.support.data import Bytes, RandomBytes
+    from tests.support.faultfs import FaultFS
 
 BLOCK = 65536
 OUTSIDE = b"\xa5" * 5000
@@ -359,18 +361,24 @@ def test_an_end_of_the_file_within_segments_is_told(engine: str, directory: path
 
 
 def test_arrays_of_a_transfer_are_kept_until_it_is_done(
-    engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+    engine: str, faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:
     source = random_bytes(40 << 20)
     parts = [torch.from_numpy(part.copy()) for part in np.array_split(source, 1000)]
-    seen = [weakref.ref(part.untyped_storage()) for part in parts[:3]]
-    with tensorferry.open(directory / "file", "w", engine=engine) as file:
+    seen = [weakref.ref(part.untyped_storage()) for part in parts]
+    faultfs.order(Fault("write", hold=True))
+    with tensorferry.open(faultfs.path / "file", "w", engine=engine) as file:
         future = file.write_from(iter(parts))
         del parts
+        faultfs.await_held()
         gc.collect()
-        assert all(one() is not None for one in seen) or future.done()
+        assert all(one() is not None for one in seen)
+        faultfs.release()
         future.result()
-    assert (np.fromfile(directory / "file", np.uint8) == source).all()
+        del future
+    gc.collect()
+    assert all(one() is None for one in seen)
+    assert (np.fromfile(faultfs.backing / "file", np.uint8) == source).all()
 
 
 def test_an_array_that_gives_its_memory_back_is_told(engine: str, directory: pathlib.Path) -> None:
