@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 
 import tensorferry
@@ -32,6 +33,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Property tests judge what is computed, not how long a busy machine takes for it, nor where their fixtures come from.
+hypothesis.settings.register_profile(
+    "tensorferry",
+    max_examples=effort.examples(100),
+    deadline=None,
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.function_scoped_fixture,
+    ],
+)
+hypothesis.settings.load_profile("tensorferry")
 
 SMALL_EXT4_NBYTES = 32 << 20
 ENGINES = ["io_uring", "libaio", "threads"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorferry.checkpoint import CheckpointError, save, verify
@@ -164,11 +164,7 @@ def test_large_records_are_read_in_pieces(
 
 
 @given(cut=st.integers(1, 4000))
-@settings(
-    max_examples=examples(60),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(60))
 def test_torn_files_are_said_to_be_cut_short(directory: pathlib.Path, cut: int) -> None:
     path = directory / "state.pt"
     save(state(), path)

@@ -83,7 +83,7 @@ def test_load_returns_what_was_saved(directory: pathlib.Path, name: str, how: st
     assert torch_bytes(ours) == torch_bytes(theirs)
 
 
-@settings(deadline=None, max_examples=examples(40))
+@settings(max_examples=examples(40))
 @given(
     st.lists(
         st.tuples(

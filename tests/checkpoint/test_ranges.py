@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorferry.checkpoint.zipformat.ranges import (
@@ -78,7 +78,6 @@ def slices(draw: st.DrawFn) -> tuple[Any, Any, Any]:
     return tuple(sizes), tuple(offsets), tuple(lengths)
 
 
-@settings(deadline=None)
 @given(slices(), st.integers(1, 3000), st.integers(0, 3000))
 def test_slabs_bring_what_narrowing_gives(box: Any, max_span: int, max_gap: int) -> None:
     result = elements_by_slabs(*box, max_span, max_gap)

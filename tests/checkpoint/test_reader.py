@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -35,7 +35,6 @@ from tests.checkpoint.states import (
 )
 from tests.support import child
 from tests.support.data import SEED
-from tests.support.effort import examples
 from tests.support.faultfs import Fault
 from tests.support.leaks import nothing_leaks
 
@@ -227,11 +226,6 @@ def small_sizes(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(delivery, "_SLAB_NBYTES", 10_000)
 
 
-@settings(
-    max_examples=examples(100),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 @given(wanted=st.lists(slices(), min_size=1, max_size=6), verify=st.sampled_from(LEVELS))
 def test_any_slices_come_to_any_destinations(
     stored: pathlib.Path,

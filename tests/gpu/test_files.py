@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
@@ -36,11 +36,7 @@ places = st.one_of(st.sampled_from([0, 4, 256, 512, 4096]), st.integers(0, 5000)
 block_sizes = st.sampled_from([4096, BLOCK, 1 << 20])
 queue_depths = st.sampled_from([1, 2, 32])
 directs = st.sampled_from(["auto", True, False])
-in_turn = settings(
-    max_examples=examples(30),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+in_turn = settings(max_examples=examples(30))
 
 
 def random_data(seed: int, nbytes: int) -> bytes:

@@ -6,7 +6,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
@@ -31,11 +31,7 @@ sizes = st.one_of(
 )
 
 
-@settings(
-    max_examples=examples(15),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=examples(15))
 @given(
     pieces=st.lists(
         st.tuples(sizes, st.integers(0, 600), st.sampled_from(["host", "gpu", "last gpu", "sum"])),

@@ -3,7 +3,7 @@
 import tempfile
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorferry.offload import MemoryBudgetError, offload_optimizer
@@ -30,11 +30,7 @@ makers = st.sampled_from(
 )
 
 
-@settings(
-    max_examples=examples(12),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(12))
 @given(
     make=makers,
     shapes=shapes,

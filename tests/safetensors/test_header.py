@@ -396,7 +396,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(
     st.dictionaries(NAMES, st.tuples(st.sampled_from(list(dtypes.DTYPES)), SHAPES), max_size=6),
     st.none() | st.dictionaries(NAMES, NAMES, max_size=1),

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import safetensors
@@ -129,11 +129,7 @@ def test_to_ask_for_columns_brings_nothing_else_to_the_cache(
     direct=st.sampled_from(["auto", "auto", "always", "never"]),
     backend=st.sampled_from(["mmap", "pread"]),
 )
-@settings(
-    max_examples=examples(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(40))
 def test_whatever_is_cached_the_tensors_are_the_files(
     path: pathlib.Path,
     tensors: dict[str, torch.Tensor],

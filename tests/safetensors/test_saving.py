@@ -18,7 +18,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import safetensors
@@ -76,7 +76,6 @@ def file_bytes(state: Any, metadata: Any) -> bytes:
         return path.read_bytes()
 
 
-@settings(deadline=None)
 @given(st.dictionaries(names, tensors(), max_size=8), st.none() | texts)
 def test_torchs_tensors_become_safetensors_bytes(state: dict[str, Any], metadata: Any) -> None:
     expected = safetensors.torch.save(state, metadata)
@@ -84,7 +83,6 @@ def test_torchs_tensors_become_safetensors_bytes(state: dict[str, Any], metadata
     assert file_bytes(state, metadata) == expected
 
 
-@settings(deadline=None)
 @given(st.dictionaries(names, arrays(), max_size=8), st.none() | texts)
 def test_numpys_arrays_become_safetensors_bytes(state: dict[str, Any], metadata: Any) -> None:
     expected = safetensors.numpy.save(state, metadata)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tensorferry.safetensors import SafetensorError, SliceError, safe_open, slicing
@@ -136,11 +136,7 @@ def test_lists_are_checked_where_nothing_is_chosen(path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("name", TENSORS)
 @given(data=st.data())
-@settings(
-    max_examples=examples(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(40))
 def test_slices_are_torchs_and_read_what_they_need(
     path: pathlib.Path, tensors: dict[str, torch.Tensor], name: str, data: st.DataObject
 ) -> None:
@@ -173,11 +169,7 @@ def test_slices_are_torchs_and_read_what_they_need(
 
 
 @given(data=st.data())
-@settings(
-    max_examples=examples(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(40))
 @example(data=None)
 def test_numpys_slices_are_torchs_as_well(
     path: pathlib.Path, tensors: dict[str, torch.Tensor], data: Any
@@ -197,7 +189,7 @@ def test_numpys_slices_are_torchs_as_well(
 
 
 @given(data=st.data())
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_plans_are_bounded_and_cover_each_wanted_byte_once(data: st.DataObject) -> None:
     """Exhaustive in bytes, for shapes whose real ones would take gigabytes."""
     itemsize = data.draw(st.sampled_from([1, 2, 8]))

@@ -197,7 +197,7 @@ def test_a_manifest_that_is_a_pipe_is_refused(snapshot):
     refused(snapshot, "manifest")
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_a_manifest_with_any_value_anywhere_is_refused_or_sound(original, data):
     """Whatever stands somewhere: ValueError, or what it says can be used."""

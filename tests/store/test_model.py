@@ -187,7 +187,6 @@ class StoreMachine(RuleBasedStateMachine):
 StoreMachine.TestCase.settings = settings(
     max_examples=examples(30),
     stateful_step_count=30,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 test_any_order_of_calls = StoreMachine.TestCase
@@ -251,5 +250,5 @@ def gaps_of(bits):
     return found
 
 
-SpaceMachine.TestCase.settings = settings(max_examples=examples(100), deadline=None)
+SpaceMachine.TestCase.settings = settings(max_examples=examples(100))
 test_free_space = SpaceMachine.TestCase

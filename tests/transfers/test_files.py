@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
@@ -33,11 +33,7 @@ edges = st.sampled_from(
     [0, 1, 7, 511, 512, 513, 4095, 4096, 4097, 8192, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]
 )
 sizes = st.one_of(edges, st.integers(0, 5 * BLOCK))
-in_turn = settings(
-    max_examples=examples(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+in_turn = settings(max_examples=examples(40))
 
 
 @in_turn

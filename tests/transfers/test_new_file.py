@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
@@ -36,11 +36,7 @@ sizes = st.one_of(
 )
 
 
-@settings(
-    max_examples=examples(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(40))
 @given(pieces=st.lists(st.tuples(sizes, st.sampled_from("wbc")), max_size=8), reserve=sizes)
 def test_any_pieces_become_the_file_and_its_checksums(
     directory: pathlib.Path, pieces: list[tuple[int, str]], reserve: int

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
@@ -38,11 +38,7 @@ sizes = st.one_of(edges, st.integers(0, 3 * BLOCK))
 segments = st.lists(st.tuples(sizes, st.sampled_from([0, 1, 4, 64, 512])), max_size=8)
 chunk_sizes = st.sampled_from([4096, 5000, BLOCK, 1 << 20])
 directs = st.sampled_from(["auto", True, False])
-in_turn = settings(
-    max_examples=examples(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+in_turn = settings(max_examples=examples(40))
 
 
 def arrays_of(pieces: list[tuple[int, int]], seed: int) -> list[Bytes]:

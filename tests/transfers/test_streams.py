@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
@@ -45,11 +45,7 @@ sizes = st.one_of(
 )
 
 
-@settings(
-    max_examples=examples(25),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=examples(25))
 @given(
     pieces=st.lists(st.tuples(sizes, st.sampled_from("alm")), max_size=8),
     offset=sizes,

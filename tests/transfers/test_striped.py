@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
@@ -56,11 +56,7 @@ def assembled(paths: list[pathlib.Path], stripe_nbytes: int) -> bytes:
     return b"".join(part[row * stripe_nbytes : (row + 1) * stripe_nbytes] for row, part in places)
 
 
-@settings(
-    max_examples=examples(60),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=examples(60))
 @given(
     given_pieces=pieces,
     gaps=st.lists(st.booleans(), min_size=5, max_size=5),
