@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
-from tensorferry.checkpoint import CheckpointError
+from tensorferry.checkpoint import CheckpointError, FileSystemReader
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.progress import Progress
 from tensorferry.checkpoint.storage.metadata import payload_of, read_metadata
@@ -277,16 +277,20 @@ def test_flips_in_torchs_files_are_reported_and_never_a_traceback(
 ) -> None:
     small = {"a": torch.arange(5.0), "b": {"c": "text"}}
     dcp.save(small, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
-    for file in (data_file_of(directory), directory / ".metadata"):
+    # Python's pickle, with which torch reads metadata, takes all memory for a single wrong number.
+    readers = {
+        data_file_of(directory): dcp.FileSystemReader,
+        directory / ".metadata": FileSystemReader,
+    }
+    for file, reader in readers.items():
         for bit in random_bytes.generator.integers(8 * file.stat().st_size, size=60):
             flip(file, int(bit))
             report = verify(directory)
             loaded = empty_like(small)
             try:
-                dcp.load(loaded, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+                dcp.load(loaded, storage_reader=reader(directory), no_dist=True)
             except BaseException:  # CheckpointException is one
-                assert report.problems or ".metadata" in report.unverified
-                assert report.problems or file.name == ".metadata"
+                assert report.problems or file.name in report.unverified
             flip(file, int(bit))
     assert run("verify", directory).exit_code == 0
 
