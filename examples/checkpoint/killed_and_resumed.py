@@ -30,7 +30,8 @@ def train(
     """Train with a number of processes, and return the loss of each step."""
     losses = directory.with_suffix(".losses")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", TRAIN, "--directory", directory, "--losses", losses]
+    command += [f"--nproc-per-node={ranks}", f"--log-dir={directory}.logs"]
+    command += [TRAIN, "--directory", directory, "--losses", losses]
     done = subprocess.run(
         [str(part) for part in (*command, *arguments)],
         capture_output=True,

@@ -24,6 +24,7 @@ STEPS = 3
 def train(directory: pathlib.Path, environment: Environment, **arguments: Any) -> dict[str, Any]:
     """Run tests/deepspeed/training.py in two processes, and return rank 0's result."""
     launcher = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher.append(f"--log-dir={directory}.logs")  # else a directory in /tmp that nobody removes
     plain = {"directory": str(directory), "steps": STEPS, "sequence": 8} | arguments
     done = subprocess.run(
         [*launcher, "-m", "tests.deepspeed.training", json.dumps(plain)],
