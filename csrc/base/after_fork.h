@@ -19,6 +19,8 @@ inline std::unique_lock<std::mutex> locked_unless_forked(std::mutex& mutex, uint
   return generation == fork_generation() ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
 }
 
+// Static ones are constinit: a thread that makes one at its first use has it locked, and a child forked then would wait
+// for ever.
 template <typename T>
 class ForkSafe {
  public:

@@ -41,11 +41,13 @@ constexpr uint32_t x_to_bits_of(uint64_t nbytes) {
   return power;
 }
 
+// libdeflate looks at the processor in its first call, and keeps what it found without synchronization: before there
+// are threads, then.
+const uint32_t of_nothing = libdeflate_crc32(0, "", 0);
+
 }  // namespace
 
 uint32_t crc32(uint32_t crc, const void* data, size_t nbytes) {
-  // libdeflate looks at the processor in its first call, and keeps what it found without synchronization.
-  static const uint32_t of_nothing = libdeflate_crc32(0, "", 0);
   // It takes a null pointer for a question.
   return nbytes == 0 ? crc ^ of_nothing : libdeflate_crc32(crc, data, nbytes);
 }

@@ -80,8 +80,8 @@ struct State {
 };
 
 State& state() {
-  static auto* instance = new ForkSafe<State>;
-  return instance->get();
+  static constinit ForkSafe<State> instance;
+  return instance.get();
 }
 
 // Generation of the process that initialised the driver first; a child of it can use no GPU.

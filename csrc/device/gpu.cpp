@@ -21,8 +21,8 @@ struct Registry {
 };
 
 Registry& registry() {
-  static auto* instance = new ForkSafe<Registry>;
-  return instance->get();
+  static constinit ForkSafe<Registry> instance;
+  return instance.get();
 }
 
 }  // namespace

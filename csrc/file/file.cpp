@@ -86,8 +86,8 @@ struct NamesMade {
 };
 
 NamesMade& names_made() {
-  static auto* instance = new ForkSafe<NamesMade>;
-  return instance->get();
+  static constinit ForkSafe<NamesMade> instance;
+  return instance.get();
 }
 
 // One name on its way into NamesMade.

@@ -20,8 +20,8 @@ struct Registry {
 };
 
 ForkSafe<Registry>& registry() {
-  static auto* instance = new ForkSafe<Registry>;
-  return *instance;
+  static constinit ForkSafe<Registry> instance;
+  return instance;
 }
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }

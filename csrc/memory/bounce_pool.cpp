@@ -24,8 +24,8 @@ struct ProcessState {
 };
 
 ProcessState& process() {
-  static auto* instance = new ForkSafe<ProcessState>;
-  return instance->get();
+  static constinit ForkSafe<ProcessState> instance;
+  return instance.get();
 }
 
 // Under the lock, so that forget() can promise that nobody calls a waiter that is gone.

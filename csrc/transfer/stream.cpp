@@ -74,8 +74,8 @@ class Stock {
 };
 
 Stock& stock() {
-  static auto* instance = new ForkSafe<Stock>;
-  return instance->get();
+  static constinit ForkSafe<Stock> instance;
+  return instance.get();
 }
 
 uint64_t buffer_nbytes_for(uint64_t expected_nbytes) {

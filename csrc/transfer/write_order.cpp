@@ -31,8 +31,8 @@ struct Lines {
 };
 
 Lines& lines() {
-  static auto* instance = new ForkSafe<Lines>;
-  return instance->get();
+  static constinit ForkSafe<Lines> instance;
+  return instance.get();
 }
 
 bool is_empty(const OrderedWrite& write) { return write.begin() == write.end(); }

@@ -298,8 +298,18 @@ def _storage_device(tensor: Any) -> str | None:
         return None
 
 
+def _masked_type() -> tuple[type, ...]:
+    """Return the type of masked arrays; none before that module has been imported.
+
+    Not `numpy.ma`, which would import it in the first transfer: a child forked beside that by another thread would wait
+    for the import for ever.
+    """
+    masked = getattr(sys.modules.get("numpy.ma.core"), "MaskedArray", None)
+    return () if masked is None else (masked,)
+
+
 def _of_ndarray(array: Any, writable: bool, name: str) -> Memory:
-    if isinstance(array, sys.modules["numpy"].ma.MaskedArray):
+    if isinstance(array, _masked_type()):
         raise ValueError(
             f"{name}: a masked array is more than its bytes (remedy: pass .data or .filled())"
         )

@@ -225,6 +225,31 @@ def fork_and_leave_normally(engine: str, directory: str) -> bool:
     return True
 
 
+def modules_imported_by_first_calls(engine: str, directory: str) -> list[str]:
+    """Move bytes in the usual ways; return what that imported."""
+    data = np.full(70_001, 7, np.uint8)
+    before = set(sys.modules)
+    path = f"{directory}/file"
+    tensorferry.write(path, data, sync=True)
+    tensorferry.write_many([(path, data[:5], 0), (path, data[9:], 9)])
+    tensorferry.read(path, data)
+    tensorferry.read_many([(path, data[:5], 0), (path, data[9:], 9)])
+    handle = tensorferry.aio_handle(engine=engine)
+    handle.sync_pwrite(data, path)
+    handle.async_pread(data, path)
+    handle.wait()
+    handle.close()
+    with tensorferry.open(path, "r+", engine=engine) as file:
+        file.write_from(data).result()
+        file.read_into(data).result()
+        with file.stream() as stream:
+            stream.append(data)
+    with contextlib.suppress(tensorferry.ShortReadError):
+        tensorferry.read(path, data, 70_000)
+    assert_equal(data, np.full(70_001, 7, np.uint8))
+    return sorted(set(sys.modules) - before)
+
+
 def fork_in_a_row(engine: str, directory: str) -> bool:
     """Fork a child of a child, each with handles of its own."""
     path = pathlib.Path(directory)

@@ -440,6 +440,14 @@ def test_a_forked_child_leaves_normally_and_the_parents_writes_complete(
     child.call(f"{PROGRAMS}:fork_and_leave_normally", engine=engine, directory=directory)
 
 
+def test_first_transfers_import_nothing(engine: str, directory: pathlib.Path) -> None:
+    """A child forked by another thread meanwhile would wait for the import's lock for ever."""
+    ended = child.call(
+        f"{PROGRAMS}:modules_imported_by_first_calls", engine=engine, directory=directory
+    )
+    assert ended.result == []
+
+
 @pytest.mark.covers("fork_after_handle")
 def test_children_of_children_work(engine: str, directory: pathlib.Path) -> None:
     child.call(f"{PROGRAMS}:fork_in_a_row", engine=engine, directory=directory)
