@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 
 import tensorferry
-from tests.support import deepspeed_gcc, effort, mounts, required
+from tests.support import deepspeed_gcc, effort, mounts, power_cuts, required
 from tests.support.data import SEED, SEED_VARIABLE, RandomBytes
 from tests.support.faultfs import FaultFS, FaultFSUnavailableError, why_unavailable
 
@@ -246,6 +246,13 @@ def small_ext4(_ext4: pathlib.Path) -> Iterator[pathlib.Path]:
     """An empty ext4 of less than 32 MiB."""
     yield _ext4
     _empty(_ext4)
+
+
+@pytest.fixture(params=list(power_cuts.FILE_SYSTEMS))
+def cut(request: pytest.FixtureRequest, directory: pathlib.Path) -> Iterator[power_cuts.Cut]:
+    """A new file system that power cuts are made of."""
+    with power_cuts.file_system(request.param, directory) as cut:
+        yield cut
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import pickle
-import shutil
 import stat
-import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     import pathlib
 
     from tests.support.data import RandomBytes
+    from tests.support.power_cuts import Cut
 
 MIB = 1 << 20
 
@@ -207,17 +206,12 @@ def test_a_killed_save_leaves_the_old_file_and_nothing_else(
 
 
 @pytest.mark.parametrize("before", ["nothing", "another file"])
-def test_a_power_cut_after_a_save_loses_nothing(tmp_path: pathlib.Path, before: str) -> None:
-    with mounts.ext4(tmp_path, 128 * MIB) as mount:
-        subprocess.run(["mount", "-o", "remount,commit=3000", str(mount)], check=True)
-        if before == "another file":
-            save(mixed_state(1), mount / "state.pt")
-        save(mixed_state(2), mount / "state.pt")
-        cut = tmp_path / "cut.img"
-        shutil.copyfile(mount.with_suffix(".img"), cut)
-    with mounts.mounted(tmp_path / "after", "-o", "loop", str(cut)) as after:
+def test_a_power_cut_after_a_save_loses_nothing(cut: Cut, before: str) -> None:
+    if before == "another file":
+        save(mixed_state(1), cut.path / "state.pt")
+    save(mixed_state(2), cut.path / "state.pt")
+    with cut.now() as after:
         assert_same(load(after / "state.pt"), mixed_state(2))
-    cut.unlink()
 
 
 def test_memory_beyond_the_state_is_bounded(directory: pathlib.Path) -> None:

@@ -7,7 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import safetensors.torch
@@ -24,6 +24,9 @@ from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
 from tests.checkpoint.ranks import call_on_ranks, files_of
 from tests.support import child
+
+if TYPE_CHECKING:
+    from tests.support.power_cuts import Cut
 
 hf_storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
 huggingface = pytest.importorskip("tensorferry.checkpoint.storage.huggingface")
@@ -224,6 +227,14 @@ def test_shards_of_ranks_that_are_no_more_go(directory: pathlib.Path) -> None:
     call_on_ranks(2, save_shards, str(directory), "ours", 1, {})
     assert_equal(load(Reader(directory / "ours")), 1)
     assert "notes.txt" in files_of(directory / "ours")
+
+
+@pytest.mark.parametrize("cut", ["ext4"], indirect=True)
+def test_shards_of_ranks_that_are_no_more_do_not_come_back_after_a_power_cut(cut: Cut) -> None:
+    call_on_ranks(3, save_shards, str(cut.path), "ours", 0, {})
+    call_on_ranks(2, save_shards, str(cut.path), "ours", 1, {})
+    with cut.now() as after:
+        assert_equal(load(Reader(after / "ours")), 1)
 
 
 def test_ranks_files_of_two_saves_are_no_checkpoint(directory: pathlib.Path) -> None:

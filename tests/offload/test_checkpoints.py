@@ -102,6 +102,15 @@ def test_what_is_restored_goes_on_as_if_nothing_had_been(directory: Path, budget
     again.close()
 
 
+def test_the_names_of_new_directories_are_durable_too(directory: Path, faultfs: FaultFS) -> None:
+    optimizer = offloaded(parameters(), directory)
+    step(optimizer, 0)
+    faultfs.clear()
+    optimizer.checkpoint(faultfs.path / "some" / "where" / "kept")
+    optimizer.close()
+    assert {"", "some", "where"} <= {request.name for request in faultfs.requests("fsyncdir")}
+
+
 @pytest.mark.parametrize("budget", [SOME, ALL])
 def test_masters_are_kept_and_restored(directory: Path, budget: int) -> None:
     first = offloaded(parameters(torch.bfloat16), directory, budget, master_dtype=torch.float32)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
-import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -30,6 +29,9 @@ from tests.safetensors import programs
 from tests.support import child, mounts
 from tests.support.expect import storage_error
 from tests.support.faultfs import Fault, FaultFS
+
+if TYPE_CHECKING:
+    from tests.support.power_cuts import Cut
 
 MIB = 1 << 20
 KILLS = int(os.environ.get("TENSORFERRY_SAVE_KILLS", "5"))
@@ -366,17 +368,12 @@ def killed(function: str, path: pathlib.Path, seed: int) -> None:
     assert ended.returncode == -9, ended.stderr.decode()
 
 
-def test_a_power_cut_after_a_synced_save_loses_nothing(tmp_path: pathlib.Path) -> None:
+def test_a_power_cut_after_a_synced_save_loses_nothing(cut: Cut) -> None:
     state = {"a": torch.arange(MIB)}
-    with mounts.ext4(tmp_path, 128 * MIB) as mount:
-        subprocess.run(["mount", "-o", "remount,commit=3000", str(mount)], check=True)
-        save_file({"a": torch.ones(10)}, mount / "file", sync=True)
-        save_file(state, mount / "file", sync=True)
-        cut = tmp_path / "cut.img"
-        shutil.copyfile(mount.with_suffix(".img"), cut)
-    with mounts.mounted(tmp_path / "after", "-o", "loop", str(cut)) as after:
+    save_file({"a": torch.ones(10)}, cut.path / "file", sync=True)
+    save_file(state, cut.path / "file", sync=True)
+    with cut.now() as after:
         assert torch.equal(safetensors.torch.load_file(after / "file")["a"], state["a"])
-    cut.unlink()
 
 
 def test_numpys_arrays_need_no_torch(directory: pathlib.Path) -> None:

@@ -6,8 +6,7 @@ import errno
 import gc
 import json
 import os
-import shutil
-import subprocess
+import pathlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,9 +28,8 @@ from tests.support import mounts
 from tests.support.faultfs import Fault
 
 if TYPE_CHECKING:
-    import pathlib
-
     from tests.support.faultfs import FaultFS
+    from tests.support.power_cuts import Cut
 
     State = dict[str, torch.Tensor]
 
@@ -289,17 +287,17 @@ def test_a_killed_save_leaves_one_whole_model(directory: pathlib.Path, seed: int
     assert left <= {"model.safetensors", *names_of(2), *names_of(3)}
 
 
-def test_a_power_cut_after_a_synced_save_loses_nothing(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("before", ["1MB", "5GB"], ids=["over several files", "over one file"])
+@pytest.mark.parametrize("size", ["1MB", "5GB"], ids=["several files", "one file"])
+@pytest.mark.parametrize("cut", ["ext4"], indirect=True)
+def test_a_power_cut_after_a_synced_save_loses_nothing(cut: Cut, before: str, size: str) -> None:
+    directory = pathlib.Path("a", "new")
+    save_sharded(random_state(2, MIB, MIB), cut.path / directory, before, sync=True)
     state = random_state(1, MIB, MIB)
-    with mounts.ext4(tmp_path, 128 * MIB) as mount:
-        subprocess.run(["mount", "-o", "remount,commit=3000", str(mount)], check=True)
-        for seed in (2, 1):
-            save_sharded(random_state(seed, MIB, MIB), mount / "a" / "new", "1MB", sync=True)
-        cut = tmp_path / "cut.img"
-        shutil.copyfile(mount.with_suffix(".img"), cut)
-    with mounts.mounted(tmp_path / "after", "-o", "loop", str(cut)) as after:
-        assert_model(after / "a" / "new", state)
-    cut.unlink()
+    save_sharded(state, cut.path / directory, size, sync=True)
+    with cut.now() as after:
+        assert_model(after / directory, state)
+        assert files_of(after / directory) == files_of(cut.path / directory)
 
 
 def test_a_weight_behind_a_link_is_as_durable_as_others(

@@ -2,62 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
 
 import tensorferry
-from tests.support import mounts
 from tests.support.expect import assert_equal, contents
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Iterator
 
     from tests.support.data import Bytes, RandomBytes
+    from tests.support.power_cuts import Cut
 
 NBYTES = 3_000_001
-
-# (file system, how it is mounted: nothing is committed by itself while a test runs)
-FILE_SYSTEMS = [("ext4", "commit=3000"), ("ext2", "")]
-
-
-class Cut:
-    """A file system, and what a power cut at this moment would leave of it."""
-
-    def __init__(self, image: pathlib.Path, mount: pathlib.Path) -> None:
-        self.path = mount
-        self._image = image
-
-    @contextlib.contextmanager
-    def now(self) -> Iterator[pathlib.Path]:
-        """Mount what the device holds."""
-        image = self._image.with_suffix(".cut")
-        shutil.copyfile(self._image, image)
-        # A file system without a journal is mended first, as it is when a machine starts again.
-        subprocess.run(["fsck.ext4", "-fy", str(image)], capture_output=True, check=False)
-        with mounts.mounted(self._image.with_suffix(".after"), "-o", "loop", str(image)) as after:
-            yield after
-        image.unlink()
-
-
-@pytest.fixture(params=FILE_SYSTEMS, ids=[name for name, _ in FILE_SYSTEMS])
-def cut(request: pytest.FixtureRequest, directory: pathlib.Path) -> Iterator[Cut]:
-    """A new file system that power cuts are made of."""
-    name, options = request.param
-    image = directory / "device.img"
-    with image.open("wb") as file:
-        file.truncate(48 << 20)
-    made = subprocess.run([f"mkfs.{name}", "-q", str(image)], capture_output=True, text=True)
-    if made.returncode != 0:
-        pytest.skip(made.stderr)
-    how = ",".join(["loop", options] if options else ["loop"])
-    with mounts.mounted(directory / "mount", "-t", name, "-o", how, str(image)) as mount:
-        yield Cut(image, mount)
 
 
 def write_new(path: pathlib.Path, data: Bytes) -> None:

@@ -388,10 +388,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             residency = self._readable()
             record = self._record()
             self._flush(residency)
-            paths = of_this_rank(path)
-            for each in paths:
-                pathlib.Path(each).parent.mkdir(parents=True, exist_ok=True)
-            self._store.snapshot(paths, record)
+            self._store.snapshot(of_this_rank(path), record)
 
     def restore(self, path: Path | Sequence[Path]) -> int:
         """Have the state, and the groups' values, of a :meth:`checkpoint`; parameters stay as they are.

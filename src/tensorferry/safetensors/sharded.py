@@ -243,6 +243,7 @@ class Model:
                 (self._directory / INDEX_NAME).unlink(missing_ok=True)
             self._sync_names()
             self._remove(old.names)
+            self._sync_names()  # of an old single file, too, which readers would prefer to the index
 
     def abort(self) -> None:
         """Give all files up that have no place yet."""

@@ -50,7 +50,7 @@ from tensorferry.checkpoint.storage.reading import DataFile, Reading
 from tensorferry.checkpoint.storage.writer import is_of_state
 from tensorferry.checkpoint.zipformat.blobs import Payload
 from tensorferry.checkpoint.zipformat.ranges import is_inside
-from tensorferry.replacement import make_directory
+from tensorferry.replacement import make_directory, sync_directory
 from tensorferry.safetensors import checksums, dtypes, header, index
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import Entry
@@ -258,6 +258,8 @@ class HuggingFaceStorageWriter(TorchsWriter):
                     for each in (Path(checksums.path_of(path)), path):
                         with contextlib.suppress(OSError):
                             each.unlink()
+            if self.sync_files:
+                sync_directory(Path(self.path))
             return
         total = sum(result.storage_data.length for written in results for result in written)
         model: Model | None = getattr(self._of_thread, "model", None)
