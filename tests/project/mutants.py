@@ -706,10 +706,42 @@ MUTANTS = [
         "child-waits-for-writes-of-its-parent",
         "a forked child cannot hang on its parent's threads",
         "csrc/transfer/write_order.cpp",
-        "  static auto* instance = new ForkSafe<Lines>;\n  return instance->get();",
+        "  static constinit ForkSafe<Lines> instance;\n  return instance.get();",
         "  static auto* instance = new Lines;\n  return *instance;",
         (
             "tests/transfers/test_write_order.py::test_a_forked_child_does_not_wait_for_the_writes_of_its_parent[threads]",
+        ),
+    ),
+    Mutant(
+        "first-transfer-imports",
+        "a forked child cannot hang on its parent's threads",
+        "src/tensorferry/arrays.py",
+        '    masked = getattr(sys.modules.get("numpy.ma.core"), "MaskedArray", None)\n',
+        '    masked = sys.modules["numpy"].ma.MaskedArray\n',
+        ("tests/transfers/test_lifetimes.py::test_first_transfers_import_nothing[threads]",),
+    ),
+    Mutant(
+        "removed-files-come-back",
+        "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
+        "moment",
+        "src/tensorferry/safetensors/sharded.py",
+        "            self._sync_names()  # of an old single file, too, which readers would prefer to the index\n",
+        "",
+        (
+            "tests/safetensors/test_sharded.py::"
+            "test_a_power_cut_after_a_synced_save_loses_nothing[ext4-several files-over one file]",
+        ),
+    ),
+    Mutant(
+        "shards-of-gone-ranks-come-back",
+        "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
+        "moment",
+        "src/tensorferry/checkpoint/storage/huggingface.py",
+        "            if self.sync_files:\n                sync_directory(Path(self.path))\n",
+        "",
+        (
+            "tests/checkpoint/test_huggingface.py::"
+            "test_shards_of_ranks_that_are_no_more_do_not_come_back_after_a_power_cut[ext4]",
         ),
     ),
     Mutant(
