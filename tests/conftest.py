@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,6 +118,13 @@ def _alone_or_beside_others(
             fcntl.flock(running, fcntl.LOCK_UN)  # a forked child may still have it open
 
 
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """What torch draws depends on the session's seed and the test's name alone."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(SEED + zlib.crc32(request.node.nodeid.encode()))
+
+
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
     """Each engine that this process may use; others are skipped."""
@@ -124,6 +132,14 @@ def engine(request: pytest.FixtureRequest) -> str:
     if refusal := refusals()[name]:
         required.missing("engines", f"engine {name}: {refusal}")
     return name
+
+
+@pytest.fixture
+def default_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each engine in turn, for calls and files that name none."""
+    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
+    monkeypatch.setattr(tensorferry.runtime, "_default", None)
+    return engine
 
 
 MakeHandle = Callable[..., "tensorferry.aio_handle"]
