@@ -35,6 +35,10 @@ class Mutant:
     tests: tuple[str, ...]
 
 
+def _mutant(name: str, invariant: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+    return Mutant(name, invariant, file, old, new, tests)
+
+
 _STRIPED = (
     "a transfer of a striped file begins on all its drives or on none, "
     "and no file of it ends before its share of the whole"
@@ -43,609 +47,523 @@ _STRIPED = (
 _EXACT = "an offloaded optimizer's result is that in memory, bit for bit, or it is refused"
 
 MUTANTS = [
-    Mutant(
+    _mutant(
         "pieces-are-cut-without-being-tried",
         _EXACT,
         "src/tensorferry/offload/probe.py",
         "            if not same(joined, param_whole):\n                return None\n",
         "",
-        (
-            "tests/offload/test_hostile.py::test_a_value_that_lets_elements_depend_on_each_other_is_refused",
-        ),
+        "tests/offload/test_hostile.py::test_a_value_that_lets_elements_depend_on_each_other_is_refused",
     ),
-    Mutant(
+    _mutant(
         "buckets-count-their-steps-one-after-the-other",
         _EXACT,
         "src/tensorferry/offload/stepping.py",
         "        vars(optimizer).update(self._attributes)\n",
         "",
-        ("tests/offload/test_exact.py::test_replaced_late_and_nested_state_and_counters",),
+        "tests/offload/test_exact.py::test_replaced_late_and_nested_state_and_counters",
     ),
-    Mutant(
+    _mutant(
         "fewer-threads-step-parameters-that-cannot-be-cut",
         _EXACT,
         "src/tensorferry/offload/optimizer.py",
         "            unit.cuttable for bucket in self._buckets for unit",
         "            True for bucket in self._buckets for unit",
-        (
-            "tests/offload/test_threads.py::test_parameters_that_cannot_be_cut_are_stepped_by_all_threads",
-        ),
+        "tests/offload/test_threads.py::test_parameters_that_cannot_be_cut_are_stepped_by_all_threads",
     ),
-    Mutant(
+    _mutant(
         "a-failed-write-counts-as-stored",
         "an offloaded step is whole, or known to be half done",
         "src/tensorferry/offload/residency.py",
         "                failure = failure or error\n                continue\n",
         "                failure = failure or error\n",
-        ("tests/offload/test_faults.py::test_a_write_that_fails_once_the_step_is_done",),
+        "tests/offload/test_faults.py::test_a_write_that_fails_once_the_step_is_done",
     ),
-    Mutant(
+    _mutant(
         "an-evicted-bucket-keeps-its-slot-beside-a-new-one",
         "swapped state is in slots, never more than the budget",
         "src/tensorferry/offload/residency.py",
         "        if not self._slots.count:\n            return self._allocate",
         "        if not self._free:\n            return self._allocate",
-        (
-            "tests/offload/test_memory.py::test_the_peak_is_the_budget_and_a_little_first_step_included",
-        ),
+        "tests/offload/test_memory.py::test_the_peak_is_the_budget_and_a_little_first_step_included",
     ),
-    Mutant(
+    _mutant(
         "failed-write-forgets-what-was-there",
         "a store's write damages nothing that is stored",
         "src/tensorferry/store/tensor_store.py",
         "Version(info, extents, self._names.get(name))",
         "Version(info, extents, None)",
-        ("tests/store/test_faults.py::test_a_write_that_fails_changes_nothing",),
+        "tests/store/test_faults.py::test_a_write_that_fails_changes_nothing",
     ),
-    Mutant(
+    _mutant(
         "extents-are-free-while-they-are-read",
         "a store's write damages nothing that is stored",
         "src/tensorferry/store/tensor_store.py",
         "            kept.append(extents)\n",
         "            kept.append(None)\n",
-        ("tests/store/test_lasting.py::test_a_mapping_stays_as_it_is_and_keeps_its_space",),
+        "tests/store/test_lasting.py::test_a_mapping_stays_as_it_is_and_keeps_its_space",
     ),
-    Mutant(
+    _mutant(
         "read-does-not-wait-for-the-write-before-it",
         "a store's read gets the last write begun before it",
         "src/tensorferry/store/transfers.py",
         "if write is not None and not write.done():",
         "if write is not None and write.done() is None:",
-        (
-            "tests/store/test_faults.py::test_the_last_write_that_ended_well_counts_whatever_their_order",
-        ),
+        "tests/store/test_faults.py::test_the_last_write_that_ended_well_counts_whatever_their_order",
     ),
-    Mutant(
+    _mutant(
         "segments-of-a-snapshot-are-written-again",
         "a snapshot or commit is whole, or is not there",
         "src/tensorferry/store/segments.py",
         "        segment.frozen = True\n        self._space.drop(segment.number)\n",
         "        pass\n",
-        ("tests/store/test_lasting.py::test_a_snapshot_has_what_was_stored_and_keeps_it",),
+        "tests/store/test_lasting.py::test_a_snapshot_has_what_was_stored_and_keeps_it",
     ),
-    Mutant(
+    _mutant(
         "commit-keeps-nothing",
         "a snapshot or commit is whole, or is not there",
         "src/tensorferry/store/tensor_store.py",
         "self._committed = contents.extents",
         "self._committed = []",
-        ("tests/store/test_lasting.py::test_a_commit_is_found_after_the_store_has_gone",),
+        "tests/store/test_lasting.py::test_a_commit_is_found_after_the_store_has_gone",
     ),
-    Mutant(
+    _mutant(
         "segments-of-another-stores-commit-are-leftovers",
         "a store removes only its own files, and no commit's but after its own",
         "src/tensorferry/store/folder.py",
         "if match is None or (committed is not None and committed.run == match[1]):",
         "if match is None or match[1]:",
-        ("tests/store/test_lasting.py::test_directories_in_another_order_are_noticed",),
+        "tests/store/test_lasting.py::test_directories_in_another_order_are_noticed",
     ),
-    Mutant(
+    _mutant(
         "new-store-removes-the-old-commit",
         "a store removes only its own files, and no commit's but after its own",
         "src/tensorferry/store/folder.py",
         "(at, name) not in named",
         "at >= 0",
-        ("tests/store/test_lasting.py::test_a_new_store_keeps_the_old_commit_until_its_own",),
+        "tests/store/test_lasting.py::test_a_new_store_keeps_the_old_commit_until_its_own",
     ),
-    Mutant(
+    _mutant(
         "rank-hides-its-failure-from-those-it-reads-for",
         "ranks that share reads hand on nothing that is damaged, and fail together",
         "src/tensorferry/checkpoint/storage/sharing.py",
         "self._flag.fill_(self._failure is not None)",
         "self._flag.fill_(False)",
-        (
-            "tests/checkpoint/test_shared_reads.py::test_damage_that_one_rank_reads_is_raised_on_all_before_it_is_handed_on[ours]",
-        ),
+        "tests/checkpoint/test_shared_reads.py::test_damage_that_one_rank_reads_is_raised_on_all_before_it_is_handed_on[ours]",
     ),
-    Mutant(
+    _mutant(
         "shared-reads-cut-what-is-only-verified-whole",
         "ranks that share reads hand on nothing that is damaged, and fail together",
         "src/tensorferry/checkpoint/storage/contents.py",
         "in_parts = not self._verify or self.has_checksums(info.relative_path)",
         "in_parts = True",
-        (
-            "tests/checkpoint/test_shared_reads.py::test_damage_that_one_rank_reads_is_raised_on_all_before_it_is_handed_on[torch]",
-        ),
+        "tests/checkpoint/test_shared_reads.py::test_damage_that_one_rank_reads_is_raised_on_all_before_it_is_handed_on[torch]",
     ),
-    Mutant(
+    _mutant(
         "ctrl-c-cancels-nothing",
         "who is interrupted lets what has begun end, and nothing else",
         "csrc/bindings/scheduler.cpp",
         "      if (request.core->fork_generation() == fork_generation()) request.core->cancel();\n      throw;",
         "      throw;",
-        (
-            "tests/transfers/test_lifetimes.py::test_ctrl_c_ends_a_blocking_read_before_its_time[threads]",
-        ),
+        "tests/transfers/test_lifetimes.py::test_ctrl_c_ends_a_blocking_read_before_its_time[threads]",
     ),
-    Mutant(
+    _mutant(
         "future-does-not-keep-its-array",
         "memory and descriptors outlive every system call that uses them",
         "src/tensorferry/transfers.py",
         "request, [file], [address], [nbytes], [offset], [0], future, locations",
         "request, [file], [address], [nbytes], [offset], [0], None, locations",
-        (
-            "tests/transfers/test_lifetimes.py::test_a_target_that_nobody_else_holds_is_read_into_safely[threads-file]",
-        ),
+        "tests/transfers/test_lifetimes.py::test_a_target_that_nobody_else_holds_is_read_into_safely[threads-file]",
     ),
-    Mutant(
+    _mutant(
         "fault-does-not-stop-new-blocks",
         "memory and descriptors outlive every system call that uses them",
         "csrc/transfer/transfer.cpp",
         "  stopped_.store(true, std::memory_order_relaxed);\n",
         "",
-        (
-            "tests/transfers/test_drive_errors.py::test_after_an_error_no_further_block_begins[threads-read]",
-        ),
+        "tests/transfers/test_drive_errors.py::test_after_an_error_no_further_block_begins[threads-read]",
     ),
-    Mutant(
+    _mutant(
         "closed-file-gives-leases",
         "memory and descriptors outlive every system call that uses them",
         "csrc/file/file.cpp",
         "    if (present & retired_bit) return {};\n",
         "",
-        ("tests/cpp/file_test.cpp::a file that retires waits for its leases and gives no more",),
+        "tests/cpp/file_test.cpp::a file that retires waits for its leases and gives no more",
     ),
-    Mutant(
+    _mutant(
         "many-does-not-wait-after-a-failure",
         "memory is the caller's again with the result",
         "src/tensorferry/transfers.py",
         "                for request in requests.values():\n                    request.wait(None)\n            raise",
         "                pass\n            raise",
-        (
-            "tests/transfers/test_lifetimes.py::test_read_many_that_fails_half_way_touches_nothing_afterwards[threads]",
-        ),
+        "tests/transfers/test_lifetimes.py::test_read_many_that_fails_half_way_touches_nothing_afterwards[threads]",
     ),
-    Mutant(
+    _mutant(
         "blocking-call-does-not-look-at-its-array-again",
         "memory is the caller's again with the result",
         "csrc/bindings/scheduler.cpp",
         "  if (is_moved(*found)) {",
         "  if (false) {",
-        (
-            "tests/transfers/test_lifetimes.py::test_an_array_that_gives_its_memory_back_meanwhile_is_told"
-            "[threads-File.write-storage]",
-        ),
+        "tests/transfers/test_lifetimes.py::test_an_array_that_gives_its_memory_back_meanwhile_is_told"
+        "[threads-File.write-storage]",
     ),
-    Mutant(
+    _mutant(
         "future-keeps-the-memory-of-its-result",
         "memory is the caller's again with the result",
         "src/tensorferry/futures.py",
         "                    self._keep = None  # perhaps a copy that the caller knows nothing of\n",
         "",
-        (
-            "tests/transfers/test_futures.py::test_a_future_does_not_keep_the_copy_of_what_was_not_contiguous",
-        ),
+        "tests/transfers/test_futures.py::test_a_future_does_not_keep_the_copy_of_what_was_not_contiguous",
     ),
-    Mutant(
+    _mutant(
         "closed-scheduler-admits",
         "a submit that meets a close is finished, or refused",
         "csrc/transfer/scheduler.cpp",
         "  if (state_ != State::open) return Admission::closed;\n",
         "",
-        ("tests/cpp/scheduler_test.cpp::closing finishes what is outstanding",),
+        "tests/cpp/scheduler_test.cpp::closing finishes what is outstanding",
     ),
-    Mutant(
+    _mutant(
         "worker-blocks-on-the-page-cache",
         "nothing that may block runs on a thread that drives a queue",
         "csrc/transfer/worker.cpp",
         "  if (!block.direct_descriptor && engine_->blocks_on_buffered()) return hand_to_helper(block);\n",
         "",
-        (
-            "tests/transfers/test_meetings.py::"
-            "test_a_write_that_hangs_in_the_page_cache_holds_up_no_other_transfer[libaio]",
-        ),
+        "tests/transfers/test_meetings.py::"
+        "test_a_write_that_hangs_in_the_page_cache_holds_up_no_other_transfer[libaio]",
     ),
-    Mutant(
+    _mutant(
         "syncs-share-helpers-with-transfers",
         "nothing that may block runs on a thread that drives a queue",
         "csrc/transfer/request.cpp",
         "scheduler()->help_to_sync(settle());",
         "scheduler()->help(settle());",
-        ("tests/transfers/test_meetings.py::test_syncs_that_hang_hold_up_no_other_file[libaio]",),
+        "tests/transfers/test_meetings.py::test_syncs_that_hang_hold_up_no_other_file[libaio]",
     ),
-    Mutant(
+    _mutant(
         "requests-take-no-turns",
         "nobody waits for all of another's request",
         "csrc/transfer/line.cpp",
         "  turn->left_nbytes -= std::min(turn->left_nbytes, nbytes);\n",
         "  (void)nbytes;\n",
-        ("tests/cpp/line_test.cpp::requests take turns of a megabyte",),
+        "tests/cpp/line_test.cpp::requests take turns of a megabyte",
     ),
-    Mutant(
+    _mutant(
         "small-requests-are-not-first",
         "nobody waits for all of another's request",
         "csrc/transfer/line.cpp",
         ": request.nbytes() <= small_request_nbytes ? small\n",
         ": request.nbytes() <= 0 ? small\n",
-        (
-            "tests/cpp/line_test.cpp::small requests come first, and the others in every seventeenth block",
-        ),
+        "tests/cpp/line_test.cpp::small requests come first, and the others in every seventeenth block",
     ),
-    Mutant(
+    _mutant(
         "small-requests-starve-others",
         "nobody waits for all of another's request",
         "csrc/transfer/line.cpp",
         "if (served_[in] < blocks_before_the_next_class) return in;",
         "return in;",
-        (
-            "tests/cpp/line_test.cpp::small requests come first, and the others in every seventeenth block",
-        ),
+        "tests/cpp/line_test.cpp::small requests come first, and the others in every seventeenth block",
     ),
-    Mutant(
+    _mutant(
         "gpu-memory-does-not-wait-for-its-stream",
         "nothing of GPU memory is read or written before what was queued on its stream has passed; a read is done only "
         "when its last copy into the GPU is",
         "csrc/transfer/scheduler.cpp",
         "    if (!passed || *passed) continue;\n",
         "    continue;\n",
-        (
-            "tests/cpp/device_test.cpp::a transfer begins when what was queued before it has passed, and holds up "
-            "nobody until then",
-        ),
+        "tests/cpp/device_test.cpp::a transfer begins when what was queued before it has passed, and holds up "
+        "nobody until then",
     ),
-    Mutant(
+    _mutant(
         "read-is-done-before-its-copy-into-the-gpu",
         "nothing of GPU memory is read or written before what was queued on its stream has passed; a read is done only "
         "when its last copy into the GPU is",
         "csrc/device/watcher.cpp",
         "      auto fault = copy->event.wait();\n",
         "      std::optional<Fault> fault;\n",
-        (
-            "tests/cpp/device_test.cpp::several threads move memory of two GPUs while copies take their time; events "
-            "and streams are used again",
-        ),
+        "tests/cpp/device_test.cpp::several threads move memory of two GPUs while copies take their time; events "
+        "and streams are used again",
     ),
-    Mutant(
+    _mutant(
         "copies-wait-for-kernels-of-others",
         "nothing of GPU memory is read or written before what was queued on its stream has passed; a read is done only "
         "when its last copy into the GPU is",
         "csrc/device/gpu.cpp",
         "constexpr unsigned stream_non_blocking = 1;",
         "constexpr unsigned stream_non_blocking = 0;",
-        (
-            "tests/cpp/device_test.cpp::a transfer begins when what was queued before it has passed, and holds up "
-            "nobody until then",
-        ),
+        "tests/cpp/device_test.cpp::a transfer begins when what was queued before it has passed, and holds up "
+        "nobody until then",
     ),
-    Mutant(
+    _mutant(
         "owners-are-never-dropped",
         "no worker touches Python",
         "csrc/bindings/scheduler.cpp",
         "  for (uint64_t id : core_->take_finished()) owners_->drop(id);\n",
         "  (void)core_->take_finished();\n",
-        (
-            "tests/transfers/test_lifetimes.py::"
-            "test_an_array_whose_future_nobody_kept_is_released_by_a_later_call[threads]",
-        ),
+        "tests/transfers/test_lifetimes.py::"
+        "test_an_array_whose_future_nobody_kept_is_released_by_a_later_call[threads]",
     ),
-    Mutant(
+    _mutant(
         "edges-of-writes-share-pages-with-bodies",
         "bytes of a file outside the range never change",
         "csrc/transfer/plan.cpp",
         "input.write ? std::max(input.offset_alignment, input.page_nbytes) : input.offset_alignment;",
         "input.offset_alignment;",
-        ("tests/cpp/plan_test.cpp::a ragged write keeps whole pages for its edges",),
+        "tests/cpp/plan_test.cpp::a ragged write keeps whole pages for its edges",
     ),
-    Mutant(
+    _mutant(
         "file-is-cut-behind-pieces-that-failed",
         "bytes of a file outside the range never change",
         "csrc/transfer/request.cpp",
         "const bool cut = !incomplete_.contains(use->file->identity());",
         "const bool cut = true;",
-        (
-            "tests/transfers/test_meetings.py::test_a_file_is_not_cut_where_a_piece_by_another_name_was_refused[threads]",
-        ),
+        "tests/transfers/test_meetings.py::test_a_file_is_not_cut_where_a_piece_by_another_name_was_refused[threads]",
     ),
-    Mutant(
+    _mutant(
         "size-is-set-with-the-blocks",
         "a file never looks longer than its space",
         "csrc/file/file.cpp",
         "fallocate_retrying(descriptor(), FALLOC_FL_KEEP_SIZE, begin, end - begin)",
         "fallocate_retrying(descriptor(), 0, begin, end - begin)",
-        (
-            "tests/transfers/test_extending.py::"
-            "test_a_file_is_no_longer_than_before_where_space_is_refused_half_way[threads]",
-        ),
+        "tests/transfers/test_extending.py::"
+        "test_a_file_is_no_longer_than_before_where_space_is_refused_half_way[threads]",
     ),
-    Mutant(
+    _mutant(
         "space-of-later-pieces-is-not-reserved",
         "a file never looks longer than its space",
         "src/tensorferry/transfers.py",
         "if continued is not None and begins and self._write:",
         "if False and continued is not None:",
-        (
-            "tests/transfers/test_extending.py::test_pieces_that_do_not_fit_together_are_refused_before_one_is_written",
-        ),
+        "tests/transfers/test_extending.py::test_pieces_that_do_not_fit_together_are_refused_before_one_is_written",
     ),
-    Mutant(
+    _mutant(
         "write-many-ignores-sync",
         "success means that close(2) and every sync succeeded",
         "src/tensorferry/transfers.py",
         "        self._how = write, truncate, sync, True, background\n",
         "        self._how = write, truncate, False, True, background\n",
-        (
-            "tests/transfers/test_meetings_files.py::test_many_pieces_of_one_file_are_synced_once[threads]",
-        ),
+        "tests/transfers/test_meetings_files.py::test_many_pieces_of_one_file_are_synced_once[threads]",
     ),
-    Mutant(
+    _mutant(
         "new-names-are-not-synced",
         "success means that close(2) and every sync succeeded",
         "csrc/transfer/request.cpp",
         "options_.sync_names && file.name_made()",
         "options_.sync_names && false",
-        (
-            "tests/transfers/test_meetings_files.py::test_two_files_in_one_new_directory_sync_it_once[threads]",
-        ),
+        "tests/transfers/test_meetings_files.py::test_two_files_in_one_new_directory_sync_it_once[threads]",
     ),
-    Mutant(
+    _mutant(
         "failed-close-is-a-success",
         "success means that close(2) and every sync succeeded",
         "csrc/transfer/request.cpp",
         "    if (!use.failed && !fault) fault = std::move(failed);\n",
         "",
-        (
-            "tests/transfers/test_meetings.py::test_a_close_that_fails_is_a_failure_of_what_was_written[threads-5]",
-        ),
+        "tests/transfers/test_meetings.py::test_a_close_that_fails_is_a_failure_of_what_was_written[threads-5]",
     ),
-    Mutant(
+    _mutant(
         "failed-fsync-is-a-success",
         "every result of a system call is looked at",
         "csrc/file/file.cpp",
         '  return fault("fdatasync", sync_error_);\n',
         "  return std::nullopt;\n",
-        (
-            "tests/transfers/test_drive_errors.py::test_a_failed_fsync_is_raised_and_one_that_is_asked_for_is_made[threads]",
-        ),
+        "tests/transfers/test_drive_errors.py::test_a_failed_fsync_is_raised_and_one_that_is_asked_for_is_made[threads]",
     ),
-    Mutant(
+    _mutant(
         "failed-fsync-is-forgotten",
         "success means that close(2) and every sync succeeded",
         "csrc/file/file.cpp",
         '  sync_error_ = errno;\n  return fault("fdatasync", sync_error_);\n',
         '  return fault("fdatasync", errno);\n',
-        (
-            "tests/transfers/test_drive_errors.py::test_a_sync_that_failed_is_not_forgotten_by_the_file[threads]",
-        ),
+        "tests/transfers/test_drive_errors.py::test_a_sync_that_failed_is_not_forgotten_by_the_file[threads]",
     ),
-    Mutant(
+    _mutant(
         "half-of-the-descriptors-is-no-limit",
         "nothing grows without bound",
         "src/tensorferry/runtime.py",
         "        if scheduler.outstanding() == 0 or not scheduler.wait_for_progress(60.0):\n            break",
         "        break",
-        (
-            "tests/transfers/test_limits.py::test_half_of_the_descriptors_is_left_to_others[threads]",
-        ),
+        "tests/transfers/test_limits.py::test_half_of_the_descriptors_is_left_to_others[threads]",
     ),
-    Mutant(
+    _mutant(
         "any-number-of-transfers-is-outstanding",
         "nothing grows without bound",
         "csrc/transfer/scheduler.cpp",
         "outstanding_ + count <= max_outstanding;",
         "count <= max_outstanding;",
-        ("tests/cpp/scheduler_test.cpp::who submits more than may be outstanding waits",),
+        "tests/cpp/scheduler_test.cpp::who submits more than may be outstanding waits",
     ),
-    Mutant(
+    _mutant(
         "any-number-of-threads-in-an-engine",
         "nothing grows without bound",
         "csrc/engine/threads.cpp",
         "limit_(std::min(options.queue_depth, max_threads))",
         "limit_(options.queue_depth)",
-        (
-            "tests/transfers/test_limits.py::test_a_drive_that_hangs_takes_a_bounded_number_of_threads[threads]",
-        ),
+        "tests/transfers/test_limits.py::test_a_drive_that_hangs_takes_a_bounded_number_of_threads[threads]",
     ),
-    Mutant(
+    _mutant(
         "what-is-read-ahead-is-kept-when-given",
         "what is read ahead of a safetensors file is bounded, and each tensor of it is given to one who asks",
         "src/tensorferry/safetensors/ahead.py",
         "self._coming.pop(place, None)",
         "self._coming.get(place)",
-        (
-            "tests/safetensors/test_opened.py::"
-            "test_in_whatever_order_tensors_are_asked_for_they_are_the_files",
-        ),
+        "tests/safetensors/test_opened.py::"
+        "test_in_whatever_order_tensors_are_asked_for_they_are_the_files",
     ),
-    Mutant(
+    _mutant(
         "reads-ahead-have-no-bound",
         "what is read ahead of a safetensors file is bounded, and each tensor of it is given to one who asks",
         "src/tensorferry/safetensors/ahead.py",
         "            if room < 0:\n                return\n",
         "",
-        (
-            "tests/safetensors/test_opened.py::"
-            "test_what_is_read_ahead_is_bounded_and_goes_with_the_handle",
-        ),
+        "tests/safetensors/test_opened.py::"
+        "test_what_is_read_ahead_is_bounded_and_goes_with_the_handle",
     ),
-    Mutant(
+    _mutant(
         "workers-touch-memory",
         "nothing that may block runs on a thread that drives a queue",
         "csrc/transfer/transfer.cpp",
         "reading[] = {Step::touch, Step::move,",
         "reading[] = {Step::move,",
-        (
-            "tests/cpp/scheduler_test.cpp::memory without pages gets them before its block is an engine's, once, "
-            "and by other threads than workers",
-        ),
+        "tests/cpp/scheduler_test.cpp::memory without pages gets them before its block is an engine's, once, "
+        "and by other threads than workers",
     ),
-    Mutant(
+    _mutant(
         "any-number-of-helpers",
         "nothing grows without bound",
         "csrc/transfer/helpers.cpp",
         " && state.running < max_threads_ && !start_thread() && state.running == 0) {",
         " && !start_thread() && state.running == 0) {",
-        (
-            "tests/transfers/test_limits.py::test_a_drive_that_hangs_takes_a_bounded_number_of_threads[libaio]",
-        ),
+        "tests/transfers/test_limits.py::test_a_drive_that_hangs_takes_a_bounded_number_of_threads[libaio]",
     ),
-    Mutant(
+    _mutant(
         "overlapping-writes-run-together",
         "writes that overlap lose nothing beside the overlap, and of two of a whole file one is all that it holds",
         "csrc/transfer/write_order.cpp",
         "    if (after != under_way.end() && after->first < write.end()) return false;\n",
         "",
-        (
-            "tests/cpp/write_order_test.cpp::"
-            "of two writes of a file the second begins at once just where they do not overlap",
-        ),
+        "tests/cpp/write_order_test.cpp::"
+        "of two writes of a file the second begins at once just where they do not overlap",
     ),
-    Mutant(
+    _mutant(
         "a-write-begins-before-what-cuts-its-file-may",
         "writes that overlap lose nothing beside the overlap, and of two of a whole file one is all that it holds",
         "csrc/transfer/write_order.cpp",
         "!is_empty(*write) && !line->second.may_begin(*write)) return false;",
         "!is_empty(*write) && !line->second.may_begin(*write)) return write != writes.front();",
-        (
-            "tests/cpp/write_order_test.cpp::"
-            "a write and what cuts its file behind it begin together or not at all",
-        ),
+        "tests/cpp/write_order_test.cpp::"
+        "a write and what cuts its file behind it begin together or not at all",
     ),
-    Mutant(
+    _mutant(
         "a-replaced-file-is-not-synced-once-it-has-a-name",
         "a file that is replaced at one stroke is the old one or the new one at every moment",
         "src/tensorferry/replacement.py",
         "                os.fsync(self._descriptor)\n",
         "                pass\n",
-        (
-            "tests/transfers/test_power_cuts.py::"
-            "test_what_was_written_with_sync_is_there_with_its_name_after_a_power_cut[ext2]",
-        ),
+        "tests/transfers/test_power_cuts.py::"
+        "test_what_was_written_with_sync_is_there_with_its_name_after_a_power_cut[ext2]",
     ),
-    Mutant(
+    _mutant(
         "commit-does-not-look-at-files",
         "a directory holds a whole checkpoint at every moment",
         "src/tensorferry/checkpoint/storage/commit.py",
         "        _check_files(directory, metadata)\n        # As",
         "        # As",
-        (
-            "tests/checkpoint/test_savers.py::"
-            "test_a_save_that_finds_a_file_of_its_own_missing_fails_and_leaves_the_one_before",
-        ),
+        "tests/checkpoint/test_savers.py::"
+        "test_a_save_that_finds_a_file_of_its_own_missing_fails_and_leaves_the_one_before",
     ),
-    Mutant(
+    _mutant(
         "metadata-is-not-synced",
         "a directory holds a whole checkpoint at every moment",
         "src/tensorferry/checkpoint/storage/commit.py",
         "            if sync:\n                os.fsync(stream.fileno())\n",
         "",
-        (
-            "tests/checkpoint/test_crash.py"
-            "::test_a_power_cut_at_any_step_of_the_commit_leaves_one_checkpoint_whole_and_after_it_the_new_one",
-        ),
+        "tests/checkpoint/test_crash.py"
+        "::test_a_power_cut_at_any_step_of_the_commit_leaves_one_checkpoint_whole_and_after_it_the_new_one",
     ),
-    Mutant(
+    _mutant(
         "leftovers-are-never-removed",
         "what is left of a killed save makes room before the next one",
         "src/tensorferry/checkpoint/storage/writer.py",
         "                commit.remove_leftovers(save.directory, rank=self._alone())\n",
         "                pass\n",
-        (
-            "tests/checkpoint/test_writer.py::test_leftovers_of_a_killed_save_make_room_before_the_next_one",
-        ),
+        "tests/checkpoint/test_writer.py::test_leftovers_of_a_killed_save_make_room_before_the_next_one",
     ),
-    Mutant(
+    _mutant(
         "everybody-is-alone",
         "a save never removes files of one that is alive",
         "src/tensorferry/checkpoint/storage/savers.py",
         "            yield locked and self._descriptor is not None and _is_at(self._descriptor, self._path)\n",
         "            yield True\n",
-        (
-            "tests/checkpoint/test_savers.py::"
-            "test_a_save_that_begins_and_ends_within_another_loses_nothing_of_it[over an old one]",
-        ),
+        "tests/checkpoint/test_savers.py::"
+        "test_a_save_that_begins_and_ends_within_another_loses_nothing_of_it[over an old one]",
     ),
-    Mutant(
+    _mutant(
         "savers-do-not-show-themselves",
         "a save never removes files of one that is alive",
         "src/tensorferry/checkpoint/storage/savers.py",
         "locked = set_lock(descriptor, fcntl.F_RDLCK, _PRESENCE + self._offset, self._nbytes)",
         "locked = True",
-        (
-            "tests/checkpoint/test_savers.py::test_the_last_of_those_who_leave_at_once_removes_the_file_of_the_locks",
-        ),
+        "tests/checkpoint/test_savers.py::test_the_last_of_those_who_leave_at_once_removes_the_file_of_the_locks",
     ),
-    Mutant(
+    _mutant(
         "lent-memory-is-copied-late",
         "what a planner may fill again is copied before the next item",
         "src/tensorferry/checkpoint/storage/writer.py",
         "            file.wait_until_copied()\n    length",
         "            pass\n    length",
-        (
-            "tests/checkpoint/test_hooks.py::"
-            "test_a_planner_that_fills_one_buffer_again_and_again_saves_each_tensor[12 MiB]",
-        ),
+        "tests/checkpoint/test_hooks.py::"
+        "test_a_planner_that_fills_one_buffer_again_and_again_saves_each_tensor[12 MiB]",
     ),
-    Mutant(
+    _mutant(
         "payloads-are-paired-by-order",
         "payloads belong to the storages whose records they are",
         "src/tensorferry/checkpoint/objects/save_load.py",
         "[storages[key] for key in archive.payload_keys]",
         "[storages[key] for key in sorted(archive.payload_keys)]",
-        ("tests/checkpoint/test_objects.py::test_save_writes_what_torch_would[many of one size]",),
+        "tests/checkpoint/test_objects.py::test_save_writes_what_torch_would[many of one size]",
     ),
-    Mutant(
+    _mutant(
         "chunks-are-not-compared",
         "nothing that is damaged reaches a tensor",
         "src/tensorferry/checkpoint/storage/reading.py",
         "        expected = self._expected(begin, end) if self._damaged is None else None\n",
         "        expected = None\n",
-        ("tests/checkpoint/test_verify.py::test_nothing_damaged_gets_into_a_tensor",),
+        "tests/checkpoint/test_verify.py::test_nothing_damaged_gets_into_a_tensor",
     ),
-    Mutant(
+    _mutant(
         "unknown-names-are-imported",
         "reading a checkpoint runs no code and changes nothing in the process",
         "src/tensorferry/checkpoint/zipformat/pickles.py",
         "            return value\n    raise RefusedError(full_name)\n",
         "            return value\n    return Maker(full_name, getattr(__import__(module), name))\n",
-        ("tests/checkpoint/test_hostile.py::test_hostile_metadata_does_nothing[eval]",),
+        "tests/checkpoint/test_hostile.py::test_hostile_metadata_does_nothing[eval]",
     ),
-    Mutant(
+    _mutant(
         "blobs-without-checksums-count-as-verified",
         "nothing is called verified that was not",
         "src/tensorferry/checkpoint/zipformat/blobs.py",
         "            verified = False\n",
         "            verified = True\n",
-        (
-            "tests/checkpoint/test_verify.py::test_torchs_checkpoint_without_checksums_is_said_to_have_none",
-        ),
+        "tests/checkpoint/test_verify.py::test_torchs_checkpoint_without_checksums_is_said_to_have_none",
     ),
-    Mutant(
+    _mutant(
         "names-in-headers-are-not-compared",
         "nothing is called verified that was not",
         "src/tensorferry/checkpoint/zipformat/zips.py",
         '    _require(read(at, at + local[8]) == name, f"the name of {name!r} is another in its header")\n',
         "",
-        ("tests/checkpoint/test_verify.py::test_flips_after_which_torch_fails_are_found",),
+        "tests/checkpoint/test_verify.py::test_flips_after_which_torch_fails_are_found",
     ),
-    Mutant(
+    _mutant(
         "any-number-of-transfers-is-begun",
         "a save or load takes up to 64 MiB beside the state",
         "src/tensorferry/checkpoint/storage/reading.py",
         "            self._ahead_nbytes + nbytes > _AHEAD_NBYTES or len(self._transfers) >= _MAX_TRANSFERS\n",
         "            False\n",
-        ("tests/checkpoint/test_reader.py::test_load_takes_little_memory[True-True]",),
+        "tests/checkpoint/test_reader.py::test_load_takes_little_memory[True-True]",
     ),
-    Mutant(
+    _mutant(
         "who-fails-waits-for-nothing",
         "memory is the caller's again with the result",
         "src/tensorferry/checkpoint/storage/reading.py",
@@ -653,237 +571,215 @@ MUTANTS = [
         "            for transfer in self._transfers:\n"
         "                closing.callback(transfer.future.exception)  # waits; the first failure is told\n",
         "            pass\n",
-        ("tests/checkpoint/test_reading.py::test_a_load_that_failed_touches_no_tensor_any_more",),
+        "tests/checkpoint/test_reading.py::test_a_load_that_failed_touches_no_tensor_any_more",
     ),
-    Mutant(
+    _mutant(
         "winner-of-the-race-is-stored",
         "noise is not stored as a profile",
         "src/tensorferry/tuning/race.py",
         "            if gain.low > GAIN_MIN:\n",
         "            if gain.median > GAIN_MIN:\n",
-        (
-            "tests/tuning/test_tune_race.py::test_few_settings_that_do_not_differ_are_almost_never_preferred_either",
-        ),
+        "tests/tuning/test_tune_race.py::test_few_settings_that_do_not_differ_are_almost_never_preferred_either",
     ),
-    Mutant(
+    _mutant(
         "tuned-engine-that-is-gone-is-an-error",
         "a profile never breaks a training",
         "src/tensorferry/profiled.py",
         "            except EngineUnavailableError:",
         "            except ZeroDivisionError:",
-        ("tests/tuning/test_profiles.py::test_an_engine_that_cannot_be_had_here_is_replaced",),
+        "tests/tuning/test_profiles.py::test_an_engine_that_cannot_be_had_here_is_replaced",
     ),
-    Mutant(
+    _mutant(
         "orphans-do-not-clean-up",
         "benchmarks leave nothing behind",
         "src/tensorferry/tuning/crew.py",
         "        member.orphaned()\n",
         "        pass\n",
-        ("tests/tuning/test_bench_crew.py::test_members_whose_crew_is_killed_clean_up",),
+        "tests/tuning/test_bench_crew.py::test_members_whose_crew_is_killed_clean_up",
     ),
-    Mutant(
+    _mutant(
         "any-fault-may-be-raised",
         "the first fault is raised, and knows the others",
         "csrc/transfer/transfer.cpp",
         "  if (!fault_ || fault.offset < fault_->offset) {",
         "  if (!fault_) {",
-        (
-            "tests/transfers/test_drive_errors.py::"
-            "test_of_several_blocks_that_fail_the_first_by_offset_is_reported[threads-read]",
-        ),
+        "tests/transfers/test_drive_errors.py::"
+        "test_of_several_blocks_that_fail_the_first_by_offset_is_reported[threads-read]",
     ),
-    Mutant(
+    _mutant(
         "failures-do-not-know-the-others",
         "the first fault is raised, and knows the others",
         "src/tensorferry/errors.py",
         "        first.others = tuple(others)\n",
         "",
-        (
-            "tests/transfers/test_meetings_files.py::test_writes_that_fail_are_all_in_the_error_in_their_order[threads]",
-        ),
+        "tests/transfers/test_meetings_files.py::test_writes_that_fail_are_all_in_the_error_in_their_order[threads]",
     ),
-    Mutant(
+    _mutant(
         "child-waits-for-writes-of-its-parent",
         "a forked child cannot hang on its parent's threads",
         "csrc/transfer/write_order.cpp",
         "  static constinit ForkSafe<Lines> instance;\n  return instance.get();",
         "  static auto* instance = new Lines;\n  return *instance;",
-        (
-            "tests/transfers/test_write_order.py::test_a_forked_child_does_not_wait_for_the_writes_of_its_parent[threads]",
-        ),
+        "tests/transfers/test_write_order.py::test_a_forked_child_does_not_wait_for_the_writes_of_its_parent[threads]",
     ),
-    Mutant(
+    _mutant(
         "first-transfer-imports",
         "a forked child cannot hang on its parent's threads",
         "src/tensorferry/arrays.py",
         '    masked = getattr(sys.modules.get("numpy.ma.core"), "MaskedArray", None)\n',
         '    masked = sys.modules["numpy"].ma.MaskedArray\n',
-        ("tests/transfers/test_lifetimes.py::test_first_transfers_import_nothing[threads]",),
+        "tests/transfers/test_lifetimes.py::test_first_transfers_import_nothing[threads]",
     ),
-    Mutant(
+    _mutant(
         "removed-files-come-back",
         "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
         "moment",
         "src/tensorferry/safetensors/sharded.py",
         "            self._sync_names()  # of an old single file, too, which readers would prefer to the index\n",
         "",
-        (
-            "tests/safetensors/test_sharded.py::"
-            "test_a_power_cut_after_a_synced_save_loses_nothing[ext4-several files-over one file]",
-        ),
+        "tests/safetensors/test_sharded.py::"
+        "test_a_power_cut_after_a_synced_save_loses_nothing[ext4-several files-over one file]",
     ),
-    Mutant(
+    _mutant(
         "shards-of-gone-ranks-come-back",
         "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
         "moment",
         "src/tensorferry/checkpoint/storage/huggingface.py",
         "            if self.sync_files:\n                sync_directory(Path(self.path))\n",
         "",
-        (
-            "tests/checkpoint/test_huggingface.py::"
-            "test_shards_of_ranks_that_are_no_more_do_not_come_back_after_a_power_cut[ext4]",
-        ),
+        "tests/checkpoint/test_huggingface.py::"
+        "test_shards_of_ranks_that_are_no_more_do_not_come_back_after_a_power_cut[ext4]",
     ),
-    Mutant(
+    _mutant(
         "damaged-chunks-are-delivered",
         "nothing that fails its checksum reaches an array",
         "csrc/transfer/transfer.cpp",
         "  if (damaged) return fail_damaged(*damaged);\n",
         "  (void)damaged;\n",
-        (
-            "tests/transfers/test_segments.py::test_nothing_of_a_damaged_chunk_reaches_an_array[threads-True-True]",
-        ),
+        "tests/transfers/test_segments.py::test_nothing_of_a_damaged_chunk_reaches_an_array[threads-True-True]",
     ),
-    Mutant(
+    _mutant(
         "removal-begins-with-the-files",
         "no half checkpoint counts, however a save or a removal ends",
         "src/tensorferry/checkpoint/folder.py",
         '        path.rename(path.with_name(f"{_REMOVED}{path.name}.{secrets.token_hex(8)}"))',
         "        shutil.rmtree(path)",
-        (
-            "tests/checkpoint/test_manager.py::test_killed_at_any_step_of_saving_and_removing_no_half_checkpoint_"
-            "counts_and_nothing_stays",
-        ),
+        "tests/checkpoint/test_manager.py::test_killed_at_any_step_of_saving_and_removing_no_half_checkpoint_"
+        "counts_and_nothing_stays",
     ),
-    Mutant(
+    _mutant(
         "links-protect-nothing",
         "a checkpoint is removed only when a newer one is whole, and never while a link leads to it or a save goes "
         "there",
         "src/tensorferry/checkpoint/folder.py",
         "        links = self._links() if going else []",
         "        links: list[tuple[Path, Path]] = []",
-        ("tests/checkpoint/test_manager.py::test_what_links_lead_to_stays",),
+        "tests/checkpoint/test_manager.py::test_what_links_lead_to_stays",
     ),
-    Mutant(
+    _mutant(
         "newer-checkpoints-are-counted",
         "a checkpoint is removed only when a newer one is whole, and never while a link leads to it or a save goes "
         "there",
         "src/tensorferry/checkpoint/folder.py",
         "        older = [each for each in self.steps() if each < step]",
         "        older = [each for each in self.steps() if each != step]",
-        (
-            "tests/checkpoint/test_manager.py::test_without_keep_last_all_stay_and_newer_ones_always_do",
-        ),
+        "tests/checkpoint/test_manager.py::test_without_keep_last_all_stay_and_newer_ones_always_do",
     ),
-    Mutant(
+    _mutant(
         "leftovers-of-the-living-are-removed",
         "what a dead save left is removed, and nothing else",
         "src/tensorferry/checkpoint/folder.py",
         "in list(self.root.iterdir()) if alone else ():",
         "in list(self.root.iterdir()):",
-        ("tests/checkpoint/test_manager.py::test_what_an_alive_save_has_begun_is_no_leftover",),
+        "tests/checkpoint/test_manager.py::test_what_an_alive_save_has_begun_is_no_leftover",
     ),
-    Mutant(
+    _mutant(
         "any-directory-without-metadata-is-a-leftover",
         "what a dead save left is removed, and nothing else",
         "src/tensorferry/checkpoint/folder.py",
         " or not (path / _UNFINISHED).exists():",
         " or not path.is_dir():",
-        ("tests/checkpoint/test_manager.py::test_other_things_in_the_folder_are_left_alone",),
+        "tests/checkpoint/test_manager.py::test_other_things_in_the_folder_are_left_alone",
     ),
-    Mutant(
+    _mutant(
         "each-rank-raises-its-own",
         "ranks load the same step, and fail together",
         "src/tensorferry/checkpoint/together.py",
         "            if failure is not None:",
         "            if failure is not None and rank == self.rank:",
-        ("tests/checkpoint/test_manager.py::test_what_fails_on_one_rank_is_raised_on_all",),
+        "tests/checkpoint/test_manager.py::test_what_fails_on_one_rank_is_raised_on_all",
     ),
-    Mutant(
+    _mutant(
         "a-striped-file-has-no-hole-where-a-drive-has-none-of-the-bytes",
         _STRIPED,
         "src/tensorferry/striped.py",
         "        if size is None or size >= wanted:\n            return\n",
         "        return\n",
-        ("tests/transfers/test_striped.py::test_preallocate_and_truncate_are_of_the_whole",),
+        "tests/transfers/test_striped.py::test_preallocate_and_truncate_are_of_the_whole",
     ),
-    Mutant(
+    _mutant(
         "closing-does-not-wait-for-parts-to-be-submitted",
         _STRIPED,
         "src/tensorferry/striped.py",
         "lambda: self._beginning == 0",
         "lambda: True",
-        ("tests/transfers/test_striped.py::test_a_write_that_meets_a_close_is_whole_or_refused",),
+        "tests/transfers/test_striped.py::test_a_write_that_meets_a_close_is_whole_or_refused",
     ),
-    Mutant(
+    _mutant(
         "chunks-are-verified-in-the-array",
         "nothing that fails its checksum reaches an array",
         "csrc/transfer/plan.cpp",
         "  if (input_.verified_nbytes) return 0;\n  const auto rest",
         "  const auto rest",
-        (
-            "tests/cpp/plan_test.cpp::every byte is carried once, by a way that its alignment allows",
-        ),
+        "tests/cpp/plan_test.cpp::every byte is carried once, by a way that its alignment allows",
     ),
-    Mutant(
+    _mutant(
         "parameters-in-other-memory-are-stepped-where-they-were",
         "what the optimizer gets again is what it left",
         "src/tensorferry/offload/stepping.py",
         "            param.data_ptr() != self._address\n            or target",
         "            target",
-        ("tests/offload/test_exact.py::test_whatever_happens_between_steps_of_what_is_in_memory",),
+        "tests/offload/test_exact.py::test_whatever_happens_between_steps_of_what_is_in_memory",
     ),
-    Mutant(
+    _mutant(
         "tensors-may-have-bytes-between-them",
         "nothing of a safetensors file is believed before its header has passed every rule",
         "src/tensorferry/safetensors/header.py",
         "        if begin != at or end < begin:",
         "        if begin < at or end < begin:",
-        ("tests/safetensors/test_header.py::test_a_broken_rule_of_a_tensor_names_it",),
+        "tests/safetensors/test_header.py::test_a_broken_rule_of_a_tensor_names_it",
     ),
-    Mutant(
+    _mutant(
         "a-kept-tensor-keeps-its-neighbours",
         "a tensor that was loaded keeps its own memory alive, and no other's",
         "src/tensorferry/safetensors/loading.py",
         "            memory = self._image.bytes(tensor.begin, tensor.end, alone=True)",
         "            memory = self._image.bytes(tensor.begin, tensor.end, alone=False)",
-        ("tests/safetensors/test_loading.py::test_a_tensor_that_is_kept_keeps_no_others",),
+        "tests/safetensors/test_loading.py::test_a_tensor_that_is_kept_keeps_no_others",
     ),
-    Mutant(
+    _mutant(
         "new-shards-take-the-names-of-old-ones",
         "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
         "moment",
         "src/tensorferry/safetensors/sharded.py",
         "            self._set_aside(old)\n",
         "",
-        ("tests/safetensors/test_sharded.py::test_a_failure_at_any_step_leaves_a_whole_model",),
+        "tests/safetensors/test_sharded.py::test_a_failure_at_any_step_leaves_a_whole_model",
     ),
-    Mutant(
+    _mutant(
         "what-is-no-tensor-is-left-out",
         "a conversion loses nothing silently",
         "src/tensorferry/checkpoint/tools/trees.py",
         "                others += _lost(name, value, depth)\n",
         "                pass\n",
-        (
-            "tests/checkpoint/test_convert.py::test_what_is_no_tensor_is_refused_unless_it_is_to_be_left_out",
-        ),
+        "tests/checkpoint/test_convert.py::test_what_is_no_tensor_is_refused_unless_it_is_to_be_left_out",
     ),
-    Mutant(
+    _mutant(
         "absent-weights-are-computed-with",
         "nothing is computed with a weight that is not in memory",
         "src/tensorferry/offload/absent.py",
         '        if getattr(func, "__name__", "") in _ASKED:',
         "        if True:",
-        ("tests/offload/test_weights.py::test_an_absent_weight_tells_its_shape_and_no_more",),
+        "tests/offload/test_weights.py::test_an_absent_weight_tells_its_shape_and_no_more",
     ),
 ]
