@@ -15,6 +15,17 @@ if TYPE_CHECKING:
 collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_*.py"]
 
 
+# What torch says of its own doings.
+_WARNINGS = (
+    *("ignore:.*:UserWarning:torch", "ignore:torch.distributed is disabled"),
+    *("ignore:Detected an existing", "ignore:ComplexHalf", "ignore:torch.quantize"),
+)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.filterwarnings(*_WARNINGS))
+
+
 @pytest.fixture
 def unlogged() -> Iterator[None]:
     """No logging: pytest would keep all that torch logs."""

@@ -73,6 +73,21 @@ def save_within(path: str, file_nbytes: int, layout: dict[str, Any] | None) -> l
     return []
 
 
+def save_many_files(path: str, count: int, descriptors: int) -> None:
+    """Save each of `count` tensors in a file of its own where no more than so many further files can be open."""
+    import resource
+
+    import torch
+
+    from tests.checkpoint.states import save
+    from tests.support.leaks import count_descriptors
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count_descriptors() + descriptors, hard))
+    state = {str(k): torch.full((1 << 12,), k) for k in range(count)}
+    save(state, path, single_file_per_rank=False)  # type: ignore[arg-type]
+
+
 def save_object_and_die(path: str, nbytes: int, after_nbytes: int) -> None:
     """Have a child save an object over what is at path, and be killed by the kernel after so many bytes."""
     import multiprocessing
@@ -139,7 +154,7 @@ def save_in_a_process(path: str, stager: str) -> None:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     from tensorferry.checkpoint import FileSystemWriter, Stager
-    from tests.checkpoint.states import mixed_state
+    from tests.checkpoint.states import done, mixed_state
 
     with tempfile.TemporaryDirectory() as directory:
         store = dist.FileStore(f"{directory}/store", 1)
@@ -153,7 +168,7 @@ def save_in_a_process(path: str, stager: str) -> None:
             answer: Any = dcp.async_save(state, storage_writer=writer, **options)
             state["weight"].zero_()
             state["large"].zero_()
-            getattr(answer, "upload_completion", answer).result(120)
+            done(answer)
         dist.destroy_process_group()
 
 
@@ -168,6 +183,7 @@ def save_in_a_process_by_default(path: str) -> list[str]:
 
     import tensorferry.checkpoint
     from tensorferry.checkpoint import Stager
+    from tests.checkpoint.states import done
 
     staged = []
     stage = Stager.stage
@@ -192,7 +208,7 @@ def save_in_a_process_by_default(path: str) -> list[str]:
                 state, checkpoint_id=f"{path}/{name}", async_checkpointer_type=kind
             )
             state["weight"].zero_()
-            getattr(answer, "upload_completion", answer).result(120)
+            done(answer)
             del answer
         dist.destroy_process_group()
     return staged

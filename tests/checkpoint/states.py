@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -14,6 +16,15 @@ from tensorferry.checkpoint import FileSystemWriter
 
 if TYPE_CHECKING:
     import pathlib
+
+_ASYNC_SAVE_TAKES = inspect.signature(dcp.async_save).parameters
+takes_stagers = pytest.mark.skipif(
+    "async_stager" not in _ASYNC_SAVE_TAKES, reason="this torch takes no stagers (2.9 and later do)"
+)
+saves_in_processes = pytest.mark.skipif(
+    "async_checkpointer_type" not in _ASYNC_SAVE_TAKES,
+    reason="this torch saves in threads only (2.7 and later in processes)",
+)
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -80,7 +91,9 @@ def assert_same(actual: dict[str, Any], wanted: dict[str, Any]) -> None:
         if isinstance(value, dict):
             assert_same(actual[key], value)
         elif isinstance(value, torch.Tensor):
-            assert bits_of(actual[key]) == bits_of(value), key
+            found = actual[key]
+            assert (found.dtype, found.shape) == (value.dtype, value.shape), key
+            assert bits_of(found) == bits_of(value), key
         else:
             assert actual[key] == value, key
 
@@ -91,11 +104,27 @@ def bits_of(tensor: torch.Tensor) -> bytes:
     return bytes(plain.view(torch.uint8).numpy()) if plain.numel() else b""
 
 
-def flipped(data: bytes, bit: int) -> bytes:
-    """The same with one bit changed."""
-    damaged = bytearray(data)
-    damaged[bit // 8] ^= 1 << bit % 8
-    return bytes(damaged)
+def telling(step: int) -> dict[str, Any]:
+    """A state of which every value tells the step: of several buffers, in several files."""
+    sizes = [(1 << 20) + 5, 300, 1, 1 << 18]
+    return {str(k): torch.full((n,), float(step)) for k, n in enumerate(sizes)} | {"step": step}
+
+
+def steps_in(state: dict[str, Any]) -> set[float]:
+    """What the values of a state tell."""
+    found: set[float] = set()
+    for value in state.values():
+        found |= (
+            steps_in(value)
+            if isinstance(value, dict)
+            else set(torch.as_tensor(value).double().unique().tolist())
+        )
+    return found
+
+
+def done(answer: Any) -> None:
+    """Wait for what async_save() has returned."""
+    getattr(answer, "upload_completion", answer).result(300)
 
 
 def digests(directory: pathlib.Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,26 +10,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpoint import FileSystemWriter, Stager
-from tests.checkpoint.ranks import call_on_ranks, files_of
-from tests.checkpoint.states import assert_same, load, mixed_state
+from tests.checkpoint.states import (
+    assert_same,
+    done,
+    load,
+    mixed_state,
+    saves_in_processes,
+    takes_stagers,
+)
 from tests.support import child, mounts
+from tests.support.ranks import call_on_ranks, files_of
 
 if TYPE_CHECKING:
     import pathlib
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
-)
-
-takes_stagers = pytest.mark.skipif(
-    "async_stager" not in inspect.signature(dcp.async_save).parameters,
-    reason="this torch takes no stagers (2.9 and later do)",
-)
-
-
-def done(answer: Any) -> None:
-    """Wait for what async_save() has returned."""
-    getattr(answer, "upload_completion", answer).result(120)
 
 
 def test_each_of_several_saves_has_the_state_of_its_call(directory: pathlib.Path) -> None:
@@ -154,10 +146,7 @@ def test_two_ranks_save_their_parts(directory: pathlib.Path) -> None:
     call_on_ranks(2, save_over_and_over, str(directory / "checkpoint"))
 
 
-@pytest.mark.skipif(
-    "async_checkpointer_type" not in inspect.signature(dcp.async_save).parameters,
-    reason="this torch saves in threads only (2.7 and later in processes)",
-)
+@saves_in_processes
 @pytest.mark.parametrize("stager", ["the writer's", "private", "shared"])
 def test_a_process_saves_what_was_staged_here(directory: pathlib.Path, stager: str) -> None:
     if stager != "the writer's" and takes_stagers.args[0]:

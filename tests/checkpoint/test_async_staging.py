@@ -16,13 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from tensorferry.checkpoint import FileSystemWriter, Stager
-from tests.checkpoint.ranks import call_on_ranks
 from tests.checkpoint.states import assert_same, bits_of, mixed_state
+from tests.support.ranks import call_on_ranks
 
 if TYPE_CHECKING:
     import pathlib
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
 
 
 def test_torch_takes_it_for_a_stager() -> None:

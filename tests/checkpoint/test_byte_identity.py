@@ -6,7 +6,7 @@ import io
 import tempfile
 import zipfile
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +22,7 @@ from tensorferry.checkpoint.zipformat.archive import (
     tensor_archive,
 )
 from tensorferry.new_file import NewFile
-
-if TYPE_CHECKING:
-    from tensorferry.streams import Field
+from tests.checkpoint.archives import filled, saved
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.serialization, "skip_data"), reason="this torch always writes by itself"
@@ -51,7 +49,6 @@ def dense_tensors(draw: st.DrawFn) -> torch.Tensor:
     )
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @given(dense_tensors())
 def test_dense_tensors_are_saved_byte_for_byte(tensor: torch.Tensor) -> None:
     content = plain_bytes(tensor)
@@ -174,30 +171,6 @@ def assembled(archive: Archive, payloads: list[bytes]) -> bytes:
         written = file.read()
     assert written == by_hand
     return written
-
-
-def filled(data: bytes, fields: list[Field], crcs: list[int]) -> bytes:
-    """Put fields into bytes, as a stream does whose segments have these CRC-32s."""
-    made = bytearray(data)
-    for field in fields:
-        if field.kind == "torch_id":
-            seed = 0
-            for given in field.crcs:
-                crc = crcs[~given] if given < 0 else given
-                seed ^= crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)
-                seed %= 1 << 64
-            made[field.position : field.position + 20] = b"%020d" % seed
-        else:
-            own = made[field.begin : field.begin + field.nbytes]
-            crc = crcs[field.segment] if field.kind == "segment" else zlib.crc32(own)
-            made[field.position : field.position + 4] = crc.to_bytes(4, "little")
-    return bytes(made)
-
-
-def saved(obj: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(obj, file)
-    return file.getvalue()
 
 
 def stored_bytes(tensor: torch.Tensor) -> bytes:

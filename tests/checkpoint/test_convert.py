@@ -14,28 +14,23 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from typer.testing import CliRunner
 
 import tensorferry
 from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
-from tensorferry.cli.app import app
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import save_file
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
-from tests.checkpoint.ranks import files_of
-from tests.checkpoint.states import flipped
-from tests.safetensors.test_sharded import loaded
+from tests.checkpoint.damage import flip, run
+from tests.checkpoint.shards import distributed, whole
+from tests.checkpoint.states import assert_same
+from tests.safetensors.files import loaded
 from tests.support import child, mounts
+from tests.support.ranks import call_on_ranks, files_of
 
 pytest.importorskip("torch.distributed.checkpoint.hf_storage")
 from tensorferry.checkpoint.tools.convert import convert
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
-)
-
 MIB = 1 << 20
-runner = CliRunner()
 
 State = dict[str, torch.Tensor]
 
@@ -54,13 +49,6 @@ def state_of(seed: int = 0) -> State:
         "long": torch.randint(0, 256, (1, 9 * MIB + 1), generator=generator, dtype=torch.uint8),
         "deep": torch.randn(3, 5, 7, 2, generator=generator, dtype=torch.float16),
     }
-
-
-def assert_same(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 def checkpoint(path: pathlib.Path, state: Any, kind: Any = FileSystemWriter) -> pathlib.Path:
@@ -122,14 +110,17 @@ def test_one_safetensors_file_becomes_others(directory: pathlib.Path) -> None:
     assert_same(read_checkpoint(directory / "checkpoint", state_of()), state_of())
 
 
-def test_shards_of_ranks_become_one_file(directory: pathlib.Path) -> None:
-    from tests.checkpoint.ranks import call_on_ranks
-    from tests.checkpoint.test_huggingface import save_shards
-    from tests.checkpoint.test_huggingface import state_of as state_of_ranks
+def save_shards(rank: int, directory: str) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    call_on_ranks(3, save_shards, str(directory), "theirs", 0, {})
-    convert(directory / "theirs", directory / "model.safetensors")
-    assert_same(safetensors.torch.load_file(directory / "model.safetensors"), state_of_ranks())
+    writer = HuggingFaceStorageWriter(directory, save_distributed=True)
+    dcp.save(distributed(), storage_writer=writer)
+
+
+def test_shards_of_ranks_become_one_file(directory: pathlib.Path) -> None:
+    call_on_ranks(3, save_shards, str(directory / "shards"))
+    convert(directory / "shards", directory / "model.safetensors")
+    assert_same(safetensors.torch.load_file(directory / "model.safetensors"), whole())
 
 
 def test_a_file_of_torch_save_becomes_safetensors(directory: pathlib.Path) -> None:
@@ -225,11 +216,11 @@ def test_damage_is_found_before_anything_is_written(directory: pathlib.Path) -> 
     for kind in (FileSystemWriter, dcp.FileSystemWriter):
         source = checkpoint(directory / kind.__module__, state_of(), kind)
         (data,) = source.glob("*.distcp")
-        data.write_bytes(flipped(data.read_bytes(), data.stat().st_size // 2))
+        flip(data, data.stat().st_size // 2)
         with pytest.raises(CheckpointError):
             convert(source, directory / "model.safetensors")
     data = directory / "state.pt"
-    data.write_bytes(flipped(data.read_bytes(), data.stat().st_size // 2))
+    flip(data, data.stat().st_size // 2)
     with pytest.raises(CheckpointError, match="CRC-32"):
         convert(data, directory / "model.safetensors")
     save_file({"a": torch.ones(3)}, directory / "cut.safetensors")
@@ -282,26 +273,19 @@ def test_bad_places_and_arguments_are_refused(directory: pathlib.Path) -> None:
 
 def test_the_command_converts_both_ways_and_says_so(directory: pathlib.Path) -> None:
     source = checkpoint(directory / "checkpoint", state_of())
-    result = runner.invoke(app, ["convert", str(source), str(directory / "m.safetensors")])
+    result = run("convert", source, directory / "m.safetensors")
     assert result.exit_code == 0, result.output
     assert "bytes of tensors" in result.output
     assert_same(safetensors.torch.load_file(directory / "m.safetensors"), state_of())
     arguments = [str(directory / "m.safetensors"), str(directory / "back")]
-    result = runner.invoke(app, ["convert", *arguments, "--json"])
+    result = run("convert", *arguments, "--json")
     assert result.exit_code == 0
     told = json.loads(result.output)
     assert told["target"] == arguments[1]
     assert told["nbytes"] >= sum(tensor.nbytes for tensor in state_of().values())
     assert told["seconds"] > 0
     assert_same(read_checkpoint(directory / "back", state_of()), state_of())
-    command = [
-        sys.executable,
-        "-m",
-        "tensorferry",
-        "convert",
-        *arguments[:1],
-        str(directory / "split"),
-    ]
+    command = [sys.executable, "-m", "tensorferry", "convert", arguments[0], directory / "split"]
     subprocess.run([*command, "--to", "safetensors", "--max-shard", "10MB"], check=True)
     assert_same(loaded(directory / "split"), state_of())
 
@@ -330,7 +314,7 @@ def test_the_command_ends_with_what_went_wrong(
     save_file({"w": torch.ones(3)}, "good.safetensors")
     pathlib.Path("cut.safetensors").write_bytes(pathlib.Path("good.safetensors").read_bytes()[:-1])
     pathlib.Path("notes.txt").write_text("mine")
-    result = runner.invoke(app, ["convert", *arguments])
+    result = run("convert", *arguments)
     assert result.exit_code == code, result.output
     assert match in result.output
     assert "Traceback" not in result.output

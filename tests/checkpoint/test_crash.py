@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import shutil
 import subprocess
@@ -14,19 +13,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpoint import FileSystemWriter
-from tests.checkpoint.ranks import Rank, call_on_ranks, files_of, started
-from tests.checkpoint.states import assert_same, load, metadata_of, mixed_state, save
+from tests.checkpoint.states import assert_same, load, metadata_of, mixed_state, save, steps_in
 from tests.checkpoint.steps import Steps
 from tests.support import mounts
 from tests.support.data import SEED
 from tests.support.effort import examples
+from tests.support.leaks import settled
+from tests.support.ranks import call_on_ranks, files_of, started
 
 if TYPE_CHECKING:
     import pathlib
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
-)
 
 RANKS = 2
 KILLS = examples(100)
@@ -117,15 +113,16 @@ def test_killed_saves_leave_the_old_checkpoint_or_the_new_one(
 def test_saves_killed_at_any_moment_leave_the_old_checkpoint_or_the_new_one(
     directory: pathlib.Path, old: pathlib.Path
 ) -> None:
-    found = []
+    found, known = [], files_of(old / "0")
     for seed in range(30):
         choices = random.Random(f"{SEED} at any moment {seed}")
         checkpoint = directory / str(seed)
         shutil.copytree(old / "0", checkpoint)
         with started(RANKS, save_dying, str(checkpoint), {}, -1, None) as ranks:
-            await_first_file(checkpoint, files_of(old / "0"))
+            await_first_file(checkpoint, known)
             time.sleep(choices.uniform(0, 0.06))
-            kill_all(ranks)
+            for rank in ranks:
+                rank.kill()
         found.append(checked(checkpoint, f"seed {seed}"))
         shutil.rmtree(checkpoint)
     assert set(found) <= {OLD, NEW}
@@ -214,12 +211,8 @@ def step_in(checkpoint: pathlib.Path) -> int:
     for rank in range(RANKS):
         state |= state_of(rank, -1)
     dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
-    steps = {float(state["step"]["number"])}
-    for key, value in state.items():
-        if key != "step":
-            steps |= set(value.unique().tolist())
-    assert len(steps) == 1, steps
-    return int(steps.pop())
+    (step,) = steps_in(state)
+    return int(step)
 
 
 def whole_step_in(checkpoint: pathlib.Path) -> int:
@@ -236,12 +229,4 @@ def whole_step_in(checkpoint: pathlib.Path) -> int:
 
 def await_first_file(checkpoint: pathlib.Path, known: set[str]) -> None:
     """Wait until a save has begun to write."""
-    deadline = time.monotonic() + 120
-    while files_of(checkpoint) <= known and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
-def kill_all(ranks: list[Rank]) -> None:
-    for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            rank.kill()
+    assert settled(lambda: not files_of(checkpoint) <= known)

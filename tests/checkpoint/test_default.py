@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tensorferry.checkpoint import FileSystemReader, FileSystemWriter
+from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, Stager
 from tensorferry.checkpoint.storage.default import install, installed, uninstall
+from tests.checkpoint.damage import flip
+from tests.checkpoint.states import done, saves_in_processes, takes_stagers
 from tests.support import child
 
 if TYPE_CHECKING:
     import pathlib
     from collections.abc import Iterator
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
 
 
 @pytest.fixture
@@ -40,9 +39,7 @@ def test_saves_and_loads_that_name_only_a_folder_are_ours(directory: pathlib.Pat
     dcp.save(state, checkpoint_id=directory / "checkpoint")
     assert is_ours(directory / "checkpoint")
     (data,) = (directory / "checkpoint").glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    flip(data, 4 * data.stat().st_size)
     with pytest.raises(dcp.api.CheckpointException, match="CRC-32"):
         dcp.load(state, checkpoint_id=directory / "checkpoint")
 
@@ -68,10 +65,7 @@ def test_torchs_come_back(directory: pathlib.Path) -> None:
     assert not is_ours(directory / "checkpoint")
 
 
-@pytest.mark.skipif(
-    "async_checkpointer_type" not in inspect.signature(dcp.async_save).parameters,
-    reason="this torch saves in threads only (2.7 and later in processes)",
-)
+@saves_in_processes
 def test_asynchronous_saves_that_name_only_a_folder_are_staged_and_written_by_ours(
     directory: pathlib.Path,
 ) -> None:
@@ -90,14 +84,30 @@ def test_asynchronous_saves_that_name_only_a_folder_are_staged_and_written_by_ou
 
 
 @pytest.mark.usefixtures("by_default")
-def test_writers_and_stagers_that_are_given_are_used(directory: pathlib.Path) -> None:
+def test_writers_that_are_given_are_used(directory: pathlib.Path) -> None:
     writer = importlib.import_module("torch.distributed.checkpoint.filesystem").FileSystemWriter
     state = {"weight": torch.arange(10.0)}
     answer: Any = dcp.async_save(
         state, checkpoint_id=directory / "c", storage_writer=writer(directory / "c")
     )
-    getattr(answer, "upload_completion", answer).result(120)
+    done(answer)
     assert not is_ours(directory / "c")
+
+
+@takes_stagers
+@pytest.mark.usefixtures("by_default")
+def test_stagers_that_are_given_are_used(directory: pathlib.Path) -> None:
+    staged = []
+
+    class Watched(Stager):
+        def stage(self, state: Any, **options: Any) -> Any:
+            staged.append(state)
+            return super().stage(state, **options)
+
+    state = {"weight": torch.arange(10.0)}
+    done(dcp.async_save(state, checkpoint_id=directory / "c", async_stager=Watched()))
+    assert staged == [state]
+    assert is_ours(directory / "c")
 
 
 @pytest.mark.usefixtures("by_default")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import pickle
 import stat
 from typing import TYPE_CHECKING
@@ -12,11 +11,12 @@ import pytest
 import torch
 
 from tensorferry.checkpoint import FileWriter, load, save
-from tests.checkpoint.ranks import files_of
+from tests.checkpoint.archives import saved
 from tests.checkpoint.states import assert_same, mixed_state
 from tests.support import child, mounts
 from tests.support.expect import storage_error
 from tests.support.faultfs import Fault, FaultFS
+from tests.support.ranks import files_of
 
 if TYPE_CHECKING:
     import pathlib
@@ -28,11 +28,9 @@ MIB = 1 << 20
 
 
 def test_torch_saves_to_it_as_to_any_file(directory: pathlib.Path) -> None:
-    state, buffer = mixed_state(), io.BytesIO()
-    torch.save(state, buffer)
     with FileWriter(directory / "state.pt") as file:
-        torch.save(state, file)
-    assert (directory / "state.pt").read_bytes() == buffer.getvalue()
+        torch.save(mixed_state(), file)
+    assert (directory / "state.pt").read_bytes() == saved(mixed_state())
 
 
 @pytest.mark.parametrize("sync", [True, False])

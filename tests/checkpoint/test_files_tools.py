@@ -25,18 +25,17 @@ from tensorferry.checkpoint.storage import plain_objects
 from tensorferry.checkpoint.tools import entries, files
 from tensorferry.checkpoint.tools.trees import named_tensors
 from tensorferry.checkpoint.zipformat import zips
+from tests.checkpoint.archives import filled, pickle_in, places
 from tests.checkpoint.canary import nothing_happens
+from tests.checkpoint.damage import BITS_APART, flip, run
 from tests.checkpoint.golden.make import HERE, golden_state
-from tests.checkpoint.test_hostile import CODES, mutated, name_of
-from tests.checkpoint.test_verify import BITS_APART, flip, run
+from tests.checkpoint.hostile import CODES, mutated, name_of
 from tests.support.effort import examples
 
 if TYPE_CHECKING:
     import pathlib
 
     from tests.support.data import RandomBytes
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
 
 GOLDEN = sorted(HERE.glob("*/object.pt"))
 WRITERS = {"save": save, "torch.save": torch.save}
@@ -48,12 +47,6 @@ def state() -> dict[str, Any]:
         "steps": [torch.ones(3, dtype=torch.bfloat16), 17],
         "text": "some text",
     }
-
-
-def places(path: pathlib.Path) -> dict[str, zips.Place]:
-    data = path.read_bytes()
-    found = zips.layout(lambda begin, end: data[begin:end], len(data))
-    return {place.name.partition("/")[2]: place for place in found}
 
 
 # --- verify() ---
@@ -69,8 +62,8 @@ def test_sound_files_are_sound_and_all_records_are_verified(
     report = verify(path, progress=calls.append)
     assert report.sound
     assert report.unverified == []
-    assert report.nbytes == sum(place.nbytes for place in places(path).values())
-    assert report.entries == len(places(path))
+    assert report.nbytes == sum(place.nbytes for place in places(path.read_bytes()).values())
+    assert report.entries == len(places(path.read_bytes()))
     nbytes = path.stat().st_size
     assert calls[-1] == Progress(nbytes, nbytes, 1, 1)
     assert verify(os.fsencode(path)).sound  # type: ignore[arg-type]
@@ -111,7 +104,9 @@ def test_flips_are_found_or_harmless(
             assert problem.path == str(path)
         found += not report.sound
         flip(path, bit)
-    assert found > 8 * sum(place.nbytes for place in places(path).values()) // BITS_APART
+    assert (
+        found > 8 * sum(place.nbytes for place in places(path.read_bytes()).values()) // BITS_APART
+    )
     assert verify(path).sound
 
 
@@ -122,7 +117,9 @@ def test_damaged_records_are_all_named_with_tensor_and_bytes(
     path = directory / "state.pt"
     save(state(), path)
     names = {"data/0": "model.weight", "data/1": "model.bias", "data/2": "steps.0"}
-    damaged = [place for name, place in places(path).items() if name in ("version", record)]
+    damaged = [
+        place for name, place in places(path.read_bytes()).items() if name in ("version", record)
+    ]
     for place in damaged:
         flip(path, 8 * place.begin + 3)
     problems = verify(path).problems
@@ -138,7 +135,7 @@ def test_damaged_records_are_all_named_with_tensor_and_bytes(
 def test_a_damaged_header_does_not_hide_other_damage(directory: pathlib.Path) -> None:
     path = directory / "state.pt"
     save(state(), path)
-    found = places(path)
+    found = places(path.read_bytes())
     flip(path, 0)
     flip(path, 8 * found["data/0"].begin)
     first, second = verify(path).problems
@@ -158,7 +155,7 @@ def test_large_records_are_read_in_pieces(
     done = [(call.nbytes, call.files) for call in calls]
     assert done == sorted(done)
     assert len(done) > 5
-    flip(path, 8 * (places(path)["data/0"].begin + 555))
+    flip(path, 8 * (places(path.read_bytes())["data/0"].begin + 555))
     (problem,) = verify(path).problems
     assert "model.weight" in str(problem)
 
@@ -180,7 +177,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_verified(
 ) -> None:
     path = directory / "state.pt"
     save(state(), path)
-    found = places(path)
+    found = places(path.read_bytes())
     cut = found["data/1"].begin + 3
     # Pieces of two batches; behind the first the file is cut by somebody else.
     monkeypatch.setattr(files, "_BATCH_NBYTES", found["data.pkl"].nbytes)
@@ -218,7 +215,6 @@ def test_files_without_checksums_are_said_to_have_none(directory: pathlib.Path) 
 def test_records_of_more_than_4_gib_are_verified(directory: pathlib.Path) -> None:
     from tensorferry.checkpoint.checksums import crc32, crc32_combine
     from tensorferry.checkpoint.zipformat.archive import tensor_archive
-    from tests.checkpoint.test_byte_identity import filled
 
     nbytes = (1 << 32) + 5
     archive = tensor_archive(torch.uint8, (nbytes,), (1,))
@@ -359,7 +355,7 @@ def test_tensors_are_listed_with_their_places(directory: pathlib.Path) -> None:
         {"whole": base, "part": base[4:10], "steps": base[::3], "spread": base[:1].expand(9)}, path
     )
     found = {entry.name: entry for entry in entries(path)}
-    begin = places(path)["data/0"].begin
+    begin = places(path.read_bytes())["data/0"].begin
     for name, first, last in (
         ("whole", 0, 20),
         ("part", 4, 10),
@@ -482,18 +478,9 @@ def test_mutated_files_are_looked_at_without_a_traceback(
             with contextlib.suppress(CheckpointError):
                 look(path)
     for _ in range(200):
-        pickled = mutated(data[places_of_pickle(data)], random_bytes.generator)
+        pickled = mutated(pickle_in(data), random_bytes.generator)
         with contextlib.suppress(CheckpointError):
             named_tensors(pickled, "file")
-
-
-def places_of_pickle(data: bytes) -> slice:
-    (place,) = (
-        each
-        for each in zips.layout(lambda begin, end: data[begin:end], len(data))
-        if each.name.endswith("data.pkl")
-    )
-    return slice(place.begin, place.begin + place.nbytes)
 
 
 def test_the_archives_made_for_planners_are_as_torch_writes_them() -> None:

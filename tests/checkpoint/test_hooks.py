@@ -16,12 +16,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, verify
 from tensorferry.checkpoint.storage import commit
-from tests.checkpoint.ranks import files_of
 from tests.checkpoint.states import assert_same, digests, load, metadata_of, save
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
-)
+from tests.support.ranks import files_of
 
 
 class Refilling(dcp.DefaultSavePlanner):

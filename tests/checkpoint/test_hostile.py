@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import pickle
-import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,10 +39,22 @@ from tensorferry.checkpoint import (
 from tensorferry.checkpoint.storage import plain_objects
 from tensorferry.checkpoint.storage.metadata import parse_metadata, trailer_of
 from tensorferry.checkpoint.tools import listing
-from tensorferry.checkpoint.zipformat import blobs, zips
+from tensorferry.checkpoint.zipformat import blobs
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, RefusedError
+from tests.checkpoint.archives import pickle_in, saved
 from tests.checkpoint.canary import nothing_happens
-from tests.checkpoint.test_metadata import ATTACKS, TARGET, Calling, some_metadata
+from tests.checkpoint.damage import run
+from tests.checkpoint.hostile import (
+    CODES,
+    SYSTEM,
+    TARGET,
+    Calling,
+    mutated,
+    name_of,
+    some_metadata,
+    text,
+)
+from tests.checkpoint.loads import fails
 from tests.support.data import SEED
 
 if TYPE_CHECKING:
@@ -51,88 +62,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-TORCH = "torch.distributed.checkpoint"
-NOTHING = b"N."
-
-
-def name_of(module: str, name: str) -> bytes:
-    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
-
-
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
-
-
-SYSTEM = name_of("os", "system") + text(f"touch {TARGET}") + b"\x85R"
-MEMBER = name_of(f"{TORCH}.metadata", "_MEM_FORMAT_ENCODING") + b"K\0\x85R"
-POLLUTION = b"}" + text("_value_") + b"K\7s"
-# Pickles without their PROTO and STOP, each of which leaves one value.
-CODES: dict[str, bytes] = {
-    "a call": SYSTEM,
-    "an old instance": b"(ios\nsystem\n",
-    "an old object": b"(" + name_of("os", "system") + text("true") + b"o",
-    "keywords": name_of("subprocess", "Popen") + b")}\x92",
-    "an extension": b"\x82\1",
-    "a long extension": b"\x84\1\0\0\0",
-    "a persistent name": b"Pos.system\n",
-    "a persistent object": text("os.system") + b"Q",
-    "a buffer": b"\x97",
-    "a state of an enumeration's member": MEMBER + POLLUTION + b"b",
-    "slots of an enumeration's member": MEMBER + b"N" + POLLUTION + b"\x86b",
-    "a state of an enumeration": name_of(f"{TORCH}.metadata", "_MEM_FORMAT_ENCODING")
-    + POLLUTION
-    + b"b",
-    "a state of an old enumeration's member": name_of(
-        "torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"
-    )
-    + b"K\0\x85R"
-    + POLLUTION
-    + b"b",
-    "a state of a class": name_of(f"{TORCH}.metadata", "Metadata") + b"N" + POLLUTION + b"\x86b",
-    "a state of a dtype": name_of("torch", "float32") + POLLUTION + b"b",
-    "a state of a layout": name_of("torch", "strided") + POLLUTION + b"b",
-    "a state of a NumPy dtype": name_of("numpy", "dtype")
-    + text("f8")
-    + b"\x89\x89\x87R("
-    + b"K\3"
-    + text("<")
-    + b"NNN"
-    + b"K\1K\1K\0tb"
-    + POLLUTION
-    + b"b",
-    "an attribute": name_of("builtins", "getattr") + MEMBER + text("__class__") + b"\x86R",
-    "a method": name_of("builtins", "str.format") + b")R",
-    "a method of a dtype": name_of("torch", "float32.__reduce__") + b")R",
-    "torch's own loader": name_of("torch", "load") + text(TARGET) + b"\x85R",
-    "torch's hub": name_of("torch.hub", "load") + text(TARGET) + b"\x85R",
-    "a module of torch": name_of("torch", "os"),
-    "a stack of names": text("os") + text("system") + b"\x93",
-    "names that are none": b"K\1K\2\x93",
-    "a memo of 32 GB": b"Nr\xff\xff\xff\x7f",
-    "bytes that are not there": b"\x8e" + struct.pack("<Q", 1 << 60),
-    "text that is not there": b"\x8d" + struct.pack("<Q", 1 << 60),
-    "bytes by number": name_of("builtins", "bytearray") + b"J\0\0\0\x7f\x85R",
-    "bytes by number in Python 2": name_of("__builtin__", "bytes") + b"J\0\0\0\x7f\x85R",
-    "a deep key": b"}" + b")" + b"\x85" * 200_000 + b"Ns",
-    "a key that takes for ever to hash": b"}" + b"K\1" + b"2\x86" * 70 + b"Ns",
-    "a set of it": b"\x8f(" + b"K\1" + b"2\x86" * 70 + b"\x90",
-    "a huge array": name_of("numpy.core.multiarray", "scalar")
-    + name_of("numpy", "dtype")
-    + text("S999999999")
-    + b"\x89\x89\x87RC\1a\x86R",
-    "an array of objects": name_of("numpy", "dtype") + text("O") + b"\x89\x89\x87R",
-    "a time that is none": name_of("datetime", "datetime") + b"C\x0a" + b"\xff" * 10 + b"\x85R",
-    "a time zone": name_of("datetime", "datetime")
-    + b"C\x0a\x07\xe0\1\1\0\0\0\0\0\0"
-    + SYSTEM
-    + b"\x86R",
-    "a factory": name_of("collections", "defaultdict") + name_of("os", "system") + b"\x85R",
-    "a subclass of arrays": name_of("numpy.core.multiarray", "_reconstruct")
-    + name_of("numpy", "matrix")
-    + b"K\0\x85C\1b\x87R",
-    "hooks": name_of("torch._utils", "_rebuild_parameter") + SYSTEM + b"\x88}\x87R",
-}
-CODES |= {name: pickle.dumps(each, 4)[:-1] for name, each in ATTACKS.items()}
 HARMLESS_CODES = {"class", "defaultdict", "a memo of 32 GB"}  # in objects of a checkpoint
 
 
@@ -173,15 +102,11 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     tmp_path = tmp_path_factory.mktemp("warm")
     "zip".encode("cp437")
     value = {"a": np.float64(1), "b": torch.ones(2), "c": {1}}
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    found = load_checkpoint(
-        placed(tmp_path / "first", stream.getvalue(), BytesStorageMetadata()), 0
-    )
-    assert found["a"] == 1
-    torch.save(torch.ones(3), stream := io.BytesIO())
-    load_checkpoint(placed(tmp_path / "first", stream.getvalue(), a_tensor()), torch.zeros(3))
-    (tmp_path / "first.pt").write_bytes(stream.getvalue())
+    path = placed(tmp_path / "first", saved(value), BytesStorageMetadata())
+    assert load_checkpoint(path, 0)["a"] == 1
+    tensor = saved(torch.ones(3))
+    load_checkpoint(placed(tmp_path / "first", tensor, a_tensor()), torch.zeros(3))
+    (tmp_path / "first.pt").write_bytes(tensor)
     load(tmp_path / "first.pt")
     verify(tmp_path / "first")
     for pickled in (b"\x80\2" + SYSTEM + b".", b"no pickle"):
@@ -262,38 +187,26 @@ def test_hostile_tensors_and_files_of_torch_do_nothing(tmp_path: pathlib.Path, c
 
 
 def test_hostile_objects_do_nothing_that_went_through_extensions(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("torch.distributed.checkpoint._extension")
-    from torch.distributed.checkpoint._extension import ExtensionRegistry
+    from tests.checkpoint.extensions import Inverting, registry
 
-    from tests.checkpoint.test_writer_options import Inverting
-
-    registry = ExtensionRegistry()
-    registry.extensions[Inverting.registry_name()] = Inverting
     state = {"a": Calling(os.system, f"touch {TARGET}")}
     writer = dcp.FileSystemWriter(tmp_path / "c", _extensions=[Inverting()])
     dcp.save(state, storage_writer=writer, no_dist=True)
-    with nothing_happens(), pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.load({"a": 0}, storage_reader=FileSystemReader(tmp_path / "c", registry), no_dist=True)
-    ((error, _),) = caught.value.failures.values()
-    assert "system" in str(error)
-    assert isinstance(error, CheckpointError)
+    known = registry()
+    with nothing_happens(), fails(CheckpointError, "system"):
+        dcp.load({"a": 0}, storage_reader=FileSystemReader(tmp_path / "c", known), no_dist=True)
 
 
 def test_refused_class_and_remedy_are_named_and_trust_is_one(tmp_path: pathlib.Path) -> None:
-    torch.save({"a": Calling(complex, "1j"), "b": pathlib.PurePath}, stream := io.BytesIO())
-    path = placed(tmp_path / "c", stream.getvalue(), BytesStorageMetadata())
-    with pytest.raises(dcp.api.CheckpointException) as caught:
+    data = saved({"a": Calling(complex, "1j"), "b": pathlib.PurePath})
+    path = placed(tmp_path / "c", data, BytesStorageMetadata())
+    with fails(CheckpointError):
         load_checkpoint(path, 0)
-    ((error, _),) = caught.value.failures.values()
-    assert isinstance(error, CheckpointError)
-    torch.save(Calling(os.path.basename, "a/b"), stream := io.BytesIO())
-    path = placed(tmp_path / "c", stream.getvalue(), BytesStorageMetadata())
-    with pytest.raises(dcp.api.CheckpointException) as caught:
+    path = placed(tmp_path / "c", saved(Calling(os.path.basename, "a/b")), BytesStorageMetadata())
+    with fails(CheckpointError, "posixpath.basename") as reasons:
         load_checkpoint(path, 0)
-    ((error, _),) = caught.value.failures.values()
-    assert "posixpath.basename" in str(error)
-    assert "trust_pickle=True" in str(error)
-    assert "'a'" in str(error)
+    assert "trust_pickle=True" in str(reasons[0])
+    assert "'a'" in str(reasons[0])
     assert load_checkpoint(path, 0, trust_pickle=True) == "b"
 
 
@@ -342,12 +255,7 @@ def plain_values() -> dict[str, Any]:
 @pytest.mark.parametrize("name", plain_values())
 def test_what_programs_save_is_loaded_as_it_was(tmp_path: pathlib.Path, name: str) -> None:
     value = plain_values()[name]
-    writer = dcp.FileSystemWriter(tmp_path / "c")
-    dcp.save({"a": (value,)}, storage_writer=writer, no_dist=True)
-    found = {"a": (None,)}
-    torch.save(value, stream := io.BytesIO())
-    path = placed(tmp_path / "d", stream.getvalue(), BytesStorageMetadata())
-    found = load_checkpoint(path, 0)
+    found = load_checkpoint(placed(tmp_path / "d", saved(value), BytesStorageMetadata()), 0)
     assert repr(found) == repr(value)
     assert type(found) is type(value)
 
@@ -367,8 +275,7 @@ def test_arrays_and_tensors_in_objects_are_loaded_as_they_were(tmp_path: pathlib
         "byte": torch.get_rng_state(),
         "half": torch.ones(2, dtype=torch.bfloat16),
     }
-    torch.save(value, stream := io.BytesIO())
-    found = load_checkpoint(placed(tmp_path / "d", stream.getvalue(), BytesStorageMetadata()), 0)
+    found = load_checkpoint(placed(tmp_path / "d", saved(value), BytesStorageMetadata()), 0)
     assert found.keys() == value.keys()
     for mine, theirs in zip(found.pop("arrays"), value.pop("arrays"), strict=True):
         assert np.array_equal(mine, theirs)
@@ -434,10 +341,7 @@ def test_a_pipe_among_the_files_is_refused_and_not_waited_for(
 
 
 def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: pathlib.Path) -> None:
-    from tests.checkpoint.test_verify import run
-
-    torch.save(1, stream := io.BytesIO())
-    path = placed(tmp_path / "c", stream.getvalue(), BytesStorageMetadata())
+    path = placed(tmp_path / "c", saved(1), BytesStorageMetadata())
     info = filesystem._StorageInfo("\x1b[2Jfile", 0, 5)
     name = "\x1b]0;title\x07\ud800"
     metadata = Metadata({name: BytesStorageMetadata()}, None, {MetadataIndex(name): info})
@@ -457,31 +361,6 @@ OBJECT = {"a": [1, 2.5, "text"], "b": np.arange(4.0), "c": {1, 2}, "d": torch.Si
 
 
 _WATCHED_TOGETHER = 50
-FREQUENT = b"()tRb\x81\x93cuesh0q}]Nj.Qa\x85\x86\x87\x94\x88\x8f\x90"
-
-
-def mutated(data: bytes, random: np.random.Generator) -> bytes:
-    """Change some bytes: bits, pieces that go, come twice or move, and codes that attackers use."""
-    result = bytearray(data)
-    for _ in range(random.integers(1, 5)):
-        at = int(random.integers(len(result) + 1))
-        end = at + int(random.integers(1, 9))
-        kind = random.integers(7)
-        if kind <= 1 and at < len(result):
-            result[at] ^= 1 << int(random.integers(8))
-        elif kind == 2:
-            del result[at:end]
-        elif kind == 3:
-            result[at:at] = result[at:end]
-        elif kind == 4:
-            result[at:end] = random.bytes(end - at)
-        elif kind == 5:
-            codes = list(CODES.values())
-            code = codes[random.integers(len(codes))]
-            result[at:at] = code if len(code) < 1000 else b"2\x86" * 30
-        elif at < len(result):
-            result[at] = FREQUENT[random.integers(len(FREQUENT))]
-    return bytes(result)
 
 
 def attempt_metadata(data: bytes, path: pathlib.Path) -> None:
@@ -533,16 +412,13 @@ ATTEMPTS: list[tuple[int, str, Callable[[bytes, pathlib.Path], None]]] = [
 
 
 def test_mutated_files_do_nothing(tmp_path: pathlib.Path) -> None:
-    torch.save(OBJECT, stream := io.BytesIO())
-    file = stream.getvalue()
+    file = saved(OBJECT)
     placed(tmp_path / "c", file, BytesStorageMetadata())
-    tensor = io.BytesIO()
-    torch.save(torch.ones(3), tensor)
     sources = {
         "metadata": pickle.dumps(some_metadata(storage_meta=StorageMeta("x")), 4),
         "object": pickle.dumps(OBJECT | {"d": np.float32(1)}, 2),
         "file": file,
-        "tensor": blobs_pickle(tensor.getvalue()),
+        "tensor": pickle_in(saved(torch.ones(3))),
     }
     for first in range(0, MUTATIONS, _WATCHED_TOGETHER):
         with nothing_happens():
@@ -552,16 +428,9 @@ def test_mutated_files_do_nothing(tmp_path: pathlib.Path) -> None:
                 data = mutated(sources[source], random)
                 try:
                     attempt(data, tmp_path)
-                except BaseException as error:
+                except Exception as error:
                     note = f"TENSORFERRY_TEST_SEED={SEED}, mutation {number}: {attempt.__name__}({data!r})"
                     raise AssertionError(note) from error
-
-
-def blobs_pickle(blob: bytes) -> bytes:
-    """The pickle in a blob of torch.save's."""
-    places = zips.layout(lambda begin, end: blob[begin:end], len(blob))
-    (place,) = (each for each in places if each.name.endswith("/data.pkl"))
-    return blob[place.begin : place.begin + place.nbytes]
 
 
 @pytest.mark.parametrize(
@@ -618,13 +487,9 @@ def test_comparing_keys_does_not_take_for_ever() -> None:
 def test_storages_do_not_become_something_else_and_empty_tensors_stay_as_they_are() -> None:
     tensor = torch.arange(4.0)
     for value in (tensor.untyped_storage(), tensor.storage()):
-        stream = io.BytesIO()
-        torch.save([value], stream)
         with pytest.raises(RefusedError, match="storage"):
-            plain_objects.harmless(stream.getvalue())
-    stream = io.BytesIO()
-    torch.save([torch.empty_strided((0, 3), (1, 7)).requires_grad_()], stream)
-    safe = plain_objects.harmless(stream.getvalue())
+            plain_objects.harmless(saved([value]))
+    safe = plain_objects.harmless(saved([torch.empty_strided((0, 3), (1, 7)).requires_grad_()]))
     (found,) = torch.load(io.BytesIO(safe), weights_only=False)
     assert found.stride() == (1, 7)
     assert found.requires_grad
@@ -633,9 +498,7 @@ def test_storages_do_not_become_something_else_and_empty_tensors_stay_as_they_ar
 def test_what_a_module_and_a_clock_give_is_read(tmp_path: pathlib.Path) -> None:
     state = torch.nn.Linear(2, 2).state_dict()
     zone = datetime.timezone(datetime.timedelta(hours=1), "CET")
-    stream = io.BytesIO()
-    torch.save((state, zone), stream)
-    safe = plain_objects.harmless(stream.getvalue())
+    safe = plain_objects.harmless(saved((state, zone)))
     found, found_zone = torch.load(io.BytesIO(safe), weights_only=False)
     assert found._metadata == state._metadata
     assert found.keys() == state.keys()

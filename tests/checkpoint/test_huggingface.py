@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import safetensors
 from tensorferry.checkpoint import CheckpointError
 from tensorferry.checkpoint.storage.default import install, uninstall
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
-from tests.checkpoint.ranks import call_on_ranks, files_of
+from tests.checkpoint.shards import distributed, whole
+from tests.checkpoint.states import assert_same, done, empty_like
 from tests.support import child
+from tests.support.ranks import call_on_ranks, files_of
 
 if TYPE_CHECKING:
     from tests.support.power_cuts import Cut
@@ -36,44 +35,18 @@ TorchsWriter, TorchsReader = (
     hf_storage.HuggingFaceStorageReader,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
-)
 
 MIB = 1 << 20
 KILLS = int(os.environ.get("TENSORFERRY_SAVE_KILLS", "5"))
 
 
-def state_of(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "rows": torch.randn(37, 50, generator=generator),
-        "columns": torch.randn(64, 33, generator=generator).to(torch.bfloat16),
-        "few": torch.randn(1, 5, generator=generator, dtype=torch.float64),
-        "same": torch.randn(100, generator=generator),
-        "large": torch.randn(1 << 10, 1 << 10, generator=generator),
-        "deep": torch.randn(8, 6, 4, generator=generator).half(),
-    }
-
-
 MAPPING = {"rows": 1, "columns": 2, "few": 2, "same": 1, "large": 3, "deep": 3}
 
 
-def empty() -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(tensor) for name, tensor in state_of().items()}
-
-
 def load(reader: Any) -> dict[str, torch.Tensor]:
-    found = empty()
+    found = empty_like(whole())
     dcp.load(found, storage_reader=reader, no_dist=True)
     return found
-
-
-def assert_equal(found: dict[str, torch.Tensor], seed: int = 0) -> None:
-    expected = state_of(seed)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 def contents(path: pathlib.Path) -> tuple[Any, dict[str, str], bytes]:
@@ -88,7 +61,7 @@ def contents(path: pathlib.Path) -> tuple[Any, dict[str, str], bytes]:
 def test_rank_0_writes_torchs_files(directory: pathlib.Path, mapping: Any) -> None:
     for name, kind in (("ours", Writer), ("theirs", TorchsWriter)):
         writer = kind(str(directory / name), fqn_to_index_mapping=mapping)
-        dcp.save(state_of(), storage_writer=writer, no_dist=True)
+        dcp.save(whole(), storage_writer=writer, no_dist=True)
     ours, theirs = directory / "ours", directory / "theirs"
     assert files_of(ours) == files_of(theirs)
     assert (ours / INDEX_NAME).read_bytes() == (theirs / INDEX_NAME).read_bytes()
@@ -96,37 +69,37 @@ def test_rank_0_writes_torchs_files(directory: pathlib.Path, mapping: Any) -> No
         assert contents(file) == contents(theirs / file.name)
     for reader in (Reader, TorchsReader):
         for path in (ours, theirs):
-            assert_equal(load(reader(str(path))))
+            assert_same(load(reader(str(path))), whole())
 
 
 def test_a_save_takes_the_place_of_the_one_before(directory: pathlib.Path) -> None:
     writer = Writer(directory, fqn_to_index_mapping=MAPPING)
     for seed in range(3):
-        dcp.save(state_of(seed), storage_writer=writer, no_dist=True)
+        dcp.save(whole(seed), storage_writer=writer, no_dist=True)
         assert writer.last_save is not None
-        assert writer.last_save.nbytes == sum(t.nbytes for t in state_of().values())
-    dcp.save(state_of(3), storage_writer=Writer(directory), no_dist=True)
+        assert writer.last_save.nbytes == sum(t.nbytes for t in whole().values())
+    dcp.save(whole(3), storage_writer=Writer(directory), no_dist=True)
     assert files_of(directory) == {INDEX_NAME, "model-00001-of-00001.safetensors"}
-    assert_equal(load(Reader(directory)), 3)
+    assert_same(load(Reader(directory)), whole(3))
 
 
 @pytest.mark.parametrize("kind", [Reader, TorchsReader])
 def test_huggingfaces_own_models_are_loaded(directory: pathlib.Path, kind: Any) -> None:
-    save_sharded(state_of(), directory, "1MB")
-    assert_equal(load(kind(str(directory))))
+    save_sharded(whole(), directory, "1MB")
+    assert_same(load(kind(str(directory))), whole())
 
 
 def test_tensors_are_converted_to_the_destinations_dtype(directory: pathlib.Path) -> None:
-    save_sharded(state_of(), directory)
+    save_sharded(whole(), directory)
     for kind in (Reader, TorchsReader):
         found = {"rows": torch.zeros(37, 50, dtype=torch.float64), "deep": torch.zeros(8, 6, 4)}
         dcp.load(found, storage_reader=kind(str(directory)), no_dist=True)
-        assert torch.equal(found["rows"], state_of()["rows"].double())
-        assert torch.equal(found["deep"], state_of()["deep"].float())
+        assert torch.equal(found["rows"], whole()["rows"].double())
+        assert torch.equal(found["deep"], whole()["deep"].float())
 
 
 def test_only_what_is_wanted_is_read(directory: pathlib.Path) -> None:
-    save_sharded(state_of(), directory)
+    save_sharded(whole(), directory)
     reader = Reader(directory)
     dcp.load({"deep": torch.zeros(8, 6, 4)}, storage_reader=reader, no_dist=True)
     assert reader.nbytes_read == 8 * 6 * 4 * 2
@@ -134,10 +107,10 @@ def test_only_what_is_wanted_is_read(directory: pathlib.Path) -> None:
 
 
 def test_objects_are_refused(directory: pathlib.Path) -> None:
-    dcp.save(state_of(), storage_writer=Writer(directory), no_dist=True)
+    dcp.save(whole(), storage_writer=Writer(directory), no_dist=True)
     with pytest.raises(dcp.api.CheckpointException, match=r"'step'.*holds tensors only"):
         dcp.save({"rows": torch.ones(3), "step": 5}, storage_writer=Writer(directory), no_dist=True)
-    assert_equal(load(Reader(directory)))
+    assert_same(load(Reader(directory)), whole())
 
 
 @pytest.mark.parametrize(
@@ -150,24 +123,13 @@ def test_objects_are_refused(directory: pathlib.Path) -> None:
 def test_what_cannot_be_saved_leaves_the_old_files(
     directory: pathlib.Path, state: Any, match: str
 ) -> None:
-    dcp.save(state_of(), storage_writer=Writer(directory), no_dist=True)
+    dcp.save(whole(), storage_writer=Writer(directory), no_dist=True)
     files = files_of(directory)
     writer = Writer(directory, fqn_to_index_mapping={"a": 1})
     with pytest.raises(dcp.api.CheckpointException, match=match):
         dcp.save(state, storage_writer=writer, no_dist=True)
     assert files_of(directory) == files
-    assert_equal(load(Reader(directory)))
-
-
-PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "few": Shard(0), "same": Replicate()}
-
-
-def distributed(seed: int = 0) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {
-        name: distribute_tensor(tensor, mesh, [PLACEMENTS.get(name, Shard(0))])
-        for name, tensor in state_of(seed).items()
-    }
+    assert_same(load(Reader(directory)), whole())
 
 
 def save_shards(rank: int, directory: str, kinds: str, seed: int, options: dict[str, Any]) -> None:
@@ -194,7 +156,7 @@ def test_shards_of_all_ranks_are_torchs(
     assert len(saves) == 1
     for reader in (Reader, TorchsReader):
         for path in (ours, theirs):
-            assert_equal(load(reader(str(path))))
+            assert_same(load(reader(str(path))), whole())
 
 
 @pytest.mark.parametrize("mapping", [None, MAPPING], ids=["one file", "three files"])
@@ -215,9 +177,9 @@ def test_consolidated_files_are_those_of_the_whole(directory: pathlib.Path, mapp
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
         found |= tensors
-    assert_equal(found)
+    assert_same(found, whole())
     call_on_ranks(2, save_shards, str(directory), "ours", 1, options)
-    assert_equal(load(Reader(ours)), 1)
+    assert_same(load(Reader(ours)), whole(1))
     assert len(files_of(ours / "sharded")) == 2 * len(set((mapping or {"": 1}).values()))
 
 
@@ -225,7 +187,7 @@ def test_shards_of_ranks_that_are_no_more_go(directory: pathlib.Path) -> None:
     call_on_ranks(3, save_shards, str(directory), "ours", 0, {})
     (directory / "ours" / "notes.txt").write_text("mine")
     call_on_ranks(2, save_shards, str(directory), "ours", 1, {})
-    assert_equal(load(Reader(directory / "ours")), 1)
+    assert_same(load(Reader(directory / "ours")), whole(1))
     assert "notes.txt" in files_of(directory / "ours")
 
 
@@ -234,7 +196,7 @@ def test_shards_of_ranks_that_are_no_more_do_not_come_back_after_a_power_cut(cut
     call_on_ranks(3, save_shards, str(cut.path), "ours", 0, {})
     call_on_ranks(2, save_shards, str(cut.path), "ours", 1, {})
     with cut.now() as after:
-        assert_equal(load(Reader(after / "ours")), 1)
+        assert_same(load(Reader(after / "ours")), whole(1))
 
 
 def test_ranks_files_of_two_saves_are_no_checkpoint(directory: pathlib.Path) -> None:
@@ -243,7 +205,7 @@ def test_ranks_files_of_two_saves_are_no_checkpoint(directory: pathlib.Path) -> 
     old = directory / "ours" / "shard-00002-model-00001-of-00001.safetensors"
     kept = old.read_bytes()
     call_on_ranks(2, save_shards, str(directory), "ours", 1, {})
-    assert_equal(load(Reader(directory / "ours")), 1)
+    assert_same(load(Reader(directory / "ours")), whole(1))
     old.write_bytes(kept)
     with pytest.raises(SafetensorError, match="not of the same save"):
         Reader(directory / "ours").read_metadata()
@@ -338,14 +300,14 @@ def test_a_missing_part_fails_the_consolidation(directory: pathlib.Path) -> None
 
 
 def test_a_file_that_was_replaced_meanwhile_is_not_read(directory: pathlib.Path) -> None:
-    save_sharded(state_of(), directory)
+    save_sharded(whole(), directory)
     reader = Reader(directory)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner = dcp.DefaultLoadPlanner()
-    planner.set_up_planner(empty(), metadata, is_coordinator=True)  # type: ignore[arg-type]
+    planner.set_up_planner(empty_like(whole()), metadata, is_coordinator=True)  # type: ignore[arg-type]
     plan = planner.create_local_plan()
-    save_sharded(state_of(1), directory)
+    save_sharded(whole(1), directory)
     with pytest.raises(CheckpointError, match="load again"):
         reader.read_data(plan, planner)
 
@@ -353,7 +315,7 @@ def test_a_file_that_was_replaced_meanwhile_is_not_read(directory: pathlib.Path)
 def test_damaged_and_missing_files_are_named(directory: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError, match="no safetensors files"):
         Reader(directory).read_metadata()
-    save_sharded(state_of(), directory)
+    save_sharded(whole(), directory)
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(SafetensorError, match="cut short"):
@@ -405,10 +367,8 @@ def test_torchs_names_lead_to_ours_once_installed(directory: pathlib.Path) -> No
     try:
         assert dcp.HuggingFaceStorageWriter is Writer  # type: ignore[comparison-overlap]
         assert hf_storage.HuggingFaceStorageReader is Reader
-        dcp.save(
-            state_of(), storage_writer=dcp.HuggingFaceStorageWriter(str(directory)), no_dist=True
-        )
-        assert_equal(load(dcp.HuggingFaceStorageReader(str(directory))))
+        dcp.save(whole(), storage_writer=dcp.HuggingFaceStorageWriter(str(directory)), no_dist=True)
+        assert_same(load(dcp.HuggingFaceStorageReader(str(directory))), whole())
     finally:
         uninstall()
     assert dcp.HuggingFaceStorageWriter is TorchsWriter
@@ -417,9 +377,9 @@ def test_torchs_names_lead_to_ours_once_installed(directory: pathlib.Path) -> No
 
 def test_asynchronous_saves_work(directory: pathlib.Path) -> None:
     writer = Writer(directory, MAPPING)
-    state = state_of()
-    dcp.async_save(state, storage_writer=writer, no_dist=True).result()  # type: ignore[union-attr]
-    assert_equal(load(Reader(directory)))
+    state = whole()
+    done(dcp.async_save(state, storage_writer=writer, no_dist=True))
+    assert_same(load(Reader(directory)), whole())
 
 
 def peak_of_consolidation(path: str, nbytes: int) -> int:

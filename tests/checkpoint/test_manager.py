@@ -19,19 +19,16 @@ import torch
 from tensorferry.checkpoint import CheckpointError, Checkpoints, FileSystemWriter, verify
 from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.savers import Saver
-from tests.checkpoint.ranks import call_on_ranks, files_of, started
-from tests.checkpoint.states import flipped, metadata_of
+from tests.checkpoint.damage import flip
+from tests.checkpoint.states import metadata_of, steps_in
 from tests.checkpoint.steps import Steps
 from tests.support import child, mounts
 from tests.support.data import SEED
 from tests.support.forks import assert_exits_with_zero, in_child
+from tests.support.ranks import call_on_ranks, files_of, started
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:torch.distributed is disabled", "ignore:Detected an"
-)
 
 UNFINISHED = ".tensorferry-unfinished"
 
@@ -45,11 +42,8 @@ def state_of(step: int) -> dict[str, Any]:
 
 def step_in(state: dict[str, Any]) -> int:
     """The one step that every value tells."""
-    steps = {float(state["step"])}
-    for value in state["tensors"].values():
-        steps |= set(value.unique().tolist())
-    assert len(steps) == 1, steps
-    return int(steps.pop())
+    (step,) = steps_in(state)
+    return int(step)
 
 
 def restored(checkpoints: Checkpoints, step: int | None = None) -> int | None:
@@ -71,8 +65,7 @@ def data_of(checkpoints: Checkpoints, step: int) -> pathlib.Path:
 
 
 def damage(checkpoints: Checkpoints, step: int) -> None:
-    path = data_of(checkpoints, step)
-    path.write_bytes(flipped(path.read_bytes(), 8 * 100_000))
+    flip(data_of(checkpoints, step), 8 * 100_000)
 
 
 class Hold:
@@ -122,7 +115,8 @@ def test_a_second_save_waits_for_the_first(
     assert hold.reached.wait(120)
     second = threading.Thread(target=checkpoints.save, args=(2, state_of(2)))
     second.start()
-    time.sleep(0.1)
+    second.join(0.1)
+    assert second.is_alive()
     assert not checkpoints.path(2).exists()
     hold.go.set()
     second.join(120)
@@ -232,7 +226,7 @@ def test_from_a_damaged_one_it_falls_back_with_a_warning_that_names_the_damage(
     path = data_of(checkpoints, 3)
     if what == "metadata":
         path = checkpoints.path(3) / ".metadata"
-        path.write_bytes(flipped(path.read_bytes(), 800))
+        flip(path, 800)
     elif what == "a missing file":
         path.unlink()
     elif what == "a cut file":
@@ -625,7 +619,7 @@ def save_and_restore(rank: int, root: str) -> None:
         torch.distributed.barrier()
         if rank == 1:  # of one rank's data alone
             [path] = checkpoints.path(5).glob("__1_*.distcp")
-            path.write_bytes(flipped(path.read_bytes(), 8 * 100_000))
+            flip(path, 8 * 100_000)
             [path] = checkpoints.path(4).glob("__0_*.distcp")
             path.unlink()
         torch.distributed.barrier()

@@ -19,37 +19,24 @@ import torch.distributed.checkpoint as dcp
 import tensorferry
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, FileWriter, save
 from tensorferry.checkpoint import load as load_object
-from tests.checkpoint import ranks
-from tests.checkpoint.ranks import call_on_ranks, files_of
-from tests.checkpoint.states import empty_like
+from tests.checkpoint.loads import fails
+from tests.checkpoint.states import empty_like, steps_in, telling
+from tests.support import ranks
 from tests.support.forks import assert_exits_with_zero, in_child
+from tests.support.ranks import call_on_ranks, files_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
-)
+    from multiprocessing.process import BaseProcess
 
 STEPS_SEEN = 4
 
 
-def state_of(step: int) -> dict[str, Any]:
-    """A state of which every value tells the step."""
-    sizes = [(1 << 18) + 5, 300, 1, 1 << 16]
-    return {str(k): torch.full((n,), float(step)) for k, n in enumerate(sizes)} | {"step": step}
-
-
-def steps_in(state: dict[str, Any]) -> set[float]:
-    ends = [torch.as_tensor(value).aminmax() for value in state.values()]
-    return {float(value) for both in ends for value in both}
-
-
 def save_as(form: str, step: int, path: str | pathlib.Path) -> None:
     if form == "directory":
-        dcp.save(state_of(step), storage_writer=FileSystemWriter(path), no_dist=True)
+        dcp.save(telling(step), storage_writer=FileSystemWriter(path), no_dist=True)
     else:
-        save(state_of(step), path)
+        save(telling(step), path)
 
 
 def replace_without_end(path: str, form: str) -> None:
@@ -60,12 +47,11 @@ def replace_without_end(path: str, form: str) -> None:
 
 
 @contextlib.contextmanager
-def replaced(path: pathlib.Path, form: str) -> Iterator[None]:
-    process = ranks._context.Process(target=replace_without_end, args=(str(path), form))
+def replaced(path: pathlib.Path, form: str) -> Iterator[BaseProcess]:
+    process = ranks.context.Process(target=replace_without_end, args=(str(path), form))
     process.start()
     try:
-        yield
-        assert process.is_alive(), "nobody replaced anything"
+        yield process
     finally:
         process.kill()
         process.join()
@@ -75,7 +61,7 @@ def load(path: pathlib.Path, form: str) -> dict[str, Any]:
     if form == "file":
         loaded: dict[str, Any] = load_object(path)
         return loaded
-    state = empty_like(state_of(0))
+    state = empty_like(telling(0))
     dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
     return state
 
@@ -87,8 +73,9 @@ def test_loads_beside_saves_that_replace_the_checkpoint_are_of_one_step_or_say_s
     path = directory / "checkpoint"
     save_as(form, 1, path)
     seen = set()
-    with replaced(path, form):
+    with replaced(path, form) as replacing:
         while len(seen) < STEPS_SEEN:
+            assert replacing.is_alive()
             try:
                 steps = steps_in(load(path, form))
             except dcp.api.CheckpointException as error:
@@ -109,13 +96,10 @@ def test_a_load_whose_files_a_save_has_removed_says_that_the_checkpoint_was_repl
 
     save_as("directory", 1, directory)
     (directory / "notes.metadata").write_bytes(b"somebody's own")
-    state = empty_like(state_of(0))
-    with pytest.raises(dcp.api.CheckpointException) as caught:
+    state = empty_like(telling(0))
+    told = "another save has replaced the checkpoint"
+    with fails(tensorferry.StorageError, told, errno=errno.ENOENT):
         dcp.load(state, storage_reader=Late(directory), no_dist=True)
-    error = caught.value.failures[0][0]
-    assert isinstance(error, tensorferry.StorageError)
-    assert error.errno == errno.ENOENT
-    assert "another save has replaced the checkpoint" in str(error)
     assert steps_in(load(directory, "directory")) == {2.0}
 
 
@@ -123,7 +107,7 @@ def fork_beside_saves(_rank: int, directory: str, form: str) -> list[list[float]
     """Fork children while a thread saves; return the steps that each save left."""
     base = pathlib.Path(directory)
     save_as(form, 0, base / "warm-up")
-    found = []
+    found, forked = [], 0
 
     def work_of_child() -> None:
         own = base / f"child{os.getpid()}"
@@ -136,7 +120,7 @@ def fork_beside_saves(_rank: int, directory: str, form: str) -> list[list[float]
         saving.start()
         children = []
         while saving.is_alive():
-            time.sleep(0.003)
+            time.sleep(0.001)
             if (pid := os.fork()) == 0:
                 in_child(gc.collect if children else work_of_child)
             children.append(pid)
@@ -145,7 +129,9 @@ def fork_beside_saves(_rank: int, directory: str, form: str) -> list[list[float]
         for pid in children:
             assert_exits_with_zero(pid)
         saving.join()
+        forked += len(children)
         found.append(sorted(steps_in(load(path, form))))
+    assert forked
     return found
 
 
@@ -218,7 +204,7 @@ def fail_in_a_child(_rank: int, directory: str, own: bool) -> list[float]:
     save_as("directory", 1, path)
     try:
         writer = FileSystemWriter(path) if own else OfTorchsOwnThreads(path)
-        dcp.save(state_of(2), storage_writer=writer, planner=Forking(), no_dist=True)
+        dcp.save(telling(2), storage_writer=writer, planner=Forking(), no_dist=True)
     except dcp.api.CheckpointException:
         os._exit(int(os.getpid() == parent))
     return sorted(steps_in(load(path, "directory")))

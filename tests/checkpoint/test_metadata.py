@@ -7,10 +7,8 @@ import contextlib
 import copyreg
 import enum
 import io
-import os
 import pathlib
 import pickle
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import metadata as old_metadata
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -40,27 +37,12 @@ from tensorferry.checkpoint.storage.metadata import (
     read_metadata,
 )
 from tensorferry.tuning.stopwatch import Stopwatch
-from tests.checkpoint.states import flipped, mixed_state, save
+from tests.checkpoint.damage import flipped
+from tests.checkpoint.hostile import ATTACKS, TARGET, TORCH, name_of, some_metadata
+from tests.checkpoint.states import mixed_state, save
 
 if TYPE_CHECKING:
     from tests.support.data import RandomBytes
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
-
-
-def some_metadata(**changes: Any) -> Metadata:
-    """Metadata of one tensor and one object."""
-    chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))
-    tensor = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([2, 3]), [chunk])
-    info = filesystem._StorageInfo("__0_0.distcp", 0, 2000)
-    other = filesystem._StorageInfo("__0_0.distcp", 2000, 700)
-    values: dict[str, Any] = {
-        "state_dict_metadata": {"a": tensor, "b": BytesStorageMetadata()},
-        "planner_data": {"a": ("a",), "b": ("nested", 0)},
-        "storage_data": {MetadataIndex("a", [0, 0], 0): info, MetadataIndex("b"): other},
-        "storage_meta": StorageMeta(pathlib.Path("/some/where"), "id"),
-    }
-    return Metadata(**(values | changes))
 
 
 def write(path: pathlib.Path, metadata: Any, *, trailer: bool = False) -> pathlib.Path:
@@ -161,34 +143,6 @@ def test_metadata_of_torch_up_to_2_2_is_read(tmp_path: pathlib.Path, trust_pickl
     assert found.properties.memory_format == torch.channels_last  # type: ignore[union-attr]
 
 
-class Calling:
-    """Calls a function when it is unpickled."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-TARGET = "attack"
-ATTACKS = {
-    "system": Calling(os.system, f"touch {TARGET}"),
-    "eval": Calling(eval, f"open({TARGET!r}, 'w')"),
-    "open": Calling(open, TARGET, "w"),
-    "import": Calling(__import__, "os"),
-    "getattr": Calling(getattr, pickle.Unpickler, "load"),
-    "getattr of a class": Calling(getattr, torch_metadata._MEM_FORMAT_ENCODING, "__class__"),
-    "setattr": Calling(setattr, torch.Size, "a", 1),
-    "torch.load": Calling(torch.load, TARGET),
-    "numpy": Calling(__import__("numpy").fromfile, TARGET),
-    "rmtree": Calling(shutil.rmtree, "/nowhere"),
-    "partial": Calling(__import__("functools").partial, os.system, f"touch {TARGET}"),
-    "defaultdict": collections.defaultdict(list),
-    "class": pickle.Unpickler,
-}
-
-
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
 def test_malicious_pickles_make_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, attack: Any
@@ -198,13 +152,6 @@ def test_malicious_pickles_make_nothing(
         with pytest.raises(CheckpointError, match="m'"):
             read_metadata(write(tmp_path / "m", metadata))
     assert not pathlib.Path(TARGET).exists()
-
-
-def global_(module: str, name: str) -> bytes:
-    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
-
-
-TORCH = "torch.distributed.checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +169,7 @@ def test_pickles_cannot_change_classes(tmp_path: pathlib.Path, name: str) -> Non
     # BUILD with (None, {...}) sets attributes, of a class as well.
     module, _, attribute = name.partition(" ")
     state = b"(N}X\x08\x00\x00\x00pollutedK\x01st"
-    data = b"\x80\x02" + global_(module, attribute) + state + b"b."
+    data = b"\x80\x02" + name_of(module, attribute) + state + b"b."
     with pytest.raises(CheckpointError):
         read_metadata(write(tmp_path / "m", data))
     holder = __import__(module, fromlist=[attribute])

@@ -20,20 +20,15 @@ from hypothesis import strategies as st
 
 import tensorferry
 from tensorferry.checkpoint import CheckpointError, load, save
-from tests.checkpoint.states import assert_same, flipped, mixed_state
+from tests.checkpoint.archives import saved
+from tests.checkpoint.damage import flipped
+from tests.checkpoint.states import assert_same, mixed_state
 from tests.support import mounts
 from tests.support.effort import examples
 from tests.support.faultfs import Fault, FaultFS
 
 if TYPE_CHECKING:
     from tests.support.data import RandomBytes
-
-
-def torch_bytes(obj: object) -> bytes:
-    """What torch.save writes to a file object."""
-    buffer = io.BytesIO()
-    torch.save(obj, buffer)
-    return buffer.getvalue()
 
 
 def tied() -> dict[str, Any]:
@@ -63,15 +58,12 @@ OBJECTS: dict[str, Any] = {
     "quantized": lambda: torch.quantize_per_tensor(torch.randn(10), 0.1, 0, torch.qint8),
 }
 
-# What this torch says about kinds of tensors that it is about to give up.
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
-
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_save_writes_what_torch_would(directory: pathlib.Path, name: str) -> None:
     obj = OBJECTS[name]()
     save(obj, directory / "object.pt")
-    assert (directory / "object.pt").read_bytes() == torch_bytes(obj)
+    assert (directory / "object.pt").read_bytes() == saved(obj)
 
 
 @pytest.mark.parametrize("name", OBJECTS)
@@ -80,7 +72,7 @@ def test_load_returns_what_was_saved(directory: pathlib.Path, name: str, how: st
     obj, path = OBJECTS[name](), directory / "object.pt"
     (save if how == "ours" else torch.save)(obj, path)
     ours, theirs = load(path), torch.load(path, weights_only=True)
-    assert torch_bytes(ours) == torch_bytes(theirs)
+    assert saved(ours) == saved(theirs)
 
 
 @settings(max_examples=examples(40))
@@ -98,8 +90,8 @@ def test_any_sizes_in_any_order(sizes: list[tuple[torch.dtype, int]]) -> None:
     with tempfile.TemporaryDirectory(prefix="tensorferry-test-", dir="/dev/shm") as folder:
         path = pathlib.Path(folder) / "object.pt"
         save(obj, path)
-        assert path.read_bytes() == torch_bytes(obj)
-        assert torch_bytes(load(path)) == torch_bytes(obj)
+        assert path.read_bytes() == saved(obj)
+        assert saved(load(path)) == saved(obj)
 
 
 def test_tensors_that_share_memory_still_do(directory: pathlib.Path) -> None:
@@ -212,13 +204,13 @@ def zipped_again(archive: bytes, path: pathlib.Path, **changed: bytes) -> None:
 
 def test_archives_of_other_programs_are_read(directory: pathlib.Path) -> None:
     state = mixed_state()
-    zipped_again(torch_bytes(state), directory / "object.pt")
+    zipped_again(saved(state), directory / "object.pt")
     assert_same(load(directory / "object.pt"), state)
 
 
 def test_files_of_the_other_byte_order_are_read_by_torch(directory: pathlib.Path) -> None:
     swapped = torch.from_numpy(np.arange(10).byteswap())
-    zipped_again(torch_bytes(swapped), directory / "other.pt", byteorder=b"big")
+    zipped_again(saved(swapped), directory / "other.pt", byteorder=b"big")
     assert torch.equal(load(directory / "other.pt"), torch.arange(10))
 
 
@@ -236,7 +228,7 @@ def without_checksums(archive: bytes) -> bytes:
 def test_files_without_checksums_are_read(directory: pathlib.Path) -> None:
     state = mixed_state()
     path = directory / "object.pt"
-    path.write_bytes(without_checksums(torch_bytes(state)))
+    path.write_bytes(without_checksums(saved(state)))
     assert_same(load(path), state)
 
 
@@ -275,7 +267,7 @@ def test_any_flipped_bit_is_found_or_harmless(
     directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
     obj = {"a": torch.arange(7), "b": torch.ones(2), "step": 3}
-    wanted, path = torch_bytes(obj), directory / "object.pt"
+    wanted, path = saved(obj), directory / "object.pt"
     outcomes: collections.Counter[str] = collections.Counter()
     first = int(random_bytes.generator.integers(BITS_APART))
     for bit in range(first, len(wanted) * 8, BITS_APART):
@@ -286,7 +278,7 @@ def test_any_flipped_bit_is_found_or_harmless(
             outcomes[type(error).__name__] += 1
         else:
             outcomes["harmless"] += 1
-            assert torch_bytes(got) == wanted, f"bit {bit}"
+            assert saved(got) == wanted, f"bit {bit}"
     # Padding, and what headers say of times and versions, takes no part.
     assert outcomes["CheckpointError"] > 0.3 * outcomes.total()
     assert outcomes["harmless"] < 0.6 * outcomes.total()
@@ -320,7 +312,7 @@ def test_files_cut_short_are_refused(directory: pathlib.Path, part: int) -> None
 
 def test_a_pickle_that_claims_another_size_is_refused(directory: pathlib.Path) -> None:
     path = directory / "object.pt"
-    data = torch_bytes(torch.arange(1000))
+    data = saved(torch.arange(1000))
     # The number of elements, as pickle writes it, twice: of the storage, and of the tensor.
     lying = data.replace(b"M\xe8\x03", b"M\xd0\x07")
     path.write_bytes(without_checksums(lying))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import inspect
@@ -16,19 +15,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 
 import tensorferry
 from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
 from tensorferry.checkpoint.storage import delivery, reading
 from tensorferry.checkpoint.storage import reader as reader_module
+from tests.checkpoint.damage import flip
+from tests.checkpoint.loads import LEVELS, WRITERS, Targets, fails, item, load, read_slices
 from tests.checkpoint.states import (
     LAYOUTS,
     assert_same,
     bits_of,
     empty_like,
-    flipped,
     metadata_of,
     mixed_state,
     save,
@@ -42,30 +41,9 @@ if TYPE_CHECKING:
     import io
     import pathlib
 
+    from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
     from tests.support.faultfs import FaultFS
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing", "ignore:ComplexHalf"
-)
-LEVELS = ["off", "read", "before"]
-WRITERS = {"ours": FileSystemWriter, "torch": dcp.FileSystemWriter}
-
-
-def load(state: dict[str, Any], path: pathlib.Path, **options: Any) -> FileSystemReader:
-    """Load into a state with our reader, in this process alone."""
-    reader = FileSystemReader(path, **options)
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return reader
-
-
-@contextlib.contextmanager
-def fails(kind: type[BaseException], match: str = "") -> Any:
-    """Expect a load to fail for a reason that torch has wrapped."""
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        yield
-    (failure,) = [failure for failure, _ in caught.value.failures.values()]
-    assert isinstance(failure, kind), repr(failure)
-    assert match in str(failure)
 
 
 @pytest.mark.parametrize("verify", LEVELS)
@@ -103,56 +81,6 @@ def test_ranks_that_saved_alone_are_loaded_alone(directory: pathlib.Path) -> Non
 
 
 # --- slices and destinations, by plans of our own ---
-
-
-class Targets(LoadPlanner):
-    """Gives out tensors for the items of a plan, and keeps what is committed."""
-
-    def __init__(self, targets: list[torch.Tensor]) -> None:
-        self.targets = targets
-        self.committed: list[int] = []
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return self.targets[int(read_item.dest_index.fqn)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        number = int(read_item.dest_index.fqn)
-        assert tensor.data_ptr() == self.targets[number].data_ptr()
-        self.committed.append(number)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise NotImplementedError
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-    def create_local_plan(self) -> LoadPlan: ...  # type: ignore[empty-body]
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]: ...  # type: ignore[empty-body]
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan: ...  # type: ignore[empty-body]
-
-
-def item(name: str, number: int, offsets: Any, lengths: Any, dims: int | None = None) -> ReadItem:
-    origin = torch.Size([0] * (len(lengths) if dims is None else dims))
-    return ReadItem(
-        LoadItemType.TENSOR,
-        MetadataIndex(str(number)),
-        origin,
-        MetadataIndex(name, origin),
-        torch.Size(offsets),
-        torch.Size(lengths),
-    )
-
-
-def read_slices(
-    path: pathlib.Path, wanted: list[tuple[str, Any, Any, torch.Tensor]], verify: Any = "read"
-) -> FileSystemReader:
-    """Read slices (name, offsets, lengths) into tensors."""
-    reader = FileSystemReader(path, verify=verify)
-    reader.set_up_storage_reader(reader.read_metadata(), True)
-    items = [item(name, k, o, n) for k, (name, o, n, _) in enumerate(wanted)]
-    planner = Targets([target for *_, target in wanted])
-    plan = reader.prepare_local_plan(LoadPlan(items))
-    reader.read_data(plan, planner).wait()
-    assert sorted(planner.committed) == list(range(len(wanted)))
-    return reader
 
 
 def narrowed(tensor: torch.Tensor, offsets: Any, lengths: Any) -> torch.Tensor:
@@ -281,7 +209,9 @@ def test_autograd_sees_that_a_tensor_has_changed(stored: pathlib.Path) -> None:
         loss.backward()
 
 
-def test_meta_tensors_take_nothing_and_those_beside_them_all(stored: pathlib.Path) -> None:
+def test_meta_tensors_stay_as_they_are_and_those_beside_them_are_loaded(
+    stored: pathlib.Path,
+) -> None:
     meta, beside = torch.empty(700, 900, device="meta"), torch.zeros(700, 900)
     read_slices(stored, [("matrix", (0, 0), (700, 900), target) for target in (meta, beside)])
     assert meta.is_meta
@@ -476,18 +406,13 @@ def test_failure_of_the_planner_is_what_is_raised(
 
 
 def test_items_of_extensions_are_read_by_torch(directory: pathlib.Path) -> None:
-    pytest.importorskip("torch.distributed.checkpoint._extension")
-    from torch.distributed.checkpoint._extension import ExtensionRegistry
+    from tests.checkpoint.extensions import Inverting, registry
 
-    from tests.checkpoint.test_writer_options import Inverting
-
-    registry = ExtensionRegistry()
-    registry.extensions[Inverting.registry_name()] = Inverting
     state = {"a": torch.arange(100_000.0), "b": {"c": 1}}
     writer = FileSystemWriter(directory, _extensions=[Inverting()])
     dcp.save(state, storage_writer=writer, no_dist=True)
     loaded = {"a": torch.zeros(100_000), "b": {"c": 0}}
-    reader = FileSystemReader(directory, registry)
+    reader = FileSystemReader(directory, registry())
     dcp.load(loaded, storage_reader=reader, no_dist=True)
     assert_same(loaded, state)
 
@@ -510,9 +435,8 @@ def test_missing_checkpoint_is_refused(directory: pathlib.Path) -> None:
 
 def test_damaged_metadata_is_told_with_its_name(directory: pathlib.Path) -> None:
     save({"a": torch.ones(1)}, directory)
-    path = directory / ".metadata"
-    path.write_bytes(flipped(path.read_bytes(), 800))
-    with fails(CheckpointError, str(path)):
+    flip(directory / ".metadata", 800)
+    with fails(CheckpointError, str(directory / ".metadata")):
         load({"a": torch.zeros(1)}, directory)
 
 

@@ -17,8 +17,8 @@ from tensorferry.checkpoint import FileSystemReader
 from tensorferry.checkpoint import progress as progress_module
 from tensorferry.checkpoint.progress import Progress, Throughput
 from tensorferry.checkpoint.storage import reading
+from tests.checkpoint.loads import LEVELS, WRITERS, fails, load
 from tests.checkpoint.states import assert_same, empty_like, mixed_state, save
-from tests.checkpoint.test_reader import LEVELS, WRITERS, fails, load
 from tests.support.faultfs import Fault
 from tests.support.leaks import nothing_leaks
 
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     import pathlib
 
     from tests.support.faultfs import FaultFS
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing", "ignore:ComplexHalf"
-)
 
 
 def state_of_48_mib() -> dict[str, torch.Tensor]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.checkpoint.ranks import call_on_ranks
+from tests.checkpoint.damage import flip
+from tests.support.ranks import call_on_ranks
 
 if TYPE_CHECKING:
     import pathlib
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
-)
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -123,9 +119,7 @@ def test_no_rank_is_touched_where_one_finds_damage_before(directory: pathlib.Pat
     call_on_ranks(2, save_state, 2, str(path), True)
     # What rank 1 alone needs: its half of "large" is the large payload of its file.
     (file,) = path.glob("__1_*.distcp")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip(file, 4 * file.stat().st_size)
     results = call_on_ranks(2, count_failures, str(path))
     assert [failures for failures, _ in results] == ["1: CheckpointError"] * 2
     assert [touched for _, touched in results] == [False, False]

@@ -15,13 +15,12 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from typer.testing import CliRunner
 
 from tensorferry.checkpoint import FileSystemWriter, verify
 from tensorferry.checkpoint.errors import CheckpointError, NotACheckpointError
 from tensorferry.checkpoint.tools import entries
-from tensorferry.cli.app import app
 from tensorferry.safetensors import checksums
+from tests.checkpoint.damage import flip, run
 
 if TYPE_CHECKING:
     import pathlib
@@ -31,11 +30,6 @@ if TYPE_CHECKING:
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
-runner = CliRunner()
-
-
-def run(*arguments: Any) -> Any:
-    return runner.invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -51,12 +45,6 @@ def model(directory: pathlib.Path, random_bytes: RandomBytes) -> pathlib.Path:
     index = {"metadata": {"total_size": 1_800_000}, "weight_map": weights}
     (folder / INDEX).write_text(json.dumps(index))
     return folder
-
-
-def flip(path: pathlib.Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_model_is_verified_by_the_checksums_that_were_kept(model: pathlib.Path) -> None:
@@ -83,9 +71,9 @@ def test_damage_names_tensors_file_and_bytes(model: pathlib.Path) -> None:
     verify(model, write_checksums=True)
     size = (model / SHARDS[1]).stat().st_size
     begin = size - 900_000
-    flip(model / SHARDS[1], begin + 10)
-    flip(model / SHARDS[1], begin + 310_000)
-    flip(model / SHARDS[1], size - 1)
+    flip(model / SHARDS[1], 8 * (begin + 10))
+    flip(model / SHARDS[1], 8 * (begin + 310_000))
+    flip(model / SHARDS[1], 8 * (size - 1))
     report = verify(model)
     chunk = checksums.CHUNK_NBYTES
     found = [(each.begin, each.end, each.names) for each in report.problems]  # type: ignore[union-attr]
@@ -99,7 +87,7 @@ def test_damage_names_tensors_file_and_bytes(model: pathlib.Path) -> None:
 
 def test_checksums_once_kept_are_never_written_over(model: pathlib.Path) -> None:
     verify(model, write_checksums=True)
-    flip(model / SHARDS[0], 500_000)
+    flip(model / SHARDS[0], 8 * 500_000)
     for write in (True, False):
         report = verify(model, write_checksums=write)
         assert not report.sound
@@ -139,9 +127,9 @@ def test_any_flipped_bit_of_a_small_file_is_found(directory: pathlib.Path) -> No
     safetensors.numpy.save_file({"a": np.arange(5, dtype=np.int16)}, path, {"k": "v"})
     verify(path, write_checksums=True)
     for at in range(path.stat().st_size):
-        flip(path, at)
+        flip(path, 8 * at)
         assert not verify(path).sound, at
-        flip(path, at)
+        flip(path, 8 * at)
     assert verify(path).sound
 
 
@@ -218,7 +206,7 @@ def test_commands_of_a_model(model: pathlib.Path) -> None:
     found = json.loads(run("verify", model, "--json").output)
     assert found["sound"]
     assert found["entries"] == 6
-    flip(model / SHARDS[0], 500_000)
+    flip(model / SHARDS[0], 8 * 500_000)
     result = run("verify", model)
     assert result.exit_code == 1
     assert "bytes 262144 to 524288 of" in result.output
@@ -258,7 +246,6 @@ def test_checksums_themselves_are_no_file_to_look_at(model: pathlib.Path) -> Non
         verify(model / f"{SHARDS[0]}.crc32")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_a_checkpoint_beside_safetensors_files_is_what_is_looked_at(model: pathlib.Path) -> None:
     dcp.save({"mine": torch.zeros(3)}, storage_writer=FileSystemWriter(model))
     assert [each.name for each in entries(model)] == ["mine"]

@@ -22,10 +22,11 @@ from tensorferry.checkpoint import load as load_object
 from tensorferry.checkpoint import save as save_object
 from tensorferry.checkpoint.storage import commit, savers
 from tensorferry.checkpoint.storage.savers import LOCK_NAME, Saver
-from tests.checkpoint import ranks
-from tests.checkpoint.ranks import files_of
-from tests.checkpoint.states import load, metadata_of, save
+from tests.checkpoint.states import load, metadata_of, save, steps_in, telling
+from tests.support import ranks
 from tests.support.data import SEED
+from tests.support.leaks import settled
+from tests.support.ranks import files_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,31 +34,17 @@ if TYPE_CHECKING:
 
     from tests.support.faultfs import FaultFS
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
-)
-
 # Of two savers and one that is killed; the figure of the acceptance is 300.
 ROUNDS = int(os.environ.get("TENSORFERRY_TEST_SAVER_ROUNDS", "20"))
-WAIT_SECONDS = 60.0
-
-
-def state_of(step: int) -> dict[str, Any]:
-    """A state of which every value tells the step: of several buffers, in several files."""
-    sizes = [(1 << 20) + 5, 300, 1, 1 << 18]
-    return {str(k): torch.full((n,), float(step)) for k, n in enumerate(sizes)} | {"step": step}
+WAIT_SECONDS = 300.0
 
 
 def step_in(checkpoint: pathlib.Path) -> int:
     """Load everything by torch's reader, and return the one step that it has."""
-    state = load(checkpoint, state_of(-1))
-    steps = {float(state.pop("step"))}
-    for value in state.values():
-        steps |= set(value.unique().tolist())
-    assert len(steps) == 1, steps
+    (step,) = steps_in(load(checkpoint, telling(-1)))
     for name, (nbytes, _) in metadata_of(checkpoint).tensorferry["files"].items():
         assert (checkpoint / name).stat().st_size == nbytes
-    return int(steps.pop())
+    return int(step)
 
 
 def in_threads(*actions: Callable[[], Any]) -> None:
@@ -89,11 +76,11 @@ def test_of_two_threads_that_save_into_one_directory_one_is_there_whole(
         checkpoint = directory / str(number % 2)
         first, second = 2 * number, 2 * number + 1
         in_threads(
-            lambda c=checkpoint, s=first: save(state_of(s), c, thread_count=2),  # type: ignore[misc]
-            lambda c=checkpoint, s=second: save(state_of(s), c),  # type: ignore[misc]
+            lambda c=checkpoint, s=first: save(telling(s), c, thread_count=2),  # type: ignore[misc]
+            lambda c=checkpoint, s=second: save(telling(s), c),  # type: ignore[misc]
         )
         assert step_in(checkpoint) in (first, second)
-    save(state_of(99), directory / "0")
+    save(telling(99), directory / "0")
     assert len(files_of(directory / "0")) == 2
     assert step_in(directory / "0") == 99
 
@@ -114,7 +101,7 @@ class Meeting(dcp.DefaultSavePlanner):
 def save_meeting(step: int, checkpoint: pathlib.Path, function: Callable[[], Any]) -> None:
     """Save, and call a function in the middle, in a thread of its own."""
     dcp.save(
-        state_of(step),
+        telling(step),
         storage_writer=FileSystemWriter(checkpoint, thread_count=2),
         planner=Meeting(lambda: in_threads(function)),
         no_dist=True,
@@ -127,11 +114,11 @@ def test_a_save_that_begins_and_ends_within_another_loses_nothing_of_it(
 ) -> None:
     checkpoint = directory / "checkpoint"
     if over:
-        save(state_of(0), checkpoint)
+        save(telling(0), checkpoint)
     found = []
 
     def within() -> None:
-        save(state_of(2), checkpoint)
+        save(telling(2), checkpoint)
         found.append(step_in(checkpoint))
 
     save_meeting(1, checkpoint, within)
@@ -144,7 +131,7 @@ def test_a_save_that_finds_a_file_of_its_own_missing_fails_and_leaves_the_one_be
     directory: pathlib.Path,
 ) -> None:
     checkpoint = directory / "checkpoint"
-    save(state_of(1), checkpoint)
+    save(telling(1), checkpoint)
 
     class Robbed(FileSystemWriter):
         def finish(self, metadata: Any, results: Any) -> None:
@@ -152,13 +139,13 @@ def test_a_save_that_finds_a_file_of_its_own_missing_fails_and_leaves_the_one_be
             super().finish(metadata, results)
 
     with pytest.raises(dcp.api.CheckpointException, match="missing"):
-        dcp.save(state_of(2), storage_writer=Robbed(checkpoint), no_dist=True)
+        dcp.save(telling(2), storage_writer=Robbed(checkpoint), no_dist=True)
     assert step_in(checkpoint) == 1
 
 
 def test_a_save_that_finds_a_file_of_its_own_cut_fails(directory: pathlib.Path) -> None:
     checkpoint = directory / "checkpoint"
-    save(state_of(1), checkpoint)
+    save(telling(1), checkpoint)
 
     class Robbed(FileSystemWriter):
         def finish(self, metadata: Any, results: Any) -> None:
@@ -167,16 +154,16 @@ def test_a_save_that_finds_a_file_of_its_own_cut_fails(directory: pathlib.Path) 
             super().finish(metadata, results)
 
     with pytest.raises(dcp.api.CheckpointException, match="bytes"):
-        dcp.save(state_of(2), storage_writer=Robbed(checkpoint), no_dist=True)
+        dcp.save(telling(2), storage_writer=Robbed(checkpoint), no_dist=True)
     assert step_in(checkpoint) == 1
 
 
 def test_of_two_saves_that_may_not_overwrite_the_second_fails(directory: pathlib.Path) -> None:
     checkpoint = directory / "checkpoint"
     writer = FileSystemWriter(checkpoint, overwrite=False)
-    planner = Meeting(lambda: in_threads(lambda: save(state_of(2), checkpoint)))
+    planner = Meeting(lambda: in_threads(lambda: save(telling(2), checkpoint)))
     with pytest.raises(dcp.api.CheckpointException, match="overwrite"):
-        dcp.save(state_of(1), storage_writer=writer, planner=planner, no_dist=True)
+        dcp.save(telling(1), storage_writer=writer, planner=planner, no_dist=True)
     assert step_in(checkpoint) == 2
 
 
@@ -184,12 +171,12 @@ def test_a_save_beside_one_that_cannot_lock_removes_nothing_but_what_it_replaces
     directory: pathlib.Path,
 ) -> None:
     checkpoint = directory / "checkpoint"
-    save(state_of(1), checkpoint)
+    save(telling(1), checkpoint)
     replaced = files_of(checkpoint) - {".metadata"}
     (checkpoint / LOCK_NAME).mkdir()  # what no file system can lock
     somebodys = checkpoint / "__0_0123456789abcdef_0.distcp"
     somebodys.write_bytes(b"half")
-    save_meeting(2, checkpoint, lambda: save(state_of(3), checkpoint))
+    save_meeting(2, checkpoint, lambda: save(telling(3), checkpoint))
     assert step_in(checkpoint) == 2
     assert somebodys.exists()
     assert not files_of(checkpoint) & replaced
@@ -197,10 +184,10 @@ def test_a_save_beside_one_that_cannot_lock_removes_nothing_but_what_it_replaces
 
 def test_where_locks_may_not_reach_others_leftovers_stay(faultfs: FaultFS) -> None:
     checkpoint = faultfs.path / "checkpoint"
-    save(state_of(1), checkpoint)
+    save(telling(1), checkpoint)
     somebodys = checkpoint / "__0_0123456789abcdef_0.distcp"
     somebodys.write_bytes(b"half")
-    save(state_of(2), checkpoint)
+    save(telling(2), checkpoint)
     assert step_in(checkpoint) == 2
     assert somebodys.exists()
     assert len(files_of(checkpoint)) == 3
@@ -249,7 +236,7 @@ def fork_and_wait(directory: str) -> None:
         time.sleep(WAIT_SECONDS)
 
     dcp.save(
-        state_of(2),
+        telling(2),
         storage_writer=FileSystemWriter(pathlib.Path(directory) / "checkpoint"),
         planner=Meeting(fork),
         no_dist=True,
@@ -259,17 +246,15 @@ def fork_and_wait(directory: str) -> None:
 def test_a_child_that_was_forked_in_a_save_does_not_keep_its_leftovers(
     directory: pathlib.Path,
 ) -> None:
-    save(state_of(1), directory / "checkpoint")
-    process = ranks._context.Process(target=fork_and_wait, args=(str(directory),))
+    save(telling(1), directory / "checkpoint")
+    process = ranks.context.Process(target=fork_and_wait, args=(str(directory),))
     process.start()
     try:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not (directory / "child").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert settled((directory / "child").exists)
         process.kill()
         process.join()
         assert len(files_of(directory / "checkpoint")) > 2
-        save(state_of(3), directory / "checkpoint")
+        save(telling(3), directory / "checkpoint")
         assert len(files_of(directory / "checkpoint")) == 2
     finally:
         os.kill(int((directory / "child").read_text()), signal.SIGKILL)
@@ -280,10 +265,9 @@ def test_two_threads_that_save_an_object_to_one_path_leave_one_of_them_whole(
 ) -> None:
     for number in range(10):
         in_threads(
-            *(lambda k=k: save_object(state_of(k), directory / "state.pt") for k in range(2))  # type: ignore[misc]
+            *(lambda k=k: save_object(telling(k), directory / "state.pt") for k in range(2))  # type: ignore[misc]
         )
-        state = load_object(directory / "state.pt")
-        assert {float(state["step"])} == set(state["0"].unique().tolist()), number
+        assert len(steps_in(load_object(directory / "state.pt"))) == 1, number
         assert files_of(directory) == {"state.pt"}
 
 
@@ -304,7 +288,7 @@ def save_on_demand(demands: Connection) -> None:
         time.sleep(delay_seconds)
         begin = time.monotonic()
         try:
-            save(state_of(step), directory, **options)
+            save(telling(step), directory, **options)
             demands.send(Saved(step, begin, time.monotonic()))
         except BaseException as error:
             demands.send(repr(error))
@@ -314,7 +298,7 @@ def save_until_killed(directory: str, step: int) -> None:
     """Save again and again."""
     torch.set_num_threads(1)
     while True:
-        save(state_of(step), directory)  # type: ignore[arg-type]
+        save(telling(step), directory)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -323,8 +307,8 @@ def processes_that_save(count: int) -> Iterator[list[Connection]]:
     processes, pipes = [], []
     try:
         for _ in range(count):
-            here, there = ranks._context.Pipe()
-            process = ranks._context.Process(target=save_on_demand, args=(there,), daemon=True)
+            here, there = ranks.context.Pipe()
+            process = ranks.context.Process(target=save_on_demand, args=(there,), daemon=True)
             process.start()
             there.close()
             processes.append(process)
@@ -346,7 +330,7 @@ def test_two_savers_and_one_that_is_killed_lose_nothing(directory: pathlib.Path)
             choices = random.Random(f"{SEED} savers {number}")
             steps = [10 * number + 1, 10 * number + 2]
             killed = 10 * number + 3
-            victim = ranks._context.Process(target=save_until_killed, args=(checkpoint, killed))
+            victim = ranks.context.Process(target=save_until_killed, args=(checkpoint, killed))
             victim.start()
             for pipe, step in zip(pipes, steps, strict=True):
                 options = {
@@ -375,7 +359,7 @@ def test_two_savers_and_one_that_is_killed_lose_nothing(directory: pathlib.Path)
             assert step in allowed, (number, answers)
             found.add(step % 10)
             if number % 5 == 4:
-                save(state_of(0), checkpoint)
+                save(telling(0), checkpoint)
                 assert len(files_of(checkpoint)) == 2  # leftovers of killed saves have gone
     assert len(found) > 1
 
@@ -386,12 +370,12 @@ def test_a_save_does_not_go_on_beside_one_that_would_not_see_it(
     """It went on without a lock after a minute; the other, once awake, removed the files of what had been saved."""
     monkeypatch.setattr(savers, "_MAX_WAIT_SECONDS", 0.2)
     checkpoint = directory / "checkpoint"
-    save(state_of(1), checkpoint)
+    save(telling(1), checkpoint)
     other = Saver(checkpoint, None)
     with other.alone() as alone:
         assert alone
         with pytest.raises(dcp.api.CheckpointException, match="to itself"):
-            save(state_of(2), checkpoint)
+            save(telling(2), checkpoint)
     other.leave()
     assert step_in(checkpoint) == 1
 
@@ -403,10 +387,10 @@ def test_a_save_that_alone_cannot_lock_does_not_go_on(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     checkpoint = directory / "checkpoint"
-    save(state_of(1), checkpoint)
+    save(telling(1), checkpoint)
     monkeypatch.setattr(savers, "open_lock_file", refuse)
     with pytest.raises(dcp.api.CheckpointException, match="Permission denied"):
-        save(state_of(2), checkpoint)
+        save(telling(2), checkpoint)
     assert step_in(checkpoint) == 1
 
 
@@ -438,7 +422,7 @@ def test_one_of_two_that_may_not_overwrite_fails_also_without_locks(
     def save_once(step: int) -> None:
         writer = FileSystemWriter(checkpoint, overwrite=False)
         try:
-            dcp.save(state_of(step), storage_writer=writer, no_dist=True)
+            dcp.save(telling(step), storage_writer=writer, no_dist=True)
         except dcp.api.CheckpointException:
             failed.append(step)
 

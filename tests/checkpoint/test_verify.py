@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import re
 from typing import TYPE_CHECKING, Any
@@ -13,28 +12,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from typer.testing import CliRunner
 
 from tensorferry.checkpoint import CheckpointError, FileSystemReader
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.progress import Progress
-from tensorferry.checkpoint.storage.metadata import payload_of, read_metadata
+from tensorferry.checkpoint.storage.metadata import payload_of, read_metadata, trailer_of
 from tensorferry.checkpoint.tools.audit import verify
 from tensorferry.checkpoint.tools.listing import list_checkpoint
 from tensorferry.checkpoint.zipformat import blobs
-from tensorferry.cli.app import app
-from tests.checkpoint.states import assert_same, empty_like, flipped, metadata_of, mixed_state, save
-from tests.checkpoint.test_metadata import write as write_metadata
-from tests.checkpoint.test_reader import LEVELS, WRITERS, fails, load
+from tests.checkpoint.damage import BITS_APART, flip, flipped, run
+from tests.checkpoint.loads import LEVELS, WRITERS, fails, load, read_slices
+from tests.checkpoint.states import assert_same, empty_like, metadata_of, mixed_state, save
 
 if TYPE_CHECKING:
     import pathlib
 
     from tests.support.data import RandomBytes
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing", "ignore:ComplexHalf"
-)
 
 
 def state() -> dict[str, Any]:
@@ -52,14 +45,6 @@ def state() -> dict[str, Any]:
 def data_file_of(path: pathlib.Path) -> pathlib.Path:
     (file,) = path.glob("*.distcp")
     return file
-
-
-def flip(file: pathlib.Path, bit: int) -> None:
-    with file.open("r+b") as stream:
-        stream.seek(bit // 8)
-        (byte,) = stream.read(1)
-        stream.seek(bit // 8)
-        stream.write(bytes([byte ^ 1 << bit % 8]))
 
 
 def regions(path: pathlib.Path) -> dict[str, tuple[int, int]]:
@@ -223,8 +208,6 @@ def test_part_of_a_torch_tensor_is_verified_before_only(directory: pathlib.Path)
     file = save_by_torch(directory)
     wanted = state()["large"]
     flip(file, 8 * file.read_bytes().index(wanted.numpy().tobytes()[:64]))
-    from tests.checkpoint.test_reader import read_slices
-
     target = torch.zeros(1000)
     read_slices(directory, [("large", (5000,), (1000,), target)], "read")
     assert torch.equal(target, wanted[5000:6000])
@@ -247,9 +230,6 @@ def test_torchs_checkpoint_without_checksums_is_said_to_have_none(directory: pat
         loaded = empty_like(state())
         load(loaded, directory, verify=level)
         assert_same(loaded, state())
-
-
-BITS_APART = int(os.environ.get("TENSORFERRY_TEST_BITS_APART", "13"))
 
 
 def test_flips_after_which_torch_fails_are_found(
@@ -289,7 +269,7 @@ def test_flips_in_torchs_files_are_reported_and_never_a_traceback(
             loaded = empty_like(small)
             try:
                 dcp.load(loaded, storage_reader=reader(directory), no_dist=True)
-            except BaseException:  # CheckpointException is one
+            except dcp.api.CheckpointException:
                 assert report.problems or file.name in report.unverified
             flip(file, int(bit))
     assert run("verify", directory).exit_code == 0
@@ -358,18 +338,12 @@ def test_missing_files_and_parts_are_reported(directory: pathlib.Path) -> None:
     metadata.storage_data = {
         index: info for index, info in metadata.storage_data.items() if index.fqn != "large"
     }
-    write_metadata(directory / ".metadata", metadata, trailer=True)
+    pickled = pickle.dumps(metadata)
+    (directory / ".metadata").write_bytes(pickled + trailer_of(pickled))
     nowhere, gone = verify(directory).problems
     assert isinstance(nowhere, CheckpointError)
     assert "'large'" in str(nowhere)
     assert isinstance(gone, OSError)  # its checksums are still there
-
-
-runner = CliRunner()
-
-
-def run(*arguments: Any) -> Any:
-    return runner.invoke(app, [str(argument) for argument in arguments])
 
 
 def test_verify_command_of_a_sound_checkpoint(directory: pathlib.Path) -> None:

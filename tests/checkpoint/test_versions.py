@@ -22,8 +22,6 @@ INSTALLED = torch.__version__.partition("+")[0]
 OLDEST = "2.6.0"
 VERSIONS = sorted({path.parent.name for path in HERE.glob("*/object.pt")} - {INSTALLED})
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
-
 
 def test_there_are_checkpoints_of_the_oldest_torch_that_is_supported_and_of_newer_ones() -> None:
     assert len({OLDEST, INSTALLED, *VERSIONS}) >= 4

@@ -11,45 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tensorferry
 from tensorferry.checkpoint import FileSystemWriter
-from tests.checkpoint.ranks import call_on_ranks, files_of
-from tests.checkpoint.states import assert_same, digests, load
+from tests.checkpoint import shards
+from tests.checkpoint.states import assert_same, digests, done, load
 from tests.support import mounts
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning:torch", "ignore:Detected an existing"
-)
+from tests.support.ranks import call_on_ranks, files_of
 
 
 def whole(step: int = 0) -> dict[str, Any]:
     """The state as one process sees it."""
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "rows": torch.randn(37, 50, generator=generator),
-        "columns": torch.randn(64, 33, generator=generator),
-        "few": torch.randn(1, 5, generator=generator),
-        "same": torch.randn(100, generator=generator),
-        "large": torch.randn(1 << 10, 1 << 10, generator=generator),
-        "step": step,
-    }
-
-
-PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "few": Shard(0), "same": Replicate()}
+    return {**shards.whole(step), "step": step}
 
 
 def distributed(step: int = 0) -> dict[str, Any]:
     """This rank's part of it."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {
-        key: distribute_tensor(value, mesh, [PLACEMENTS.get(key, Shard(0))])
-        if isinstance(value, torch.Tensor)
-        else value
-        for key, value in whole(step).items()
-    }
+    return shards.distributed(step) | {"step": step}
 
 
 def save_both(rank: int, directory: str, layout: dict[str, Any]) -> None:
@@ -193,12 +171,11 @@ def save_async(rank: int, directory: str, kind: str) -> None:
         options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
     state = distributed(3)
     writer = FileSystemWriter(directory)
-    future = dcp.async_save(state, storage_writer=writer, **options)
-    future = getattr(future, "upload_completion", future)
+    answer = dcp.async_save(state, storage_writer=writer, **options)
+    del state["step"]
     for value in state.values():
-        if isinstance(value, DTensor):
-            value.to_local().zero_()  # the copy has been taken
-    future.result()
+        value.to_local().zero_()  # the copy has been taken
+    done(answer)
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])

@@ -10,46 +10,39 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import numpy
 import pytest
 
 import tensorferry
+from tensorferry.safetensors.numpy import save_file
+from tests.cli.running import ended, run
 from tests.support import required, warm
 
 if TYPE_CHECKING:
     import pathlib
 
-numpy = pytest.importorskip("numpy")
 required.module("typer")
 required.module("rich")
 
 COMMANDS = ("report", "bench", "tune", "ls", "verify", "convert")
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [warm.python(), "-m", "tensorferry", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"COLUMNS": "120"} | environment,
-    )
+@functools.cache
+def help_of(*command: str, width: int = 120) -> str:
+    return run(*command, "--help", COLUMNS=str(width)).stdout
 
 
 def test_help_lists_the_commands_without_control_codes() -> None:
-    done = run("--help")
-    assert done.returncode == 0
     for command in COMMANDS:
-        assert f" {command} " in done.stdout
-    assert "\x1b" not in done.stdout
+        assert f" {command} " in help_of()
+    assert "\x1b" not in help_of()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str) -> None:
-    done = run(command, "-h")
-    assert done.returncode == 0
-    assert "Usage:" in done.stdout
-    assert len(done.stdout) > 300
+    shown = run(command, "-h").stdout
+    assert "Usage:" in shown
+    assert len(shown) > 300
 
 
 def test_it_tells_its_version() -> None:
@@ -60,8 +53,7 @@ def test_it_tells_its_version() -> None:
     "arguments", [("fly",), ("report", "--wings"), ("bench", "--wings"), ("tune", "--wings")]
 )
 def test_what_it_does_not_know_is_a_bad_argument(arguments: tuple[str, ...]) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
+    done = run(*arguments, expect=2)
     assert arguments[-1] in done.stderr
     assert done.stdout == ""
 
@@ -96,8 +88,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("arguments", PROBLEMS.values(), ids=PROBLEMS)
 def test_all_problems_are_told_in_one_style(arguments: tuple[str, ...]) -> None:
     """A line for each: the command, the argument as the help names it, and what is wrong; no box, no traceback."""
-    done = run(*arguments)
-    assert done.returncode == 2
+    done = run(*arguments, expect=2)
     assert done.stdout == ""
     command = "tensorferry" if arguments[0] == "fly" else f"tensorferry {arguments[0]}"
     lines = done.stderr.splitlines()
@@ -108,11 +99,6 @@ def test_all_problems_are_told_in_one_style(arguments: tuple[str, ...]) -> None:
         for name in told[1].split(", "):
             named = name in arguments or re.search(rf"^ +{name}\b", help_of(arguments[0]), re.M)
             assert named, line
-
-
-@functools.cache
-def help_of(command: str) -> str:
-    return run(command, "--help").stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -132,8 +118,7 @@ def test_help_names_arguments_and_values_in_capitals_or_lists_them(command: str)
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_fits_the_terminal_and_wraps_only_there(command: str, width: int) -> None:
-    done = run(*[command][: bool(command)], "--help", COLUMNS=str(width))
-    lines = done.stdout.splitlines()
+    lines = help_of(*command.split(), width=width).splitlines()
     assert max(map(len, lines)) <= min(width, 100)
     assert not any(line.endswith("...") or "…" in line for line in lines[1:]), "nothing is cut off"
     # A paragraph's lines are full: what begins the next one would not have fitted.
@@ -146,17 +131,10 @@ def test_help_fits_the_terminal_and_wraps_only_there(command: str, width: int) -
 def test_output_that_cannot_be_written_is_told(
     arguments: tuple[str, ...], tmp_path: pathlib.Path
 ) -> None:
-    pytest.importorskip("torch")
-    from tensorferry.safetensors.numpy import save_file
-
     save_file({"x": numpy.zeros(3)}, tmp_path / "x.safetensors")
-    command = [warm.python(), "-m", "tensorferry", *arguments]
-    command = [str(tmp_path) if each == "." else each for each in command]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
-    assert done.returncode == 1
-    assert done.stderr.endswith(": its output cannot be written: No space left on device\n")
-    assert len(done.stderr.splitlines()) == 1
+    command = ["sh", "-c", 'exec "$@" > /dev/full', "sh", warm.python(), "-m", "tensorferry"]
+    (complaint,) = ended(*command, *arguments, cwd=tmp_path, expect=1).stderr.splitlines()
+    assert complaint.endswith(": its output cannot be written: No space left on device")
 
 
 @pytest.mark.parametrize("arguments", [("ls", "."), ("--version",), ("fly",)])
@@ -164,19 +142,9 @@ def test_output_that_cannot_be_written_is_told(
 def test_a_command_whose_streams_are_closed_ends_as_any_other(
     arguments: tuple[str, ...], closed: str, tmp_path: pathlib.Path
 ) -> None:
-    from tensorferry.safetensors.numpy import save_file
-
     save_file({"x": numpy.zeros(3)}, tmp_path / "x.safetensors")
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "tensorferry"]
-    done = subprocess.run(
-        [*command, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-    )
-    assert "Traceback" not in done.stderr
-    assert done.returncode == (2 if arguments == ("fly",) else 0), done.stderr
+    ended(*command, *arguments, cwd=tmp_path, expect=2 if arguments == ("fly",) else 0)
 
 
 def test_who_has_seen_enough_of_its_output_ends_it_quietly() -> None:
@@ -211,8 +179,7 @@ except SystemExit:
 heavy = ("torch", "numpy", "multiprocessing", "tensorferry.tuning", "rich.progress", "asyncio")
 print([name for name in sys.modules if name.startswith(heavy)], file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stderr == "[]\n"
+    assert ended(sys.executable, "-c", program).stderr == "[]\n"
 
 
 def test_a_signal_that_was_ignored_from_the_start_stays_ignored() -> None:
@@ -225,17 +192,16 @@ with leaving_well("this"):
     os.kill(os.getpid(), signal.SIGHUP)
     print("goes on")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "goes on\n")
+    assert ended(sys.executable, "-c", program).stdout == "goes on\n"
 
 
 def test_options_may_be_written_with_underscores() -> None:
     hyphens, underscores = (
-        run("bench", option, "x", "--folder", "/nonexistent")
+        run("bench", option, "x", "--folder", "/nonexistent", expect=2).stderr
         for option in ("--block-size", "--block_size")
     )
-    assert "No such option" not in underscores.stderr
-    assert (underscores.returncode, underscores.stderr) == (hyphens.returncode, hyphens.stderr)
+    assert "No such option" not in underscores
+    assert underscores == hyphens
 
 
 @pytest.mark.parametrize(
@@ -262,19 +228,16 @@ class NotInstalled:
 sys.meta_path.insert(0, NotInstalled())
 main()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f"needs {missing}" in done.stderr
-    assert f"pip install {package}\n" in done.stderr
-    assert "Traceback" not in done.stderr
+    complaint = ended(sys.executable, "-c", program, expect=1).stderr
+    assert f"needs {missing}" in complaint
+    assert f"pip install {package}\n" in complaint
 
 
 def test_the_package_does_not_import_its_command_line() -> None:
-    program = (
-        "import sys, tensorferry; "
-        "heavy = [name for name in sys.modules if name.startswith(('tensorferry.cli', 'tensorferry.tuning'))]; "
-        "assert not heavy, heavy"
-    )
+    program = """
+import sys, tensorferry
+heavy = [name for name in sys.modules if name.startswith(("tensorferry.cli", "tensorferry.tuning"))]
+assert not heavy, heavy
+"""
     # A profile on this machine would be reason enough to look at it.
-    environment = os.environ | {"TENSORFERRY_PROFILES": "0"}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+    ended(sys.executable, "-c", program, TENSORFERRY_PROFILES="0")

@@ -8,23 +8,21 @@ import io
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tensorferry import profiles
 from tensorferry.settings import Settings
 from tensorferry.tuning import gpus, storing
-from tests.support import required, warm
+from tests.cli.running import bench, run_fresh
+from tests.support import required
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 required.module("typer")
 
-BENCH = [sys.executable, "-m", "tensorferry", "bench"]
-ROOT = Path(__file__).parents[2]
 SIZE = 3 << 20
 
 needs_torch = pytest.mark.skipif(
@@ -32,27 +30,12 @@ needs_torch = pytest.mark.skipif(
 )
 
 
-def run(
-    *arguments: object, expect: int = 0, fresh: bool = False, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run the command, and fail unless it exits as expected."""
-    command = BENCH if fresh else [warm.python(), *BENCH[1:]]
-    done = subprocess.run(
-        [*command, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == expect, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done
+SMALL = ("--io-size", SIZE, "--loops=2", "--json")
 
 
-def measure(directory: Path, *arguments: object, **options: Any) -> dict[str, Any]:
+def measure(directory: Path, *arguments: object, **environment: str) -> dict[str, Any]:
     """Run it small, in a folder that must be empty afterwards, and return its JSON."""
-    done = run(directory, "--io-size", SIZE, "--loops=2", "--json", *arguments, **options)
+    done = bench(directory, *SMALL, *arguments, **environment)
     assert list(directory.iterdir()) == []
     content: dict[str, Any] = json.loads(done.stdout)
     return content
@@ -76,7 +59,7 @@ def test_bench_writes_and_reads_and_leaves_nothing(directory: Path) -> None:
 
 
 def test_table_has_a_row_for_each_process_and_one_for_all(directory: Path) -> None:
-    done = run(directory, "--io-size=1M", "--loops=1", "--write", "--multi-process=2")
+    done = bench(directory, "--io-size=1M", "--loops=1", "--write", "--multi-process=2")
     rows = [line.split()[:3] for line in done.stdout.splitlines() if "write aio_handle " in line]
     assert [row[2] for row in rows[:2]] == ["0", "1"]
     assert float(rows[2][2]) > 0
@@ -88,13 +71,13 @@ def test_table_has_a_row_for_each_process_and_one_for_all(directory: Path) -> No
 
 
 def test_csv_has_a_line_for_each_process_and_one_for_all(directory: Path) -> None:
-    done = run(directory, "--io-size=1M", "--loops=1", "--multi-process=2", "--read", "--csv")
+    done = bench(directory, "--io-size=1M", "--loops=1", "--multi-process=2", "--read", "--csv")
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert [row["process"] for row in rows] == ["0", "1", "all"]
     assert [int(row["nbytes"]) for row in rows] == [1 << 20, 1 << 20, 2 << 20]
     assert all(float(row["gb_per_second_median"]) > 0 for row in rows)
     assert float(rows[2]["latency_p50_microseconds"]) > 0
-    assert "choose one" in run(directory, "--csv", "--json", expect=2).stderr
+    assert "choose one" in bench(directory, "--csv", "--json", expect=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -116,7 +99,7 @@ def test_every_engine_moves_what_it_should(
 def test_legacy_torch_save_is_measured_too(directory: Path) -> None:
     options = ("--engine=torch_io", "--torch-legacy-save", "--write", "--validate")
     assert found(measure(directory, *options)) == [("write", "torch_io")]
-    run(directory, "--io-size", SIZE, "--loops=1", "--keep-files", *options)
+    bench(directory, "--io-size", SIZE, "--loops=1", "--keep-files", *options)
     for file in directory.iterdir():
         assert file.read_bytes()[:2] != b"PK"
         file.unlink()
@@ -158,7 +141,7 @@ def test_processes_work_in_the_folders_they_are_mapped_to(directory: Path) -> No
     for folder in folders:
         folder.mkdir()
     mappings = [f"--folder_to_device_mapping={folder}:{n}" for n, folder in enumerate(folders)]
-    done = run(*mappings, "--io_size=1M", "--loops=1", "--json")
+    done = bench(*mappings, "--io_size=1M", "--loops=1", "--json")
     for result in json.loads(done.stdout)["results"]:
         assert [p["folder"] for p in result["processes"]] == [str(folder) for folder in folders]
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
@@ -180,7 +163,7 @@ def test_warm_up_counts_only_on_request(directory: Path) -> None:
 
 def test_kept_files_have_ds_io_names_and_are_read_again(directory: Path) -> None:
     options = [directory, "--io-size", SIZE, "--keep-files", "--loops=1"]
-    run(*options, "--different-file-each-iteration")
+    bench(*options, "--different-file-each-iteration")
     names = {
         f"_aio_{operation}_{SIZE}.pt.0_{loop}" for operation in ("read", "write") for loop in (0, 1)
     }
@@ -188,18 +171,17 @@ def test_kept_files_have_ds_io_names_and_are_read_again(directory: Path) -> None
     read = directory / f"_aio_read_{SIZE}.pt.0_0"
     read.write_bytes(b"x" * SIZE)
     before = read.stat().st_mtime_ns
-    run(*options, "--read", "--validate")
+    bench(*options, "--read", "--validate")
     assert read.stat().st_mtime_ns == before
 
 
 def test_compare_takes_turns_with_python_and_fio(directory: Path) -> None:
+    required.command("fio")
     content = measure(directory, "--compare", "--block-size=256K", "--queue-depth=4", "--validate")
-    fio = [("write", "fio")] if shutil.which("fio") else []
-    assert found(content)[: 2 + len(fio)] == [("write", "aio_handle"), ("write", "python"), *fio]
-    if fio:
-        settings = content["results"][2]["settings"]
-        assert (settings["block_size"], settings["queue_depth"]) == (256 << 10, 4)
-        assert content["results"][2]["all"]["nbytes"] == 2 * SIZE
+    assert found(content)[:3] == [("write", way) for way in ("aio_handle", "python", "fio")]
+    settings = content["results"][2]["settings"]
+    assert (settings["block_size"], settings["queue_depth"]) == (256 << 10, 4)
+    assert content["results"][2]["all"]["nbytes"] == 2 * SIZE
 
 
 @needs_torch
@@ -234,19 +216,9 @@ def test_handles_are_measured_without_torch_and_numpy(
         (modules / f"{name}.py").write_text(f"raise RuntimeError('{name} was imported')")
     path = os.pathsep.join([str(modules), os.environ.get("PYTHONPATH", "")])
     for engine in ("aio_handle", "files"):
-        content = measure(directory, "--engine", engine, "--compare", fresh=True, PYTHONPATH=path)
+        arguments = ("bench", directory, *SMALL, "--engine", engine, "--compare")
+        content = json.loads(run_fresh(*arguments, PYTHONPATH=path).stdout)
         assert {("write", engine), ("read", engine)} <= set(found(content))
-
-
-def test_help_names_every_option_of_ds_io() -> None:
-    spec = importlib.util.find_spec("deepspeed")
-    if spec is None or spec.origin is None:
-        pytest.skip("DeepSpeed is not installed")
-    source = (Path(spec.origin).parent / "nvme" / "ds_aio_args.py").read_text()
-    options = re.findall(r"add_argument\(\s*'--(\w+)'", source)
-    assert len(options) > 20
-    shown = run("--help", COLUMNS="200").stdout
-    assert [o for o in options if f"--{o.replace('_', '-')}" not in shown] == []
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -15,18 +14,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.test_bench import BENCH, ROOT, SIZE, run
-from tests.support import mounts, required
-from tests.support.faultfs import Fault, FaultFS, why_unavailable
+from tests.cli.running import BENCH, bench, ended
+from tests.support import mounts, processes, required
+from tests.support.child import ROOT
+from tests.support.faultfs import Fault
+from tests.support.leaks import settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-START_TIMEOUT_S = 120.0
+    from tests.support.faultfs import FaultFS
+
+SIZE = 3 << 20
+INTERRUPTED = "tensorferry bench: interrupted; its files and processes are gone"
 
 
 def test_all_problems_are_listed_at_once(directory: Path) -> None:
-    done = run(
+    done = bench(
         "--folder=/nonexistent/folder",
         "--io-size=12Q",
         "--queue-depth=0",
@@ -79,14 +83,14 @@ def test_all_problems_are_listed_at_once(directory: Path) -> None:
     ],
 )
 def test_an_unusable_argument_is_named(arguments: list[str], problem: str) -> None:
-    assert problem in run(*arguments, expect=2).stderr
+    assert problem in bench(*arguments, expect=2).stderr
 
 
 def test_gpu_is_refused_with_the_reason_where_there_is_none(directory: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = run(directory, "--gpu", "--use-gds", expect=2)
+    done = bench(directory, "--gpu", "--use-gds", expect=2)
     assert "--gpu: torch finds no CUDA device" in done.stderr
     assert "--use-gds: GPUDirect Storage cannot be had: " in done.stderr
     assert list(directory.iterdir()) == []
@@ -95,19 +99,12 @@ def test_gpu_is_refused_with_the_reason_where_there_is_none(directory: Path) -> 
 def test_a_refused_engine_is_named_with_the_remedy(directory: Path) -> None:
     required.module("pyseccomp")
     prefix = [sys.executable, "-m", "tests.support.seccomp", "--block", "io_uring", "--"]
-    done = subprocess.run(
-        [*prefix, *BENCH, str(directory), "--io-engine=io_uring"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 2
+    done = ended(*prefix, *BENCH, directory, "--io-engine=io_uring", expect=2)
     assert "io_uring cannot be had here" in done.stderr
 
 
 def test_options_without_effect_are_noted(directory: Path) -> None:
-    done = run(
+    done = bench(
         f"--folder-to-device-mapping={directory}:0",
         "--io-size=64K",
         "--loops=1",
@@ -121,13 +118,13 @@ def test_options_without_effect_are_noted(directory: Path) -> None:
 
 def test_more_than_fits_is_refused_before_the_first_byte(tmp_path: Path) -> None:
     with mounts.tmpfs(tmp_path / "small", 8 << 20) as directory:
-        done = run(directory, "--io-size=16M", expect=1)
+        done = bench(directory, "--io-size=16M", expect=1)
         assert "only 0.01 GiB are free" in done.stderr
         assert list(directory.iterdir()) == []
 
 
 def test_more_memory_than_there_is_is_refused(directory: Path) -> None:
-    done = run(directory, "--io-size=64T", expect=1)
+    done = bench(directory, "--io-size=64T", expect=1)
     assert "of memory" in done.stderr or "are free" in done.stderr
 
 
@@ -136,55 +133,39 @@ def test_a_full_disk_is_told_and_nothing_is_left(operation: str, tmp_path: Path)
     # Two inodes are for the file system's and the scratch folder: there is no third for a file.
     mount = mounts.mounted(tmp_path / "full", "-t", "tmpfs", "-o", "nr_inodes=2", "tmpfs")
     with mount as directory:
-        done = run(directory, f"--io-size={SIZE}", operation, expect=1)
+        done = bench(directory, f"--io-size={SIZE}", operation, expect=1)
         assert "No space left on device" in done.stderr
         assert list(directory.iterdir()) == []
 
 
-@pytest.fixture
-def file_system(tmp_path: Path) -> Iterator[FaultFS]:
-    """A file system that fails on demand."""
-    if reason := why_unavailable():
-        pytest.skip(reason)
-    with FaultFS(tmp_path) as mounted:
-        yield mounted
-
-
-def test_a_disk_that_fills_while_it_runs_is_told_and_nothing_is_left(file_system: FaultFS) -> None:
-    file_system.order(Fault("write", error=errno.ENOSPC, skip=4))
-    done = run(file_system.path, "--io-size=8M", "--write", "--multi-process=2", expect=1)
+def test_a_disk_that_fills_while_it_runs_is_told_and_nothing_is_left(faultfs: FaultFS) -> None:
+    faultfs.order(Fault("write", error=errno.ENOSPC, skip=4))
+    done = bench(faultfs.path, "--io-size=8M", "--write", "--multi-process=2", expect=1)
     assert "No space left on device" in done.stderr
-    assert list(file_system.path.iterdir()) == []
+    assert list(faultfs.path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     with mounts.read_only(tmp_path / "source", tmp_path / "read-only") as read_only:
         for options in ([], ["--keep-files"]):
-            done = run(read_only, f"--io-size={SIZE}", *options, expect=1)
+            done = bench(read_only, f"--io-size={SIZE}", *options, expect=1)
             assert "Read-only file system" in done.stderr
 
 
-def test_an_error_of_the_drive_is_told_with_its_place(file_system: FaultFS) -> None:
-    file_system.order(Fault("read", error=errno.EIO, start=2 << 20))
-    done = run(file_system.path, "--io-size=4M", "--read", expect=1)
+def test_an_error_of_the_drive_is_told_with_its_place(faultfs: FaultFS) -> None:
+    faultfs.order(Fault("read", error=errno.EIO, start=2 << 20))
+    done = bench(faultfs.path, "--io-size=4M", "--read", expect=1)
     assert "Input/output error" in done.stderr
     assert f"_aio_read_{4 << 20}.pt.0_0" in done.stderr
-    assert list(file_system.path.iterdir()) == []
+    assert list(faultfs.path.iterdir()) == []
 
 
 @contextlib.contextmanager
-def started(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a bench that would never end, and wait until its processes transfer."""
+def started(directory: Path, *arguments: str, files: int = 2) -> Iterator[subprocess.Popen[str]]:
+    """Start a bench that would never end, and wait until it has so many files: with two its processes transfer."""
     process = subprocess.Popen(
-        [
-            *BENCH,
-            str(directory),
-            "--io-size=4M",
-            "--loops=1000000",
-            "--multi-process=2",
-            *arguments,
-        ],
+        [*BENCH, directory, "--io-size=4M", "--loops=1000000", "--multi-process=2", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -192,7 +173,7 @@ def started(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]
         start_new_session=True,
     )
     try:
-        wait_until(lambda: len(files_below(directory)) >= 2, "it made its files")
+        assert settled(lambda: any(directory.iterdir()) and files_below(directory) >= files)
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -200,37 +181,28 @@ def started(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]
         process.communicate()
 
 
-def files_below(directory: Path) -> list[Path]:
+def files_below(directory: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
-        return [path for path in directory.rglob("*") if path.is_file()]
-    return []
+        return sum(path.is_file() for path in directory.rglob("*"))
+    return 0
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {START_TIMEOUT_S} s: {what}"
-        time.sleep(0.02)
-
-
-def session_members(session: int) -> list[int]:
-    """Return the processes of a session."""
-    members = []
-    for entry in pathlib.Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == session and fields[0] != "Z":
-                    members.append(int(entry.name))
-    return members
+def assert_ends(process: subprocess.Popen[str], directory: Path, code: int, said: str) -> None:
+    """Check how a bench ends, and that it leaves no files and no processes."""
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == code, errors
+    assert said in errors
+    assert len(errors.splitlines()) == 1
+    assert list(directory.iterdir()) == []
+    assert settled(lambda: not processes.of_session(process.pid))
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
     """Return the processes that transfer; Python's resource tracker is none of them."""
     return [
         member
-        for member in session_members(process.pid)
-        if b"spawn_main" in pathlib.Path(f"/proc/{member}/cmdline").read_bytes()
+        for member in processes.of_session(process.pid)
+        if b"spawn_main" in Path(f"/proc/{member}/cmdline").read_bytes()
     ]
 
 
@@ -242,32 +214,16 @@ def test_an_interrupted_bench_leaves_no_files_and_no_processes(
 ) -> None:
     with started(directory, *keep) as process:
         (os.killpg if whole_group else os.kill)(process.pid, number)
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 130
-        assert errors.strip() == "tensorferry bench: interrupted; its files and processes are gone"
-        assert list(directory.iterdir()) == []
-        wait_until(lambda: not session_members(process.pid), "all processes are gone")
+        assert_ends(process, directory, 130, INTERRUPTED)
 
 
 @pytest.mark.parametrize("delay_s", [0, 0.05, 0.1, 0.2, 0.3, 0.4])
 def test_an_interrupt_while_processes_start_leaves_nothing(delay_s: float, directory: Path) -> None:
-    process = subprocess.Popen(
-        [*BENCH, str(directory), "--io-size=4M", "--loops=1000000", "--multi-process=2"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    wait_until(lambda: list(directory.iterdir()), "it made its scratch folder")
-    time.sleep(delay_s)
-    os.killpg(process.pid, signal.SIGINT)
-    os.killpg(process.pid, signal.SIGTERM)  # impatience changes nothing
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 130, errors
-    assert errors.strip() == "tensorferry bench: interrupted; its files and processes are gone"
-    assert list(directory.iterdir()) == []
-    wait_until(lambda: not session_members(process.pid), "all processes are gone")
+    with started(directory, files=0) as process:
+        time.sleep(delay_s)
+        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGTERM)  # impatience changes nothing
+        assert_ends(process, directory, 130, INTERRUPTED)
 
 
 # Impatience as the interpreter ends: when it calls atexit's functions, and when it clears what modules hold.
@@ -287,24 +243,19 @@ with leaving_well("this"):
 
 
 def test_an_interrupted_command_that_ends_is_not_stopped_by_a_second_signal() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPATIENT], capture_output=True, text=True)
+    done = ended(sys.executable, "-c", IMPATIENT, expect=130)
     assert done.stderr == "this: interrupted; its files and processes are gone\n"
-    assert done.returncode == 130
 
 
 def test_a_killed_process_is_told_and_the_others_are_ended(directory: Path) -> None:
     with started(directory) as process:
         os.kill(workers_of(process)[1], signal.SIGKILL)
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 1
-        assert "was killed by SIGKILL" in errors
-        assert list(directory.iterdir()) == []
-        wait_until(lambda: not session_members(process.pid), "all processes are gone")
+        assert_ends(process, directory, 1, "was killed by SIGKILL")
 
 
 def test_processes_whose_bench_was_killed_clean_up_and_leave(directory: Path) -> None:
     with started(directory) as process:
         process.kill()
         process.wait()
-        wait_until(lambda: not session_members(process.pid), "all processes are gone")
+        assert settled(lambda: not processes.of_session(process.pid))
         assert list(directory.iterdir()) == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tensorferry.tuning.offload import parse_count, predict
+from tests.cli.running import bench
 from tests.support import required
 
 if TYPE_CHECKING:
@@ -20,23 +19,11 @@ if TYPE_CHECKING:
 required.module("typer")
 
 
-def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tensorferry", "bench", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == expect, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done
-
-
 def test_a_step_is_predicted_of_what_was_measured_and_nothing_is_left(
     directory: Path,
 ) -> None:
     arguments = (directory, "--offload=7B", "--io-size=3M", "--loops=2")
-    content = json.loads(run(*arguments, "--json").stdout)
+    content = json.loads(bench(*arguments, "--json").stdout)
     assert list(directory.iterdir()) == []
     assert content["parameters"] == 7_000_000_000
     measured = content["measured"]
@@ -47,17 +34,17 @@ def test_a_step_is_predicted_of_what_was_measured_and_nothing_is_left(
     assert first["io_seconds"] == pytest.approx(112e9 / measured["nbytes_per_second"])
     assert last["moved_nbytes"] == last["io_seconds"] == 0
     assert last["limit"] == "arithmetic"
-    printed = run(*arguments).stdout
+    printed = bench(*arguments).stdout
     assert "fp32: 56 GB" in printed
     assert "bf16, fp32 masters: 84 GB" in printed
 
 
 def test_all_that_is_wrong_is_told_before_anything_is_measured(tmp_path: Path) -> None:
     arguments = ("--offload=many", "--io-size=3", "--loops=0", "--json")
-    done = run(tmp_path / "missing", *arguments, expect=2)
+    done = bench(tmp_path / "missing", *arguments, expect=2)
     for problem in ("'many'", "--io-size", "--loops", "FOLDER: "):
         assert problem in done.stderr
-    assert "--offload: needs one folder" in run("--offload=7B", expect=2).stderr
+    assert "--offload: needs one folder" in bench("--offload=7B", expect=2).stderr
 
 
 def test_numbers_of_parameters_are_read_as_people_write_them() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cli.running import bench, ended
 from tests.support import mounts, warm
+
+if TYPE_CHECKING:
+    import subprocess
 
 SIZE = 2 << 20
 
@@ -27,15 +31,8 @@ COMMAND_LINES = [
 
 
 def run(command_line: str, *folders: Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [warm.python(), "-m", "tensorferry.cli.ds_io", *command_line.format(*folders).split()],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == expect, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done
+    arguments = command_line.format(*folders).split()
+    return ended(warm.python(), "-m", "tensorferry.cli.ds_io", *arguments, expect=expect)
 
 
 def speed(output: str, metric: str) -> float:
@@ -119,20 +116,16 @@ def test_it_needs_neither_typer_nor_rich(directory: Path) -> None:
     )
     path = directory / "script.py"
     path.write_text(script)
-    done = subprocess.run(
-        [sys.executable, str(path), "--folder", str(directory), "--io_size", "64K"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    ended(sys.executable, path, "--folder", directory, "--io_size", "64K")
 
 
+@pytest.mark.usefixtures("newest")
 def test_help_names_every_option_of_ds_io() -> None:
-    spec = importlib.util.find_spec("deepspeed")
-    if spec is None or spec.origin is None:
-        pytest.skip("DeepSpeed is not installed")
-    source = (Path(spec.origin).parent / "nvme" / "ds_aio_args.py").read_text()
-    options = re.findall(r"add_argument\(\s*'--(\w+)'", source)
+    origin = importlib.util.find_spec("deepspeed").origin  # type: ignore[union-attr]
+    source = (Path(origin).parent / "nvme" / "ds_aio_args.py").read_text()  # type: ignore[arg-type]
+    options = re.findall(r"add_argument\(\s*'(--\w+)'", source)
+    assert len(options) > 20
     shown = run("--help").stdout
-    assert [option for option in options if f"--{option}" not in shown] == []
+    assert [option for option in options if option not in shown] == []
+    shown = bench("--help", COLUMNS="200").stdout
+    assert [option for option in options if option.replace("_", "-") not in shown] == []

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from typing import TYPE_CHECKING
 
+import numpy
 import pytest
 
+from tensorferry.safetensors.numpy import save_file
+from tests.cli.running import run
 from tests.support import commands, libraries, required, warm
 
 if TYPE_CHECKING:
     import pathlib
 
-numpy = pytest.importorskip("numpy")
 pytest.importorskip("torch")  # which reads checkpoints
 required.module("typer")
 required.module("rich")
@@ -44,28 +45,28 @@ COMMANDS = {
 
 @pytest.fixture
 def place(directory: pathlib.Path) -> pathlib.Path:
-    from tensorferry.safetensors.numpy import save_file
-
     names = ("model.layers.0.attention.key", "model.layers.11.perceptron.down", "x")
     save_file({name: numpy.zeros((3, 1000)) for name in names}, directory / "model.safetensors")
     return directory
 
 
 @pytest.fixture
-def environment(tmp_path: pathlib.Path) -> dict[str, str]:
+def environment(
+    tmp_path: pathlib.Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> dict[str, str]:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     (tmp_path / "profiles").write_text(json.dumps({"version": 1, "profiles": [PROFILE]}))
     ours = {"TENSORFERRY_PROFILES": str(tmp_path / "profiles"), "TERM": "xterm", "NO_COLOR": "1"}
-    without_colours = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
-    return without_colours | ours
+    if "convert" not in request.node.name:  # a report waits for torch, in a process of its own
+        ours |= libraries.broken(tmp_path_factory.mktemp("libraries"))
+    return ours
 
 
 def piped(arguments: tuple[str, ...], place: pathlib.Path, environment: dict[str, str]) -> str:
-    command = [warm.python(), "-m", "tensorferry", *arguments]
-    done = subprocess.run(
-        command, env=environment, cwd=place, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run(*arguments, cwd=place, **environment).stdout
 
 
 def shown(
@@ -73,7 +74,8 @@ def shown(
 ) -> list[str]:
     """Return the lines that a terminal gets, without its control codes."""
     command = [warm.python(), "-m", "tensorferry", *arguments]
-    output = commands.on_terminal(command, env=environment | {"COLUMNS": str(width)}, cwd=place)
+    env = os.environ | environment | {"COLUMNS": str(width)}
+    output = commands.on_terminal(command, env=env, cwd=place)
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode()))
 
 
@@ -86,14 +88,8 @@ def words(text: str) -> set[str]:
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_terminal_shows_whole_words_within_its_width(
-    command: str,
-    width: int,
-    place: pathlib.Path,
-    environment: dict[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
+    command: str, width: int, place: pathlib.Path, environment: dict[str, str]
 ) -> None:
-    if command == "report":  # which waits for torch, in a process of its own
-        environment |= libraries.broken(tmp_path_factory.mktemp("libraries"))
     before = words(piped(COMMANDS[command], place, environment))
     lines = shown(COMMANDS[command], place, environment, width)
     after = words(piped(COMMANDS[command], place, environment))
@@ -108,17 +104,10 @@ def test_a_terminal_shows_whole_words_within_its_width(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_lines_in_a_pipe_are_as_long_as_they_are_and_end_with_their_text(
-    command: str,
-    place: pathlib.Path,
-    environment: dict[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
+    command: str, place: pathlib.Path, environment: dict[str, str]
 ) -> None:
-    if command == "report":
-        environment |= libraries.broken(tmp_path_factory.mktemp("libraries"))
     name = "layer." * 40
     if command.startswith("ls"):
-        from tensorferry.safetensors.numpy import save_file
-
         save_file({name: numpy.zeros(3)}, place / "model.safetensors")
     output = piped(COMMANDS[command], place, environment)
     lines = output.splitlines()
@@ -149,10 +138,10 @@ def test_what_tune_finds_fits_the_terminal(
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_advice_goes_on_below_its_text(
-    width: int, place: pathlib.Path, environment: dict[str, str], tmp_path: pathlib.Path
+    width: int, tmpfs_directory: pathlib.Path, environment: dict[str, str]
 ) -> None:
-    environment |= libraries.broken(tmp_path)
-    lines = shown(COMMANDS["report"], place, environment, width)
+    lines = shown(COMMANDS["report"], tmpfs_directory, environment, width)
     first = next(n for n, line in enumerate(lines) if line.startswith("Advice"))
     advice = [line for line in lines[first + 1 :] if line.strip()]
-    assert all(re.match(r" {2}\d\. | {5}(meaning|remedy) | {14}\S|  None", line) for line in advice)
+    assert any(line.startswith(" " * 14) for line in advice)
+    assert all(re.match(r" {2}\d\. | {5}(meaning|remedy) | {14}\S", line) for line in advice)

@@ -6,7 +6,6 @@ DeepSpeed changes the process that imports it, so only child processes do.
 from __future__ import annotations
 
 import os
-import shutil
 
 import pytest
 
@@ -17,15 +16,12 @@ OLD = ROOT / "build" / "deepspeed-0.18.2"
 
 Environment = dict[str, str]
 
-# The start of a command that may lock no memory, not even as root.
-LOCK_NOTHING = [
-    *(["setpriv", "--bounding-set=-ipc_lock"] if os.geteuid() == 0 else []),
-    *["prlimit", "--memlock=0:0"],
-]
 
-
-def can_forbid_locking() -> bool:
-    return all(shutil.which(command) for command in LOCK_NOTHING if not command.startswith("--"))
+@pytest.fixture
+def lock_nothing() -> list[str]:
+    """The start of a command that may lock no memory, not even as root."""
+    root = [required.command("setpriv"), "--bounding-set=-ipc_lock"] if os.geteuid() == 0 else []
+    return [*root, required.command("prlimit"), "--memlock=0:0"]
 
 
 @pytest.fixture(params=["newest", "0.18.2"])

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 import tensorferry
 from tensorferry import libraries
 from tensorferry.deepspeed import ops
-from tests.deepspeed.conftest import LOCK_NOTHING, can_forbid_locking
 from tests.support.child import call
 from tests.support.pretended import CudaArray, pretend_driver, pretend_no_driver
 
@@ -19,6 +17,8 @@ if TYPE_CHECKING:
     import pathlib
 
     from tests.support.data import RandomBytes
+
+torch = pytest.importorskip("torch")
 
 EXAMPLE = torch.empty(0, dtype=torch.uint8)
 
@@ -61,9 +61,8 @@ def unlockable() -> list[bool]:
     return [*known, handle.is_pinned(tensor)]
 
 
-@pytest.mark.skipif(not can_forbid_locking(), reason="setpriv and prlimit are not installed")
-def test_where_nothing_can_be_locked_deepspeeds_checks_still_hold() -> None:
-    ended = call(f"{__name__}:unlockable", prefix=LOCK_NOTHING)
+def test_where_nothing_can_be_locked_deepspeeds_checks_still_hold(lock_nothing: list[str]) -> None:
+    ended = call(f"{__name__}:unlockable", prefix=lock_nothing)
     assert ended.result == [False, True, True, False]
     assert "RLIMIT_MEMLOCK" in ended.output
 

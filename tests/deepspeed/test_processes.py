@@ -35,16 +35,14 @@ def python(
     )
 
 
-def test_without_the_variable_interpreters_start_as_ever(newest: Environment) -> None:
+def test_without_the_variable_interpreters_start_as_ever() -> None:
     for value in ("0", ""):
         started = python("-c", STARTED, environment={"TENSORFERRY_DEEPSPEED": value}, fresh=True)
         assert "_tensorferry_startup" not in started.stdout
         assert started.stderr == ""
 
 
-def test_the_variable_imports_nothing_of_tensorferry_before_deepspeed_is(
-    newest: Environment,
-) -> None:
+def test_the_variable_imports_nothing_of_tensorferry_before_deepspeed_is() -> None:
     started = python("-c", STARTED, environment={"TENSORFERRY_DEEPSPEED": "1"}, fresh=True)
     assert "'_tensorferry_startup'" in started.stdout
     assert "'tensorferry'" not in started.stdout

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.deepspeed.conftest import LOCK_NOTHING, can_forbid_locking
 from tests.support import child
 from tests.support.warm import call
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from tests.deepspeed.conftest import Environment
 
 PROGRAMS = "tests.deepspeed.programs"
+SWAPPED = {"found": [True, True], "grads": [True, True], "pinned": True}
 
 
 @pytest.fixture
@@ -46,15 +46,14 @@ def test_torch_save_through_the_fast_file_writer(
 
 def test_swap_buffers_go_out_and_come_back(served: Environment, directory: pathlib.Path) -> None:
     found = call(f"{PROGRAMS}:swap_buffers", environment=served, directory=directory).result
-    assert found == {"found": [True, True], "grads": [True, True], "pinned": True}
+    assert found == SWAPPED
 
 
-@pytest.mark.skipif(not can_forbid_locking(), reason="setpriv and prlimit are not installed")
 def test_swap_buffers_work_where_no_memory_can_be_locked(
-    served: Environment, directory: pathlib.Path
+    served: Environment, directory: pathlib.Path, lock_nothing: list[str]
 ) -> None:
     ended = child.call(
-        f"{PROGRAMS}:swap_buffers", prefix=LOCK_NOTHING, environment=served, directory=directory
+        f"{PROGRAMS}:swap_buffers", prefix=lock_nothing, environment=served, directory=directory
     )
-    assert ended.result == {"found": [True, True], "grads": [True, True], "pinned": True}
+    assert ended.result == SWAPPED
     assert "RLIMIT_MEMLOCK" in ended.output

@@ -9,7 +9,6 @@ import pytest
 
 from tensorferry.safetensors.loading import Load, Source, begin_bytes
 from tensorferry.safetensors.opened import begin_slice
-from tests.safetensors.files import make_cold, make_warm, written
 
 if TYPE_CHECKING:
     import pathlib
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from tests.support.gpus import Gpu
 
 pytest.importorskip("torch")
+
+from tests.safetensors.files import make_cold, make_warm, written
 
 
 class Memory:

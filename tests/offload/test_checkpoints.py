@@ -16,68 +16,27 @@ import torch
 
 import tensorferry
 from tensorferry import offload
-from tensorferry.offload import plan
 from tensorferry.offload.probe import same
+from tests.offload.numbered import (
+    ALL,
+    OTHER,
+    SOME,
+    assert_same,
+    in_memory,
+    offloaded,
+    parameters,
+    params_of,
+    step,
+)
+from tests.offload.twins import assert_equal, copies
 from tests.support import warm
 from tests.support.child import ROOT
+from tests.support.faultfs import Fault
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.support.faultfs import FaultFS
-
-SHAPES = [(300, 200), (17,), (64, 64), (5000,), ()]
-SOME, OTHER, ALL = 300 << 10, 500 << 10, 64 << 20
-
-
-@pytest.fixture(autouse=True)
-def small_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have several slots, and parameters that are cut, with little memory."""
-    monkeypatch.setattr(plan, "_MIN_SLOT_NBYTES", 64 << 10)
-    monkeypatch.setattr(plan, "_MIN_PIECE_NBYTES", 32 << 10)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-    make = torch.Generator().manual_seed(1)
-    return [torch.nn.Parameter(torch.randn(shape, generator=make).to(dtype)) for shape in SHAPES]
-
-
-def step(optimizer: torch.optim.Optimizer, number: int, *, without: int | None = None) -> None:
-    """Step with the gradients that belong to a number."""
-    make = torch.Generator().manual_seed(100 + number)
-    for group in optimizer.param_groups:
-        for index, param in enumerate(group["params"]):
-            grad = torch.randn(param.shape, generator=make).to(param.dtype)
-            param.grad = None if index == without else grad
-    optimizer.step()
-
-
-def in_memory(steps: int, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(parameters(dtype))
-    for number in range(steps):
-        step(optimizer, number)
-    return optimizer
-
-
-def offloaded(
-    params: list[torch.nn.Parameter], directory: Path, budget: int = SOME, **more: Any
-) -> offload.OffloadedOptimizer:
-    inner = torch.optim.AdamW(params, lr=more.pop("lr", 1e-3))
-    return offload.offload_optimizer(inner, directory, memory_budget=budget, **more)
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param.detach() for group in optimizer.param_groups for param in group["params"]]
-
-
-def assert_same(left: torch.optim.Optimizer, right: torch.optim.Optimizer) -> None:
-    assert all(map(same, params_of(left), params_of(right)))
-    assert same(left.state_dict(), right.state_dict())
 
 
 @pytest.mark.parametrize("budget", [SOME, OTHER, ALL])
@@ -91,7 +50,7 @@ def test_what_is_restored_goes_on_as_if_nothing_had_been(directory: Path, budget
         step(with_us, number)  # changes nothing of what was kept
     with_us.close()
 
-    fresh = [torch.nn.Parameter(param.clone()) for param in params_of(expected)]
+    fresh = copies(params_of(expected))
     again = offloaded(fresh, directory / "state", budget, lr=0.5)
     assert again.restore(directory / "kept") == again.steps == 4
     assert_same(again, expected)
@@ -113,11 +72,13 @@ def test_the_names_of_new_directories_are_durable_too(directory: Path, faultfs: 
 
 @pytest.mark.parametrize("budget", [SOME, ALL])
 def test_masters_are_kept_and_restored(directory: Path, budget: int) -> None:
-    first = offloaded(parameters(torch.bfloat16), directory, budget, master_dtype=torch.float32)
+    first = offloaded(
+        parameters(dtype=torch.bfloat16), directory, budget, master_dtype=torch.float32
+    )
     for number in range(3):
         step(first, number)
     first.checkpoint(directory / "kept")
-    fresh = [torch.nn.Parameter(param.clone()) for param in params_of(first)]
+    fresh = copies(params_of(first))
     again = offloaded(fresh, directory, SOME, master_dtype=torch.float32)
     again.restore(directory / "kept")
     for number in range(3, 6):
@@ -130,7 +91,7 @@ def test_masters_are_kept_and_restored(directory: Path, budget: int) -> None:
 
 def test_a_parameter_without_a_step_has_no_state_when_restored(directory: Path) -> None:
     first = offloaded(parameters(), directory)
-    step(first, 0, without=3)
+    step(first, 0, without=[3])
     first.checkpoint(directory / "kept")
     again = offloaded(parameters(), directory)
     again.restore(directory / "kept")
@@ -247,17 +208,17 @@ def test_a_committed_step_is_all_of_it_and_must_not_be_lost_by_accident(director
 
 def test_masters_and_parameters_are_those_of_the_committed_step(directory: Path) -> None:
     first = offloaded(
-        parameters(torch.bfloat16), directory, commit="step", master_dtype=torch.float32
+        parameters(dtype=torch.bfloat16), directory, commit="step", master_dtype=torch.float32
     )
     for number in range(3):
         step(first, number)
-    expected = [param.clone() for param in params_of(first)]
+    expected = copies(params_of(first))
     first.close()
     again = offloaded(
-        parameters(torch.bfloat16), directory, commit="step", master_dtype=torch.float32
+        parameters(dtype=torch.bfloat16), directory, commit="step", master_dtype=torch.float32
     )
     assert again.resume() == 3
-    assert all(map(same, params_of(again), expected))
+    assert_equal(params_of(again), expected)
     again.close()
 
 
@@ -270,8 +231,6 @@ def test_a_second_process_is_refused_by_name(directory: Path) -> None:
 
 
 def test_a_step_that_cannot_be_committed_says_so_and_is_committed_later(faultfs: FaultFS) -> None:
-    from tests.support.faultfs import Fault
-
     optimizer = offloaded(parameters(), faultfs.path / "state", commit="step")
     step(optimizer, 0)
     faultfs.order(Fault("write", error=5, name="tensorferry-store.json"), Fault("write", error=5))
@@ -296,7 +255,7 @@ TRAINING = """
 import sys
 import torch
 from tensorferry.offload import plan
-from tests.offload.test_checkpoints import SOME, offloaded, parameters, step
+from tests.offload.numbered import SOME, offloaded, parameters, step
 plan._MIN_SLOT_NBYTES, plan._MIN_PIECE_NBYTES = 64 << 10, 32 << 10
 torch.set_num_threads(1)
 optimizer = offloaded(parameters(), sys.argv[1], SOME, commit="step")

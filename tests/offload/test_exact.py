@@ -8,6 +8,7 @@ import torch
 from tests.offload.twins import (
     MATRICES,
     SHAPES,
+    SMALL,
     Gradients,
     assert_equal,
     assert_same_state,
@@ -16,7 +17,7 @@ from tests.offload.twins import (
     train,
 )
 
-SMALL, LARGE = 192 << 10, 16 << 20
+LARGE = 16 << 20
 LOOPS = [{}, {"foreach": True}, {"foreach": False}]
 FUSED = {"fused": True}
 OPTIMIZERS = [

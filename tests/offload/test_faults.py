@@ -12,12 +12,14 @@ import torch
 
 from tensorferry import StorageError
 from tensorferry.offload import OffloadError, offload_optimizer
-from tests.offload.test_optimizer import SMALL, adamw
 from tests.offload.twins import (
+    SMALL,
     Gradients,
+    adamw,
     assert_equal,
     assert_same_state,
     copies,
+    pair,
     parameters,
     train,
 )
@@ -26,8 +28,7 @@ from tests.support.faultfs import Fault
 
 @pytest.fixture
 def both(faultfs, offloaded):
-    wanted, params = parameters(), parameters()
-    memory, drive = adamw(wanted), offloaded(adamw(params), SMALL, path=faultfs.path)
+    wanted, params, memory, drive = pair(offloaded, path=faultfs.path)
     gradients = Gradients(wanted, params)
     train(gradients, memory, drive, steps=2)
     drive.drain()
@@ -83,8 +84,7 @@ def test_a_write_that_fails(both, faultfs):
 
 
 def test_a_write_that_fails_once_the_step_is_done(faultfs, offloaded):
-    wanted, params = parameters(), parameters()
-    memory, drive = adamw(wanted), offloaded(adamw(params), 2 * SMALL, path=faultfs.path)
+    wanted, params, memory, drive = pair(offloaded, budget=2 * SMALL, path=faultfs.path)
     gradients = Gradients(wanted, params)
     train(gradients, memory, drive, steps=2)
     gradients.give()
@@ -222,9 +222,7 @@ def test_a_step_whose_commit_could_not_be_synced_is_committed_by_the_next_call(
     faultfs, offloaded, retried
 ):
     """Also where a parameter has no gradients any more: its state lies in the file that failed."""
-    wanted, params = parameters(), parameters()
-    memory = adamw(wanted)
-    drive = offloaded(adamw(params), SMALL, path=faultfs.path, commit="fsync")
+    wanted, params, memory, drive = pair(offloaded, path=faultfs.path, commit="fsync")
     gradients = Gradients(wanted, params, missing=lambda step, index: step and index < 4)
     train(gradients, memory, drive, steps=1)
     gradients.give()

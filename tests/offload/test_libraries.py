@@ -7,10 +7,11 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from tensorferry.offload import NotSeparableError, offload_optimizer  # noqa: E402
+from tensorferry.offload import NotSeparableError, offload_optimizer
+from tests.offload.twins import ByNorm
+from tests.support import required
 
 if TYPE_CHECKING:
     import pathlib
@@ -58,21 +59,6 @@ def assert_exact(
 def assert_same(left: Any, right: Any) -> None:
     for one, other in zip(left.parameters(), right.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-class ByNorm(torch.optim.Optimizer):
-    """A step that depends on a whole parameter, as LAMB's and LARS's do."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in (param for param in group["params"] if param.grad is not None):
-                state = self.state[param]
-                state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.1)
-                trust = param.norm() / state["mean"].norm()
-                param.data.add_(state["mean"] * trust, alpha=-group["lr"])
 
 
 def test_rate_of_zero_hides_nothing(directory: pathlib.Path) -> None:
@@ -293,11 +279,10 @@ def test_schedules_go_on(name: str, directory: pathlib.Path) -> None:
 
 
 def test_library_optimizers_are_exact(directory: pathlib.Path) -> None:
-    lion = pytest.importorskip("lion_pytorch")
-    assert_exact(lion.Lion, directory)
+    assert_exact(required.module("lion_pytorch").Lion, directory)
 
 
 @pytest.mark.parametrize("name", ["StableAdamW", "AdamP", "Amos"])
 def test_pytorch_optimizers_are_exact(name: str, directory: pathlib.Path) -> None:
-    optimizers = pytest.importorskip("pytorch_optimizer")
+    optimizers = required.module("pytorch_optimizer")
     assert_exact(getattr(optimizers, name), directory, budget=13 << 20)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from tensorferry.offload import offload_optimizer  # noqa: E402
+from tensorferry.offload import offload_optimizer
 
 if TYPE_CHECKING:
     from pathlib import Path

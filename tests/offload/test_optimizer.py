@@ -7,25 +7,16 @@ import torch
 
 from tensorferry.offload import MemoryBudgetError
 from tests.offload.twins import (
-    SHAPES,
+    SMALL,
     Gradients,
+    adamw,
     assert_equal,
     assert_same_state,
     copies,
+    pair,
     parameters,
     train,
 )
-
-SMALL = 192 << 10
-
-
-def adamw(params, **options):
-    return torch.optim.AdamW(params, **{"fused": True} | options)
-
-
-def pair(offloaded, make=adamw, shapes=SHAPES, budget=SMALL, **options):
-    wanted, params = parameters(shapes), parameters(shapes)
-    return wanted, params, make(wanted), offloaded(make(params), budget, **options)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 import torch
 
-from tests.checkpoint.ranks import call_on_ranks
+from tests.support.ranks import call_on_ranks
 
 pytest.importorskip("torch.distributed.fsdp", reason="torch without FSDP2")
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tensorferry.offload import MemoryBudgetError, NotSeparableError, offload_optimizer
-from tests.offload.test_optimizer import SMALL, adamw
-from tests.offload.twins import Gradients, assert_equal, copies, parameters, train
+from tests.offload.twins import SMALL, Gradients, adamw, assert_equal, copies, parameters, train
 from tests.support.forks import passes_in_child
 
 

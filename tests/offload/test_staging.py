@@ -10,21 +10,18 @@ import torch
 from tensorferry import offload
 from tensorferry.offload import optimizer as optimizers
 from tensorferry.offload.probe import same
-from tests.offload.test_checkpoints import (
+from tests.offload.numbered import (
     ALL,
     SOME,
     assert_same,
     in_memory,
     offloaded,
     parameters,
-    small_slots,
     step,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-__all__ = ["small_slots"]
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +50,10 @@ def test_steps_on_a_device_are_those_in_memory(
     with_us, expected = offloaded(parameters(), directory, budget), in_memory(0)
     for number in range(5):
         for each in (with_us, expected):
-            step(each, number, without=number % 3)
+            step(each, number, without=[number % 3])
     assert_same(with_us, expected)
     assert sum(staged) >= 3 * with_us.stats()["state_nbytes"]
-    again = offloaded([torch.nn.Parameter(p.detach().clone()) for p in parameters()], directory)
+    again = offloaded(parameters(), directory)
     again.load_state_dict(expected.state_dict())
     assert same(again.state_dict(), expected.state_dict())
     again.close()
@@ -65,9 +62,11 @@ def test_steps_on_a_device_are_those_in_memory(
 
 def test_masters_are_stepped_on_the_device(directory: Path) -> None:
     with_us = offloaded(
-        parameters(torch.bfloat16), directory, commit="step", master_dtype=torch.float32
+        parameters(dtype=torch.bfloat16), directory, commit="step", master_dtype=torch.float32
     )
-    masters = [torch.nn.Parameter(param.detach().float()) for param in parameters(torch.bfloat16)]
+    masters = [
+        torch.nn.Parameter(param.detach().float()) for param in parameters(dtype=torch.bfloat16)
+    ]
     expected = torch.optim.AdamW(masters)
     for number in range(3):
         step(with_us, number)

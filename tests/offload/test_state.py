@@ -5,12 +5,14 @@ import io
 import pytest
 import torch
 
-from tests.offload.test_optimizer import SMALL, adamw, pair
 from tests.offload.twins import (
+    SMALL,
     Gradients,
+    adamw,
     assert_equal,
     assert_same_state,
     copies,
+    pair,
     parameters,
     train,
 )

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tensorferry.offload.threads import StepThreads
-from tests.offload.test_libraries import ByNorm
-from tests.offload.test_optimizer import SMALL
-from tests.offload.twins import SHAPES, Gradients, assert_equal, parameters, train
+from tests.offload.twins import SHAPES, SMALL, ByNorm, Gradients, assert_equal, parameters, train
 from tests.support.faultfs import Fault
+from tests.support.leaks import settled
 
 THREADS = 2
 
@@ -34,6 +33,13 @@ def slow(faultfs):
     faultfs.order(Fault("read", delay_s=0.05), Fault("write", delay_s=0.05))
 
 
+@pytest.fixture
+def _waiting(monkeypatch):
+    """Steps that seem to wait for nothing but the drive, however busy the machine is."""
+    note = StepThreads.note
+    monkeypatch.setattr(StepThreads, "note", lambda threads, *_: note(threads, 1.0, 1.0))
+
+
 def test_one_thread_steps_where_the_drive_is_waited_for(faultfs, offloaded):
     wanted, params, seen = parameters(), parameters(), []
     memory = torch.optim.AdamW(wanted)
@@ -41,10 +47,13 @@ def test_one_thread_steps_where_the_drive_is_waited_for(faultfs, offloaded):
     assert drive.stats()["buckets"] > 4
     gradients = Gradients(wanted, params)
     slow(faultfs)
-    train(gradients, memory, drive, steps=3)
-    seen.clear()
-    train(gradients, memory, drive, steps=1)
-    assert set(seen) == {1}
+
+    def one_thread():
+        seen.clear()
+        train(gradients, memory, drive, steps=1)
+        return set(seen) == {1}
+
+    assert settled(one_thread)
     assert torch.get_num_threads() == THREADS
     assert_equal(wanted, params)
 
@@ -58,19 +67,19 @@ def test_all_threads_step_what_is_in_memory(faultfs, offloaded):
     assert set(seen) == {THREADS}
 
 
-def test_parameters_that_cannot_be_cut_are_stepped_by_all_threads(faultfs, offloaded):
+@pytest.mark.usefixtures("_waiting")
+def test_parameters_that_cannot_be_cut_are_stepped_by_all_threads(offloaded):
     """A sum over them is another one with other threads."""
     wanted, params, seen = parameters(3 * SHAPES), parameters(3 * SHAPES), []
-    memory = ByNorm(wanted)
-    drive = offloaded(recording(ByNorm, seen)(params), SMALL, path=faultfs.path)
-    slow(faultfs)
+    memory, drive = ByNorm(wanted), offloaded(recording(ByNorm, seen)(params), SMALL)
     train(Gradients(wanted, params), memory, drive, steps=4)
-    assert drive.stats()["drive_share"] > 0.3
+    assert drive.stats()["read_nbytes"] > 0
     assert set(seen) == {THREADS}
     assert_equal(wanted, params)
 
 
-def test_the_number_is_as_before_after_a_step_that_raises(faultfs, offloaded):
+@pytest.mark.usefixtures("_waiting")
+def test_the_number_is_as_before_after_a_step_that_raises(offloaded):
     class Failing(torch.optim.AdamW):
         fails = False
 
@@ -79,17 +88,14 @@ def test_the_number_is_as_before_after_a_step_that_raises(faultfs, offloaded):
                 raise ZeroDivisionError
             return super().step(closure)
 
-    params = parameters()
-    inner = Failing(params)
-    drive = offloaded(inner, SMALL, path=faultfs.path)
-    slow(faultfs)
-    for _ in range(4):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        drive.step()
+    params, seen = parameters(), []
+    inner = recording(Failing, seen)(params)
+    drive = offloaded(inner, SMALL)
+    train(Gradients(params), drive, steps=2)
     inner.fails = True
     with pytest.raises(ZeroDivisionError):
         drive.step()
+    assert seen[-1] == 1
     assert torch.get_num_threads() == THREADS
 
 

@@ -11,24 +11,23 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
 
-from tensorferry.safetensors import SafetensorError
-from tests.support import interrupts, leaks
-from tests.support.forks import passes_in_child
-
-torch = pytest.importorskip("torch")
-save_file = pytest.importorskip("safetensors.torch").save_file
-
-from torch import nn  # noqa: E402
-
-from tensorferry.offload import (  # noqa: E402
+from tensorferry.offload import (
     MemoryBudgetError,
     WeightsMap,
     scan,
     stream_weights,
     streaming,
 )
-from tensorferry.offload.arena import Arena, rounded  # noqa: E402
+from tensorferry.offload.arena import Arena, rounded
+from tensorferry.safetensors import SafetensorError
+from tests.safetensors.files import bytes_of, written
+from tests.support import interrupts, leaks, required
+from tests.support.forks import passes_in_child
+from tests.support.threads import in_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -255,17 +254,17 @@ def test_smallest_budget_is_enough_for_any_order(stored: tuple[Model, Path]) -> 
             assert torch.equal(model(tokens(), skip), whole(tokens(), skip))
 
 
-def test_dtypes_are_those_of_the_files_and_unaligned_ones_are_read(directory: Path) -> None:
-    import json
-    import struct
+def stored_at(at: int, modulo: int, directory: Path, dtype: str, weight: torch.Tensor) -> Path:
+    """Write a file in which the weight begins at such an offset."""
+    entry = {"weight": (dtype, list(weight.shape), bytes_of(weight))}
+    path = written(directory / "x.safetensors", entry)
+    begin = path.stat().st_size - weight.nbytes
+    return written(path, entry, pad=(at - begin) % modulo)
 
+
+def test_dtypes_are_those_of_the_files_and_unaligned_ones_are_read(directory: Path) -> None:
     weight = torch.randn(300, 500).to(torch.bfloat16)
-    head = {"weight": {"dtype": "BF16", "shape": [300, 500], "data_offsets": [0, weight.nbytes]}}
-    text = json.dumps(head).encode()
-    text += b" " * (1 - len(text) % 2)  # the tensor begins at an odd offset
-    raw = weight.view(torch.uint8).numpy().tobytes()
-    path = directory / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text + raw)
+    path = stored_at(1, 2, directory, "BF16", weight)
     with torch.device("meta"):
         model = nn.Linear(500, 300, bias=False).requires_grad_(False)
     x = torch.randn(4, 500).to(torch.bfloat16)
@@ -275,17 +274,9 @@ def test_dtypes_are_those_of_the_files_and_unaligned_ones_are_read(directory: Pa
 
 @pytest.mark.parametrize("shift", [0, 4, 8, 24, 32, 56])
 def test_weights_begin_where_torchs_do_and_give_the_same_bits(directory: Path, shift: int) -> None:
-    import json
-    import struct
-
     torch.manual_seed(2)
     whole = nn.Linear(512, 777, bias=False).requires_grad_(False)
-    raw = whole.weight.numpy().tobytes()
-    head = {"weight": {"dtype": "F32", "shape": [777, 512], "data_offsets": [0, len(raw)]}}
-    text = json.dumps(head).encode()
-    text += b" " * ((shift - 8 - len(text)) % 64)
-    path = directory / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text + raw)
+    path = stored_at(shift, 64, directory, "F32", whole.weight)
 
     class Told(nn.Linear):
         def forward(self, x: Any) -> Any:
@@ -360,19 +351,14 @@ def test_an_absent_weight_tells_its_shape_and_no_more(stored: tuple[Model, Path]
 def test_several_threads_take_turns(stored: tuple[Model, Path]) -> None:
     whole, directory = stored
     model = empty()
-    found: dict[int, Any] = {}
+    wanted = [whole(tokens(seed)) for seed in range(4)]
+
+    def work(seed: int) -> None:
+        for _ in range(3):
+            assert torch.equal(model(tokens(seed)), wanted[seed])
+
     with stream_weights(model, directory, memory_budget="9MiB"):
-
-        def work(seed: int) -> None:
-            found[seed] = [model(tokens(seed)) for _ in range(3)]
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for seed in range(4):
-        assert all(torch.equal(one, whole(tokens(seed))) for one in found[seed])
+        in_threads(4, work)
 
 
 def test_a_part_is_refused_while_another_thread_runs_the_model(stored: tuple[Model, Path]) -> None:
@@ -590,14 +576,9 @@ def test_weights_map_is_a_mapping(stored: tuple[Model, Path]) -> None:
 
 
 def test_weights_map_serves_accelerate(stored: tuple[Model, Path]) -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
+    hooks = required.module("accelerate.hooks")
     whole, directory = stored
     model = empty()
-    weights = {
-        **dict(WeightsMap(directory)),
-        "head.weight": WeightsMap(directory)["embedding.weight"],
-    }
-    assert weights
     served = _Aliased(WeightsMap(directory))
     hooks.attach_align_device_hook(
         model,

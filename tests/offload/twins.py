@@ -5,13 +5,39 @@ import torch
 from tensorferry.offload.probe import same
 
 # As many elements in all as make several slots, and none too large for one where parameters must stay whole.
+SMALL = 192 << 10  # a budget of several slots, for less than half of their state
 SHAPES = [(60, 100), (17,), (64, 64), (), (8000,), (80, 100), (20, 400), (40, 200), (8000,)]
 MATRICES = [(60, 100), (64, 64), (80, 100), (20, 400), (40, 200), (100, 80), (400, 20)]
 
 
-def parameters(shapes=SHAPES, dtype=torch.float32):
+def adamw(params, **options):
+    return torch.optim.AdamW(params, **{"fused": True} | options)
+
+
+class ByNorm(torch.optim.Optimizer):
+    """A step that depends on a whole parameter, as LAMB's and LARS's do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                trust = param.norm() / state["mean"].norm()
+                param.data.add_(state["mean"] * trust, alpha=-group["lr"])
+
+
+def pair(offloaded, make=adamw, shapes=SHAPES, budget=SMALL, **options):
+    """Return the parameters of two optimizers, and these: in memory and offloaded."""
+    wanted, params = parameters(shapes), parameters(shapes)
+    return wanted, params, make(wanted), offloaded(make(params), budget, **options)
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32, seed=1):
     """Return parameters that are the same at each call."""
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(seed)
     return [torch.nn.Parameter(torch.randn(shape, generator=random).to(dtype)) for shape in shapes]
 
 

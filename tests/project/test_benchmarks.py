@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,18 +97,16 @@ def test_scenario_measures_every_contender(scenario: str, tmp_path: Path) -> Non
     assert {row["label"]: row["failure"] for row in rows if row["failure"]} == {}
     assert all(len(row["samples"]) >= 2 for row in rows)
     assert content["figures"]
-    if scenario == "large" and shutil.which("fio") is not None:
+    if scenario == "large" and required.command("fio"):
         assert any(row["kind"] == "fio" and row["median"] for row in rows)
 
 
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="a loop device needs root")
-@pytest.mark.skipif(shutil.which("losetup") is None, reason="losetup is not installed")
 def test_loop_devices_are_detached_again(tmp_path: Path) -> None:
     for scenario in sorted(ON_LOOP_DEVICES):  # in turn: each must leave nothing
         content = run(scenario, tmp_path, "--rounds=1")
         if notes := [note for note in content["scenarios"][scenario]["notes"] if "needs" in note]:
-            pytest.skip(notes[0])
+            required.missing("mounts", notes[0])
         assert {row["failure"] for row in rows_of(content, scenario)} == {None}
         assert all(figure["measured"] is not None for figure in content["figures"])
         assert "tensorferry-bench" not in Path("/proc/self/mounts").read_text()

@@ -67,7 +67,7 @@ def test_gpu_examples_are_python(code: str) -> None:
 
 def run_example(code: str, directory: pathlib.Path) -> None:
     if name := snippets.missing(code):
-        pytest.skip(f"{name} is not installed")
+        required.missing(name, f"{name} is not installed")  # DeepSpeed may be required
     run = snippets.run(code, directory, warm.python("torch"))
     assert run.returncode == 0, run.stdout
 

@@ -6,11 +6,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.project import interrupted
 from tests.support import required
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
@@ -42,21 +42,8 @@ def test_demo_moves_tensors_every_way_and_cleans_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_demo_removes_its_files(tmp_path: Path, number: signal.Signals) -> None:
     arguments = [f"--directory={tmp_path}", "--nbytes=200000000", "--small-count=1000"]
-    demo = subprocess.Popen(
-        [sys.executable, DEMO, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        deadline = time.monotonic() + 300
-        while not any(tmp_path.glob("*/*")):
-            assert demo.poll() is None, demo.stdout.read() if demo.stdout else ""
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        demo.send_signal(number)
-        output, _ = demo.communicate(timeout=300)
-    finally:
-        demo.kill()
-        demo.wait()
-    assert demo.returncode == 130, output
+    command = [sys.executable, DEMO, *arguments]
+    assert interrupted.returncode(command, tmp_path, number) == 130
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import pytest
 
 import tensorferry
 from tensorferry.tuning.gpus import why_no_gds
+from tests.project import interrupted
 from tests.support import deepspeed_gcc, mounts, warm
 
 if TYPE_CHECKING:
@@ -246,21 +246,6 @@ def test_full_disk_is_told_in_one_line_and_leaves_nothing(way: str, directory: P
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_program_removes_its_files(number: signal.Signals, directory: Path) -> None:
     arguments = ["--nvme_folder", directory, "--mb_size=64", "--loop=1000000"]
-    program = subprocess.Popen(
-        command("aio_store_cpu_tensor.py", *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        deadline = time.monotonic() + 300
-        while not any(directory.glob("*/*")):
-            assert program.poll() is None, program.stdout.read() if program.stdout else ""
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        program.send_signal(number)
-        output, _ = program.communicate(timeout=300)
-    finally:
-        program.kill()
-        program.wait()
-    assert program.returncode == INTERRUPTED, output
+    program = command("aio_store_cpu_tensor.py", *arguments)
+    assert interrupted.returncode(program, directory, number) == INTERRUPTED
     assert list(directory.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What tests of safetensors share: files of them, cold, warm or in between, and how much is read."""
+"""What tests of safetensors share: files and models, cold, warm or in between, and how much is read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import safetensors.torch
 import torch
 
 import tensorferry
+from tensorferry.safetensors import index
+from tensorferry.safetensors.sharded import INDEX_NAME, SINGLE_NAME
+from tests.support import leaks
 
 if TYPE_CHECKING:
     import pathlib
@@ -34,6 +37,31 @@ def saved(path: pathlib.Path, tensors: Mapping[str, torch.Tensor], **options: An
     return path
 
 
+class Tied(torch.nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self, *, strided: bool = False) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        if strided:
+            self.third = torch.nn.Parameter(torch.randn(3, 4).t())
+
+
+def loaded(directory: pathlib.Path) -> dict[str, torch.Tensor]:
+    """Load a model as transformers does: one file if there is one of that name, else by the index."""
+    if (directory / SINGLE_NAME).exists():
+        return safetensors.torch.load_file(directory / SINGLE_NAME)
+    weights, _ = index.read(directory / INDEX_NAME)
+    found: dict[str, torch.Tensor] = {}
+    for name in sorted(set(weights.values())):
+        tensors = safetensors.torch.load_file(directory / name)
+        found |= {key: value for key, value in tensors.items() if weights[key] == name}
+    assert found.keys() == weights.keys()
+    return found
+
+
 def make_cold(path: pathlib.Path, begin: int = 0, nbytes: int = 0) -> None:
     """Have the page cache forget a range of a file; by default all of it."""
     with open(path, "rb") as file:
@@ -54,6 +82,12 @@ def cached_nbytes(path: pathlib.Path) -> int:
         found = file._open_file().residency(0, file.size)
     assert found is not None
     return found[0] * os.sysconf("SC_PAGESIZE")
+
+
+def descriptors_of(path: pathlib.Path) -> int:
+    """Return how many descriptors lead to a file, or into a directory, when what is over has been let go."""
+    leaks.Holdings.now()
+    return sum(target.startswith(str(path)) for target in leaks.descriptors())
 
 
 class Read:

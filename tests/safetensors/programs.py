@@ -1,10 +1,11 @@
-"""What tests of saving run in processes of their own."""
+"""What tests of saving run in processes of their own, some of them until these are killed."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,8 +15,18 @@ import numpy as np
 
 from tensorferry.safetensors.saving import save_file
 from tensorferry.safetensors.sharded import save_sharded
+from tests.support.child import ROOT
 
+KILLS = int(os.environ.get("TENSORFERRY_SAVE_KILLS", "5"))
 LIMITS = ("1MB", "1MB", "2MB", "1GB")
+
+
+def killed(function: str, path: os.PathLike[str], seed: int) -> None:
+    """Run one of these functions in a process that it has killed."""
+    code = f"from tests.safetensors import programs; programs.{function}({str(path)!r}, {seed})"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
 
 
 def save_until_killed(path: str, seed: int) -> None:

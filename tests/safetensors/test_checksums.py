@@ -49,9 +49,7 @@ def kept(path: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("chunk_nbytes", [4096, 5000, 256 << 10, 4 << 20])
-def test_checksums_are_those_of_the_files_chunks(
-    model: pathlib.Path, chunk_nbytes: int, own_engine: str
-) -> None:
+def test_checksums_are_those_of_the_files_chunks(model: pathlib.Path, chunk_nbytes: int) -> None:
     assert checksums.write(model, chunk_nbytes=chunk_nbytes) == [str(kept(model))]
     found = checksums.read(model)
     data = model.read_bytes()

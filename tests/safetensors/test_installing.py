@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.safetensors.files import saved
+from tests.support import required
 from tests.support.child import call
 
 if TYPE_CHECKING:
@@ -65,13 +65,8 @@ def test_other_frameworks_stay_with_safetensors(directory: pathlib.Path) -> None
     assert call(f"{PROGRAMS}:other_frameworks", path=path).result == "builtins"
 
 
-def missing(library: str) -> pytest.MarkDecorator:
-    absent = importlib.util.find_spec(library) is None
-    return pytest.mark.skipif(absent, reason=f"{library} is not installed")
-
-
-@missing("transformers")
 def test_transformers(directory: pathlib.Path) -> None:
+    required.module("transformers")
     result = call(f"{PROGRAMS}:transformers_model", folder=directory / "model").result
     assert result["same"]
     assert result["tokens"] == 5
@@ -80,11 +75,11 @@ def test_transformers(directory: pathlib.Path) -> None:
     assert result["slices"] > 10
 
 
-@missing("accelerate")
 def test_accelerate(directory: pathlib.Path) -> None:
+    required.module("accelerate")
     assert call(f"{PROGRAMS}:accelerate_model", folder=directory / "model").result
 
 
-@missing("diffusers")
 def test_diffusers(directory: pathlib.Path) -> None:
+    required.module("diffusers")
     assert call(f"{PROGRAMS}:diffusers_model", folder=directory / "model").result

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,12 +20,13 @@ import torch
 
 import safetensors
 import tensorferry
-from tensorferry import StorageError, _core
+from tensorferry import StorageError
 from tensorferry.safetensors import SafetensorError, SliceError, ahead, opened, safe_open
 from tensorferry.safetensors.dtypes import DTYPES
 from tests.safetensors.files import (
     assert_same,
     counting,
+    descriptors_of,
     make_cold,
     make_warm,
     saved,
@@ -35,6 +36,10 @@ from tests.safetensors.files import (
 from tests.support import interrupts
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.forks import passes_in_child
+from tests.support.leaks import settled
+
+if TYPE_CHECKING:
+    from tests.support.data import RandomBytes
 
 MIB = 1 << 20
 MODES = ["cold", "warm"]
@@ -114,11 +119,11 @@ def test_tensors_one_by_one_and_all(
 @pytest.mark.parametrize("pad", [0, 1, 5])
 @pytest.mark.parametrize("state", MODES)
 def test_every_dtype_wherever_it_lies(
-    directory: pathlib.Path, name: str, pad: int, state: str
+    directory: pathlib.Path, random_bytes: RandomBytes, name: str, pad: int, state: str
 ) -> None:
     """The format lets tensors begin anywhere; where torch wants them aligned, they are."""
     dtype = DTYPES[name]
-    content = os.urandom(96) if name != "BOOL" else bytes([1, 0, 1] * 32)
+    content = random_bytes(96).tobytes() if name != "BOOL" else bytes([1, 0, 1] * 32)
     shape = [4, 96 * 8 // dtype.bits // 4]
     path = written(directory / "odd", {"x": ("U8", [3], b"abc"), "y": (name, shape, content)}, pad)
     (make_warm if state == "warm" else make_cold)(path)
@@ -200,8 +205,6 @@ def test_after_its_end_it_is_closed_and_slices_go_on(
 @pytest.mark.parametrize("state", MODES)
 def test_no_descriptor_is_left_behind(path: pathlib.Path, state: str) -> None:
     (make_warm if state == "warm" else make_cold)(path)
-    gc.collect()
-    before = _core.open_descriptors()
     for _ in range(3):
         with safe_open(path, "pt") as file:
             file.get_tensors()
@@ -212,8 +215,7 @@ def test_no_descriptor_is_left_behind(path: pathlib.Path, state: str) -> None:
         loader.take("layers.5.weight")
         loader.close()
     del dropped, loader, file
-    gc.collect()
-    assert _core.open_descriptors() == before
+    assert settled(lambda: descriptors_of(path) == 0)
     assert kept.numel() > part.numel() > 0
 
 
@@ -363,16 +365,12 @@ def test_what_is_read_ahead_is_bounded_and_goes_with_the_handle(directory: pathl
             file.get_tensor(names[at])
             assert read_calls(file) * (8 << 20) <= 64 << 20
         assert read_calls(file) == 8
-    descriptors = _core.open_descriptors()
+    descriptors = descriptors_of(path)
     files.pop().__exit__(None, None, None)
-    assert _core.open_descriptors() == descriptors - 1
+    assert descriptors_of(path) == descriptors // 2
     files.clear()
     del file
-    deadline = time.monotonic() + 300
-    while _core.open_descriptors() > descriptors - 2:  # what the drive has begun is waited for
-        assert time.monotonic() < deadline
-        with safe_open(path, "pt"):  # who calls drops what is over
-            time.sleep(0.01)
+    assert settled(lambda: descriptors_of(path) == 0)  # what the drive has begun is waited for
 
 
 def test_a_tensor_that_is_larger_than_the_bound_is_not_read_ahead(

@@ -6,22 +6,23 @@ import gc
 import itertools
 import json
 import os
+import random
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import tensorferry
+from tensorferry.safetensors import checksums, plans
+from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.plans import load_files, tensor_parallel_plan
 from tests.safetensors.files import written
 from tests.support import child, interrupts, leaks
-
-torch = pytest.importorskip("torch")
-save_file = pytest.importorskip("safetensors.torch").save_file
-
-import tensorferry  # noqa: E402
-from tensorferry.safetensors import checksums, plans  # noqa: E402
-from tensorferry.safetensors.errors import SafetensorError  # noqa: E402
-from tensorferry.safetensors.plans import load_files, tensor_parallel_plan  # noqa: E402
+from tests.support.forks import passes_in_child
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,8 +104,6 @@ def test_slices_are_those_of_torch(directory: Path, index: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_slices_are_those_of_torch(directory: Path, seed: int) -> None:
-    import random
-
     rng = random.Random(seed)
     shape = tuple(rng.choice([1, 2, 3, 8, 33, 700]) for _ in range(rng.randint(1, 4)))
     while torch.Size(shape).numel() > 4_000_000:
@@ -130,7 +129,6 @@ def test_random_slices_are_those_of_torch(directory: Path, seed: int) -> None:
 
 
 def test_numpy_arrays(directory: Path) -> None:
-    np = pytest.importorskip("numpy")
     paths, wanted = make(directory)
     plan = {
         "wide": (slice(None), slice(5, 9)),
@@ -139,7 +137,9 @@ def test_numpy_arrays(directory: Path) -> None:
         "empty": None,
     }
     plan["bytes"] = (..., slice(None, None, 2))
-    for name, array in load_files(paths, plan, framework="np"):
+    found = dict(load_files(paths, plan, framework="np"))
+    assert found.keys() == plan.keys()
+    for name, array in found.items():
         index = plan[name]
         right = wanted[name] if index is None else wanted[name][index]
         assert array.dtype == right.numpy().dtype
@@ -202,7 +202,9 @@ def test_verified_tensors_are_right_and_damaged_ones_are_not_given(directory: Pa
     with pytest.raises(FileNotFoundError):
         load_files(paths, verify=True)
     checksums.write(paths)
-    for name, tensor in load_files(paths, memory_budget="14MiB", verify=True):
+    found = dict(load_files(paths, memory_budget="14MiB", verify=True))
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
         assert_same(tensor, wanted[name])
     plan = {
         "wide": (slice(None), slice(7, 300)),
@@ -210,22 +212,25 @@ def test_verified_tensors_are_right_and_damaged_ones_are_not_given(directory: Pa
         "a007": None,
         "long": slice(0, 9),
     }
-    for name, tensor in load_files(paths, plan, verify=True):
+    found = dict(load_files(paths, plan, verify=True))
+    assert found.keys() == plan.keys()
+    for name, tensor in found.items():
         assert_same(tensor, wanted[name] if plan[name] is None else wanted[name][plan[name]])
     content = bytearray(paths[1].read_bytes())
     content[-3_000_000] ^= 1
     paths[1].write_bytes(content)
-    found = load_files(paths, verify=True)
-    given: dict[str, Any] = {}
+    damaged = load_files(paths, verify=True)
     with pytest.raises(tensorferry.ChecksumError, match=r"2\.safetensors"):
-        given.update(found)
-    assert list(found) == []
+        list(damaged)
+    assert list(damaged) == []
     assert len(dict(load_files(paths))) == len(wanted)
 
 
 def test_a_tensor_kept_keeps_no_other_one(directory: Path) -> None:
     paths, _ = make(directory)
-    for name, tensor in load_files(paths, {f"a{number:03}": None for number in range(1, 100)}):
+    found = dict(load_files(paths, {f"a{number:03}": None for number in range(1, 100)}))
+    assert len(found) == 99
+    for name, tensor in found.items():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
 
 
@@ -376,8 +381,6 @@ def test_interrupted_at_any_moment_it_goes_on(directory: Path) -> None:
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on(directory: Path) -> None:
-    from tests.support.forks import passes_in_child
-
     paths, wanted = make(directory)
     tensors = load_files(paths)
     next(tensors)

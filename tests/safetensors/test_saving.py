@@ -24,17 +24,17 @@ import safetensors
 from tensorferry.safetensors import checksums, saving
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import TensorSpec, save, save_file, save_model
-from tests.checkpoint.ranks import files_of
 from tests.safetensors import programs
+from tests.safetensors.files import Tied
 from tests.support import child, mounts
 from tests.support.expect import storage_error
 from tests.support.faultfs import Fault, FaultFS
+from tests.support.ranks import files_of
 
 if TYPE_CHECKING:
     from tests.support.power_cuts import Cut
 
 MIB = 1 << 20
-KILLS = int(os.environ.get("TENSORFERRY_SAVE_KILLS", "5"))
 
 TORCH_NAMES = (
     "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 float8_e4m3fn "
@@ -193,18 +193,6 @@ def test_lazily_conjugated_tensors_are_saved_as_what_they_are(directory: pathlib
     assert torch.equal(found["a"], tensor.conj().resolve_conj())
 
 
-class Tied(torch.nn.Module):
-    """Two layers with one weight."""
-
-    def __init__(self, *, strided: bool = False) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(4, 4)
-        self.second = torch.nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-        if strided:
-            self.third = torch.nn.Parameter(torch.randn(3, 4).t())
-
-
 def test_a_model_with_tied_weights_is_saved_as_by_safetensors(directory: pathlib.Path) -> None:
     model, other = Tied(), Tied()
     save_model(model, directory / "ours")
@@ -256,25 +244,20 @@ def test_no_file_is_found_beside_checksums_of_the_one_before(
     link.symlink_to("blobs/0123")
     save_file({"a": torch.ones(3)}, link)
     old = checksums.write([path, link])
-    real = os.replace
+    replace, sums, replaced = os.replace, checksums.read(link), []
 
-    def replace(*arguments: Any, **options: Any) -> None:
-        assert not any(map(os.path.exists, old))
-        real(*arguments, **options)
-        checksums.keep(link, sums)  # as somebody who has begun before
+    def watched(*arguments: Any, **options: Any) -> None:
+        replaced.append(any(map(os.path.exists, old)))
+        replace(*arguments, **options)
+        if len(replaced) == 1:  # somebody who has begun before keeps them now
+            checksums.keep(link, sums)
 
-    sums = checksums.read(link)
     with monkeypatch.context() as patch:
-        patch.setattr("tensorferry.replacement.os.replace", _once(replace, real))
+        patch.setattr(os, "replace", watched)
         save_file({"a": torch.zeros(3)}, link, sync=sync)
+    assert replaced == [False, False]  # the file, and those checksums
     assert files_of(directory) == {"blobs", "model.safetensors"}
     assert files_of(directory / "blobs") == {"0123"}
-
-
-def _once(first: Any, then: Any) -> Any:
-    """A function that is one on the first call, and another one after it."""
-    functions = [then, first]
-    return lambda *a, **k: (functions.pop() if len(functions) > 1 else then)(*a, **k)
 
 
 def test_places_where_no_file_can_be_are_refused(directory: pathlib.Path) -> None:
@@ -345,27 +328,19 @@ def test_a_failing_drive_leaves_the_old_file(faultfs: FaultFS, operation: str) -
     assert files_of(faultfs.path) == {"file"}
 
 
-@pytest.mark.parametrize("seed", range(KILLS))
+@pytest.mark.parametrize("seed", range(programs.KILLS))
 def test_a_killed_save_leaves_the_old_file_or_the_new_one(
     directory: pathlib.Path, seed: int
 ) -> None:
     path = directory / "file"
     save_file(programs.state(2), path)
-    killed("save_until_killed", path, seed)
+    programs.killed("save_until_killed", path, seed)
     found = safetensors.numpy.load_file(path)
     assert found.keys() == programs.state(1).keys()
     assert len({int(value) for tensor in found.values() for value in np.unique(tensor)}) == 1
     assert {name for name in files_of(directory) if not name.startswith(".tensorferry-")} == {
         "file"
     }
-
-
-def killed(function: str, path: pathlib.Path, seed: int) -> None:
-    """Run a program that is killed."""
-    code = f"from tests.safetensors import programs; programs.{function}({str(path)!r}, {seed})"
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=child.ROOT, capture_output=True, timeout=300)
-    assert ended.returncode == -9, ended.stderr.decode()
 
 
 def test_a_power_cut_after_a_synced_save_loses_nothing(cut: Cut) -> None:

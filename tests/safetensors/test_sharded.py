@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
-import gc
+import itertools
 import json
 import os
 import pathlib
+import resource
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,14 +19,15 @@ import safetensors
 import tensorferry
 from tensorferry.checkpoint import verify
 from tensorferry.file_locks import lock_directory
-from tensorferry.safetensors import index, sharded
+from tensorferry.safetensors import sharded
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
 from tensorferry.safetensors.torch import load_file
-from tests.checkpoint.ranks import files_of
 from tests.safetensors import programs
-from tests.safetensors.test_saving import KILLS, MIB, Tied, killed
+from tests.safetensors.files import Tied, descriptors_of, loaded
 from tests.support import mounts
 from tests.support.faultfs import Fault
+from tests.support.leaks import settled
+from tests.support.ranks import files_of
 
 if TYPE_CHECKING:
     from tests.support.faultfs import FaultFS
@@ -33,18 +35,7 @@ if TYPE_CHECKING:
 
     State = dict[str, torch.Tensor]
 
-
-def loaded(directory: pathlib.Path) -> State:
-    """Load a model as transformers does: one file if there is one of that name, else by the index."""
-    if (directory / "model.safetensors").exists():
-        return safetensors.torch.load_file(directory / "model.safetensors")
-    weights, _ = index.read(directory / INDEX_NAME)
-    found: State = {}
-    for name in sorted(set(weights.values())):
-        tensors = safetensors.torch.load_file(directory / name)
-        found |= {key: value for key, value in tensors.items() if weights[key] == name}
-    assert found.keys() == weights.keys()
-    return found
+MIB = 1 << 20
 
 
 def random_state(seed: int, *nbytes: int) -> State:
@@ -102,16 +93,11 @@ def test_a_size_that_is_none_is_refused(directory: pathlib.Path, limit: Any) -> 
 
 
 def test_more_files_than_can_be_open_are_refused(directory: pathlib.Path) -> None:
-    state = {str(k): np.zeros(2, "u1") for k in range(resource_limit() + 1)}
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    state = {str(k): np.zeros(2, "u1") for k in range(limit + 1)}
     with pytest.raises(ValueError, match="files, and this process may have"):
         save_sharded(state, directory, 2)
     assert files_of(directory) == set()
-
-
-def resource_limit() -> int:
-    import resource
-
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 @pytest.mark.parametrize("before", ["1KB", "2KB", "1GB"])
@@ -163,34 +149,38 @@ def test_a_full_disk_leaves_the_old_model(tmp_path: pathlib.Path) -> None:
         assert mounts.free_nbytes(mount) == before
 
 
-@pytest.mark.parametrize("name", ["link", "replace", "unlink"])
-@pytest.mark.parametrize("call", range(9))
+@pytest.mark.parametrize(("name", "steps"), [("link", 8), ("replace", 5), ("unlink", 12)])
 def test_a_failure_at_any_step_leaves_a_whole_model(
-    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str, call: int
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str, steps: int
 ) -> None:
     old, new = random_state(1, *[900] * 3), random_state(2, *[900] * 3)
-    save_sharded(old, directory, "1KB")
-    real, count = getattr(os, name), 0
+    real = getattr(os, name)
+    for step in itertools.count():
+        folder = directory / str(step)
+        save_sharded(old, folder, "1KB")
+        calls = itertools.count()
 
-    def fails(*arguments: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == call + 1:
-            raise OSError(errno.EIO, "injected")
-        return real(*arguments, **options)
+        def fails(*arguments: Any, calls: Any = calls, step: int = step, **options: Any) -> Any:
+            if next(calls) == step:
+                raise OSError(errno.EIO, "injected")
+            return real(*arguments, **options)
 
-    monkeypatch.setattr(os, name, fails)
-    try:
-        save_sharded(new, directory, "1KB")
-    except OSError:
-        monkeypatch.undo()
-        assert_model(directory, old)
-    else:
-        monkeypatch.undo()
-        assert_model(directory, new)
-    save_sharded(new, directory, "1KB")
-    assert_model(directory, new)
-    assert files_of(directory) >= {INDEX_NAME, *names_of(3)}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fails)
+            if accessor := getattr(pathlib, "_normal_accessor", None):  # Python 3.10's
+                patch.setattr(accessor, name, fails, raising=False)
+            try:
+                save_sharded(new, folder, "1KB")
+                whole = new
+            except OSError:
+                whole = old
+        assert_model(folder, whole)
+        save_sharded(new, folder, "1KB")
+        assert_model(folder, new)
+        assert files_of(folder) >= {INDEX_NAME, *names_of(3)}
+        if next(calls) <= step:  # it has not failed
+            break
+    assert step >= steps
 
 
 def test_an_interim_index_that_may_not_be_durable_keeps_its_files(
@@ -247,13 +237,11 @@ def test_checksums_of_the_old_model_go_with_it(directory: pathlib.Path) -> None:
 
 
 def test_a_model_that_is_dropped_keeps_no_descriptors(directory: pathlib.Path) -> None:
-    before = os.listdir("/proc/self/fd")  # noqa: PTH208
     model = sharded.Model(directory, sync=False)
     with model.add("a.safetensors", 10) as file:
         file.write_bytes(b"0123456789")
     del model, file
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == len(before)  # noqa: PTH208
+    assert settled(lambda: descriptors_of(directory) == 0)
     assert files_of(directory) == set()
 
 
@@ -266,16 +254,23 @@ def test_file_systems_without_links_lose_the_old_index_rather_than_mix(
         assert (directory / INDEX_NAME).exists()
         raise PermissionError(errno.EPERM, "no links here")
 
-    monkeypatch.setattr("tensorferry.safetensors.sharded._link", refuses)
+    def without_index(model: sharded.Model) -> None:
+        placed.append(not (directory / INDEX_NAME).exists())
+        place(model)
+
+    placed, place = [], sharded.Model.place
+    monkeypatch.setattr(sharded, "_link", refuses)
+    monkeypatch.setattr(sharded.Model, "place", without_index)
     new = random_state(2, 900, 900)
     save_sharded(new, directory, "1KB")
+    assert placed == [True]
     assert_model(directory, new)
     assert files_of(directory) == {INDEX_NAME, *names_of(2)}
 
 
-@pytest.mark.parametrize("seed", range(KILLS))
+@pytest.mark.parametrize("seed", range(programs.KILLS))
 def test_a_killed_save_leaves_one_whole_model(directory: pathlib.Path, seed: int) -> None:
-    killed("save_model_until_killed", directory, seed)
+    programs.killed("save_model_until_killed", directory, seed)
     found = loaded(directory)
     assert found.keys() == programs.state(1).keys()
     assert len({int(value) for tensor in found.values() for value in tensor.unique()}) == 1

@@ -5,28 +5,24 @@ import errno
 import gc
 import itertools
 import os
-import pathlib
 import resource
 import shutil
-import signal
 import subprocess
 import threading
-import time
 
 import numpy as np
 import pytest
 
 import tensorferry
 from tensorferry.store import TensorStore, manifest, segments
-from tests.support import interrupts, mounts, required
+from tests.store.data import pattern
+from tests.support import child, interrupts, leaks, mounts, required
+from tests.support.expect import interrupted
 from tests.support.faultfs import Fault
+from tests.support.optional import torch
 
 SEGMENT = 1 << 20
 NBYTES = 256 << 10
-
-
-def pattern(nbytes, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
 @pytest.fixture
@@ -91,8 +87,7 @@ def test_the_last_write_that_ended_well_counts_whatever_their_order(faultfs, sto
     faultfs.release()
     for ticket in tickets[:2]:
         ticket.result()
-    while not tickets[2].done():
-        pass
+    assert leaks.settled(tickets[2].done)
     want = 2 if tickets[2].cancelled() else 3
     for read in reads:
         assert (read.result() == pattern(NBYTES, want)).all()
@@ -258,8 +253,9 @@ def test_ragged_neighbours_on_xfs_with_large_blocks_and_its_reflinks(tmp_path, b
     with image.open("wb") as file:
         file.truncate(320 << 20)
     make = [required.command("mkfs.xfs"), "-q", "-b", f"size={block_nbytes}", str(image)]
-    if subprocess.run(make, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mkfs.xfs failed")
+    made = subprocess.run(make, capture_output=True, text=True)
+    if made.returncode != 0:
+        required.missing("mounts", f"mkfs.xfs failed: {made.stderr.strip()}")
     with mounts.mounted(tmp_path / "xfs", "-o", "loop", str(image)) as mount:
         store = TensorStore(mount / "s", segment_nbytes=SEGMENT)
         rng = np.random.default_rng(1)
@@ -292,27 +288,23 @@ def test_memory_file_systems_can_be_used(tmp_path):
 
 
 def test_descriptors_run_out(tmp_path):
+    assert child.call(f"{__name__}:written_with_few_descriptors", directory=tmp_path).result > 0
+
+
+def written_with_few_descriptors(directory):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    now = len(list(pathlib.Path("/proc/self/fd").iterdir()))
-
-    def fill():
-        for at in range(1000):
-            store.write(str(at), pattern(4096, at)).result()
-
-    with TensorStore(tmp_path, segment_nbytes=4096) as store:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (now + 8, hard))
-        try:
-            with pytest.raises(tensorferry.StorageError, match="Too many open files"):
-                fill()
-            count = len(store)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for at in range(count):
+    os.close(lowest := os.dup(0))
+    with TensorStore(directory, segment_nbytes=4096) as store:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 8, hard))
+        with pytest.raises(tensorferry.StorageError, match="Too many open files"):
+            [store.write(str(at), pattern(4096, at)).result() for at in range(1000)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for at in range(len(store)):
             assert (store.read(str(at)).result() == pattern(4096, at)).all()
+        return len(store)
 
 
 def test_memory_that_goes_away_meanwhile_is_no_write(faultfs, store):
-    torch = pytest.importorskip("torch")
     store.write("a", torch.ones(NBYTES, dtype=torch.uint8)).result()
     faultfs.order(Fault("write", hold=True))
     tensor = torch.zeros(NBYTES, dtype=torch.uint8)
@@ -392,18 +384,9 @@ def test_a_sync_that_failed_while_another_was_interrupted_is_not_forgotten(fault
         Fault("fsync", name=first.name, hold=True),
         Fault("fsync", name=second.name, error=errno.EIO, times=1),
     )
-
-    def interrupt():
-        faultfs.await_held()
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)  # Python hears it while the first is waited for
-        faultfs.release()
-
-    sender = threading.Thread(target=interrupt)
-    sender.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(faultfs, lambda: faultfs.hits() == 2):
         store.commit(sync=True)
-    sender.join()
+    faultfs.release()
     with pytest.raises(tensorferry.StorageError, match="written again"):
         store.commit(sync=True)
 

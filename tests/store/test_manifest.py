@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import tensorferry
 from tensorferry.store import TensorStore, manifest
 from tensorferry.store.manifest import from_bytes
+from tests.store.data import SEGMENT
 from tests.support.effort import examples
 
-SEGMENT = 64 << 10
 NAME = "tensorferry-store.json"
 
 

@@ -12,13 +12,8 @@ import numpy as np
 import pytest
 
 from tensorferry.store import TensorStore
+from tests.store.data import SEGMENT, full
 from tests.support import leaks
-
-SEGMENT = 64 << 10
-
-
-def tensor(value, nbytes):
-    return np.full(nbytes, value, np.uint8)
 
 
 @pytest.mark.parametrize("temporary", [True, False])
@@ -39,11 +34,11 @@ def test_threads_do_everything_at_once(tmp_path, temporary):
                 what = rng.integers(5)
                 if what == 0:
                     version[own] = version.get(own, 0) + 1
-                    store.write(own, tensor(version[own] % 251, nbytes))
+                    store.write(own, full(version[own] % 251, nbytes))
                 elif what == 1 and own in version:
                     assert (store.read(own).result() == version[own] % 251).all()
                 elif what == 2:
-                    store.write(shared, tensor(int(rng.integers(251)), nbytes))
+                    store.write(shared, full(int(rng.integers(251)), nbytes))
                 elif what == 3 and shared in store:
                     got = store.read(shared).result()
                     assert (got == got[0]).all()
@@ -86,7 +81,7 @@ def test_threads_do_everything_at_once(tmp_path, temporary):
 def test_tickets_nobody_keeps_end_all_the_same(tmp_path):
     with TensorStore(tmp_path, segment_nbytes=SEGMENT) as store:
         for version in range(200):
-            store.write("a", tensor(version, SEGMENT + version))
+            store.write("a", full(version, SEGMENT + version))
             out = np.zeros(SEGMENT + version, np.uint8)
             store.read("a", out=out)
         last = store.read("a").result()
@@ -97,7 +92,7 @@ def test_a_cancelled_task_cancels_its_read_and_harms_nothing(tmp_path):
     async def main():
         with TensorStore(tmp_path, segment_nbytes=SEGMENT) as store:
             for round_ in range(20):
-                store.write("a", tensor(round_, 20 * SEGMENT))
+                store.write("a", full(round_, 20 * SEGMENT))
                 task = asyncio.create_task(store.read("a"))
                 await asyncio.sleep(0.0005 * (round_ % 4))
                 task.cancel()
@@ -110,7 +105,7 @@ def test_a_cancelled_task_cancels_its_read_and_harms_nothing(tmp_path):
 def test_nothing_is_left_of_a_store_that_is_dropped(tmp_path):
     def use():
         store = TensorStore(tmp_path, segment_nbytes=SEGMENT, temporary=False)
-        store.write("a", tensor(1, 5 * SEGMENT)).result()
+        store.write("a", full(1, 5 * SEGMENT)).result()
         store.read("a").result()
         store.commit()
 

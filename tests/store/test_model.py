@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tensorferry.store import TensorStore
 from tensorferry.store.space import Space
+from tests.store.data import pattern
+from tests.support import leaks
 from tests.support.effort import examples
 
 SEGMENT = 32 << 10
@@ -20,10 +21,6 @@ names = st.sampled_from(["a", "b", "c", "d"])
 sizes = st.one_of(
     st.integers(0, 10_000), st.sampled_from([4096, SEGMENT - 1, SEGMENT, SEGMENT + 1, 3 * SEGMENT])
 )
-
-
-def content(nbytes, seed):
-    return np.random.default_rng([nbytes, seed]).integers(0, 256, nbytes, np.uint8)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -55,7 +52,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(name=names, nbytes=sizes, wait=st.booleans(), cut=st.integers(0, 100))
     def write(self, name, nbytes, wait, cut):
         self.count += 1
-        data = content(nbytes, self.count)
+        data = pattern(nbytes, self.count)
         at = nbytes * cut // 100
         ticket = self.store.write(name, [data[:at], data[at:]] if cut % 2 else data)
         if wait:
@@ -173,9 +170,9 @@ class StoreMachine(RuleBasedStateMachine):
         if self.committed is None:
             self.mappings.clear()
             want = sum(self.store._room.rounded(value.nbytes) for value in self.model.values())
-            end = time.monotonic() + 10  # the thread of callbacks may be about to let go
-            while self.used() != want and time.monotonic() < end:
-                time.sleep(0.001)
+            leaks.settled(
+                lambda: self.used() == want
+            )  # the thread of callbacks may be about to let go
             assert self.used() == want
         self.store.close()
         if self.committed is not None:

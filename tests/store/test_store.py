@@ -9,20 +9,8 @@ import pytest
 
 import tensorferry
 from tensorferry.store import TensorStore
-
-torch = pytest.importorskip("torch")
-
-SEGMENT = 64 << 10
-
-
-@pytest.fixture
-def store(tmp_path):
-    with TensorStore(tmp_path / "store", segment_nbytes=SEGMENT) as store:
-        yield store
-
-
-def pattern(nbytes, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+from tests.store.data import SEGMENT, pattern
+from tests.support.optional import torch
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 5000, SEGMENT, SEGMENT + 1, 5 * SEGMENT + 77])

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import signal
+import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import tensorferry
+from tests.support.leaks import settled
+from tests.support.threads import InThread
 
 if TYPE_CHECKING:
-    import pathlib
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.support.data import Bytes
+    from tests.support.faultfs import FaultFS
+
+PACKAGE = str(pathlib.Path(tensorferry.__file__).parent)
 
 
 @contextlib.contextmanager
@@ -43,17 +50,32 @@ def storage_error(
         assert 0 <= error.transferred < expected
 
 
+def is_called() -> bool:
+    """Return whether the main thread is in a call of ours."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return frame.f_code.co_filename.startswith(PACKAGE)
+
+
 @contextlib.contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """Expect the KeyboardInterrupt that the block gets after so long."""
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+def interrupted(faultfs: FaultFS, called: Callable[[], bool] = is_called) -> Iterator[None]:
+    """Send Ctrl-C when the block is in a call and requests are held; it leaves the block while they still are."""
+    left = threading.Event()
+
+    def send() -> None:
+        assert settled(called)
+        faultfs.await_held()
+        os.kill(os.getpid(), signal.SIGINT)
+        if not left.wait(120):
+            faultfs.release()
+
+    sender = InThread(send)
     try:
         with pytest.raises(KeyboardInterrupt):
             yield
+        assert faultfs.held() > 0, "Ctrl-C came when all was over"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        left.set()
+        sender.result("who sends Ctrl-C")
 
 
 @contextlib.contextmanager

@@ -134,6 +134,24 @@ class FaultFS:
         held = self._ask("await_held", count=count, timeout_s=timeout_s)["held"]
         assert held >= count, f"{held} requests held after {timeout_s} s, not {count}"
 
+    @contextlib.contextmanager
+    def released_by(self, mark: pathlib.Path) -> Iterator[None]:
+        """Let go, within the block, what is held as soon as another process has made the file `mark`."""
+        left = threading.Event()
+
+        def release() -> None:
+            while not mark.exists() and not left.wait(0.01):
+                pass
+            self.release()
+
+        thread = threading.Thread(target=release)
+        thread.start()
+        try:
+            yield
+        finally:
+            left.set()
+            thread.join()
+
     def held(self) -> int:
         """Return how many requests are held now."""
         held: int = self._ask("await_held", count=0, timeout_s=0)["held"]

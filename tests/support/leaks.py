@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # Only what fails waits for so long. Reads that were given up end when a busy drive has come to them.
-SETTLE_TIMEOUT_S = 60.0
+SETTLE_TIMEOUT_S = 300.0
 STEADY_TIMEOUT_S = 5.0
 
 # The threads engine starts its threads as blocks wait for one, up to this many: how many run after a warm-up is

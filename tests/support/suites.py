@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).parents[2]
-SKIPPED_AT_MOST = 0.1  # all of them skipped would prove nothing
 
 
 def assert_passes(
@@ -25,9 +24,10 @@ def assert_passes(
     timeout_s: float,
     prefix: Sequence[str] = (),
     environment: Mapping[str, str],
+    at_least: int,
     share: float = 0.25,
 ) -> None:
-    """Run pytest with arguments; fail unless all pass that are not skipped, and nearly none is.
+    """Run pytest with arguments; fail unless at least so many tests pass, and all that are not skipped.
 
     It draws a share of the examples: all of them are drawn elsewhere.
     """
@@ -55,6 +55,7 @@ def assert_passes(
     assert ended.returncode == 0, ended.stdout[-20_000:]
     suite = xml.etree.ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None
-    total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
-    print(f"{total - skipped} tests passed, {skipped} were skipped")
-    assert skipped <= total * SKIPPED_AT_MOST, ended.stdout[-20_000:]
+    skipped = int(suite.get("skipped", 0))
+    passed = int(suite.get("tests", 0)) - skipped
+    print(f"{passed} tests passed, {skipped} were skipped")
+    assert passed >= at_least, ended.stdout[-20_000:]

@@ -12,12 +12,12 @@ import gc
 import os
 import pathlib
 import resource
-import signal
 import threading
 import time
 import warnings
 import weakref
 import zlib
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,36 +27,15 @@ import tensorferry
 from tensorferry import runtime
 from tests.support import slow_calls
 from tests.support.expect import assert_equal, assert_works, contents
-from tests.support.forks import assert_exits_with_zero, in_child
-from tests.support.leaks import count_descriptors
+from tests.support.forks import passes_in_child
+from tests.support.leaks import count_descriptors, settled, thread_names
 from tests.support.slow_calls import Rule
+from tests.support.threads import InThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-JOIN_TIMEOUT_S = 120
 WORKER = "tensorferry"  # the name of a thread that drives a queue
-
-
-class InThread:
-    """A call in a thread: its result or exception, and a join that does not last for ever."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.result: object = None
-        self.error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                self.result = call()
-            except BaseException as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
-
-    def join(self, what: str) -> None:
-        self.thread.join(JOIN_TIMEOUT_S)
-        assert not self.thread.is_alive(), f"{what} did not return in {JOIN_TIMEOUT_S} s"
 
 
 def random_bytes(nbytes: int, seed: int) -> Any:
@@ -89,22 +68,21 @@ def close_during_submit(engine: str, directory: str, product: str, rounds: int) 
         del opened
         time.sleep(0.02 * (number % 3))  # any order is right
         calls.release()
-        writing.join(f"{product}, round {number},")
-        closing.join(f"close, round {number},")
-        assert closing.error is None, repr(closing.error)
-        if writing.error is None:
+        closing.result(f"close, round {number},")
+        try:
+            writing.result(f"{product}, round {number},")
+        except ValueError:
+            outcomes["refused"] += 1
+        else:
             assert_equal(contents(path), data)
             outcomes["written"] += 1
-        else:
-            assert isinstance(writing.error, ValueError), repr(writing.error)
-            outcomes["refused"] += 1
         path.unlink()
         gc.collect()
     assert_works(tensorferry.aio_handle(engine=engine), pathlib.Path(directory))
     return outcomes
 
 
-def leave_during_submit(engine: str, directory: str) -> bool:
+def leave_during_submit(engine: str, directory: str) -> None:
     """Leave the interpreter while threads reserve space: what they submit comes too late."""
     calls = slow_calls.attached()
     handle = tensorferry.aio_handle(engine=engine)
@@ -117,11 +95,7 @@ def leave_during_submit(engine: str, directory: str) -> bool:
         lambda: tensorferry.write_many([(f"{directory}/late3", data)]),
     ):
         threading.Thread(target=work, daemon=True).start()
-    deadline = time.monotonic() + 120
-    while calls.hits() < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return True
+    assert settled(lambda: calls.hits() == 4)
 
 
 def no_thread_left(engine: str, directory: str, started: int) -> dict[str, Any]:
@@ -210,9 +184,7 @@ def memory_is_given_back(engine: str, directory: str, nbytes: int) -> list[str]:
             way(moved)
             del moved
             if "callback" in name:  # its thread is on its way back from the call
-                deadline = time.monotonic() + 120
-                while watched() is not None and time.monotonic() < deadline:
-                    time.sleep(0.001)
+                settled(lambda: watched() is None)  # noqa: B023
             if watched() is not None:
                 held.append(f"{name} ({kind})")
                 handle.wait()
@@ -306,15 +278,6 @@ def failing_close(engine: str, path: str, error: int, interposed: bool) -> dict[
     return outcomes
 
 
-def threads_that_close(engine: str, directory: str) -> list[str]:
-    """Return the names of threads that closed files written by workers."""
-    calls = slow_calls.attached()
-    handle = tensorferry.aio_handle(engine=engine)
-    calls.watch("victim")
-    _work_of_all_kinds(handle, pathlib.Path(directory), engine)
-    return [seen.thread_name for seen in calls.seen("close")]
-
-
 # A page cache that is emptied while it is read
 
 
@@ -345,20 +308,23 @@ def checksums_of_what_was_cached(engine: str, directory: str, nbytes: int, error
 # What must not run on a thread that drives a queue
 
 
-def calls_of_workers(engine: str, directory: str) -> list[str]:
-    """Return the calls that may block and that workers made all the same."""
+def calls_that_may_block(engine: str, directory: str) -> dict[str, list[str]]:
+    """Return, by the thread's name, which calls that may block were made."""
     calls = slow_calls.attached()
     path = pathlib.Path(directory)
     handle = tensorferry.aio_handle(engine=engine)
     calls.watch(path)
     _work_of_all_kinds(handle, path, engine)
-    reads = ["pread", "preadv2", "pwrite", "pwritev2"]
-    blocking = calls.seen("open", "open_directory", "close", "ftruncate", "fallocate", *reads)
-    return sorted({seen.call for seen in blocking if seen.thread_name == WORKER})
+    assert WORKER in thread_names()
+    made = defaultdict(set)
+    moves = ["pread", "preadv2", "pwrite", "pwritev2"]
+    for seen in calls.seen("open", "open_directory", "close", "ftruncate", "fallocate", *moves):
+        made[seen.thread_name].add(seen.call)
+    return {name: sorted(each) for name, each in made.items()}
 
 
-def sleeps_of_workers(engine: str, path: str) -> int:
-    """Write where the file system says EAGAIN again and again; return how often workers slept."""
+def sleeps_of_workers(engine: str, path: str) -> dict[str, int]:
+    """Write where libc, or the file system, says EAGAIN 40 times; return how often workers slept, and libc said so."""
     calls = slow_calls.attached()
     handle = tensorferry.aio_handle(engine=engine)
     data = np.full(100_003, 7, np.uint8)
@@ -367,7 +333,8 @@ def sleeps_of_workers(engine: str, path: str) -> int:
     handle.async_pwrite(data, path)
     assert handle.wait() == 1
     assert_equal(contents(pathlib.Path(path)), data)
-    return sum(seen.thread_name == WORKER for seen in calls.seen("sleep"))
+    sleeps = sum(seen.thread_name == WORKER for seen in calls.seen("sleep"))
+    return {"sleeps": sleeps, "hits": calls.hits()}
 
 
 def _work_of_all_kinds(handle: tensorferry.aio_handle, path: pathlib.Path, engine: str) -> None:
@@ -413,7 +380,7 @@ def space_refused_half_way(engine: str, directory: str) -> dict[str, int | None]
     return {"errno": number, "size": path.stat().st_size}
 
 
-def fork_during_reservation(engine: str, directory: str) -> bool:
+def fork_during_reservation(engine: str, directory: str) -> None:
     """Fork while a thread reserves space for a file; the child writes to that very file."""
     calls = slow_calls.attached()
     path = pathlib.Path(directory) / "shared"
@@ -424,90 +391,29 @@ def fork_during_reservation(engine: str, directory: str) -> bool:
     calls.await_held()
 
     def work() -> None:
-        with contextlib.suppress(RuntimeError):
-            own = tensorferry.aio_handle(engine=engine)
-            own.async_pwrite(data, str(path), 4 << 20)
-            own.wait()
-            tensorferry.write(path, data, 8 << 20)
-            assert_equal(contents(path)[4 << 20 :][: data.size], data)
-            assert_equal(contents(path)[8 << 20 :], data)
-        assert_works(tensorferry.aio_handle(engine=engine), path.parent)
+        own = tensorferry.aio_handle(engine=engine)
+        own.async_pwrite(data, str(path), 4 << 20)
+        own.wait()
+        tensorferry.write(path, data, 8 << 20)
+        assert_equal(contents(path)[4 << 20 :][: data.size], data)
+        assert_equal(contents(path)[8 << 20 :], data)
+        assert_works(own, path.parent)
 
-    pid = os.fork()
-    if pid == 0:
-        in_child(work)
-    assert_exits_with_zero(pid)
+    passes_in_child(work)
     calls.release()
-    writing.join("the parent's write")
-    assert writing.error is None, repr(writing.error)
+    writing.result("the parent's write")
     assert_equal(contents(path)[: data.size], data)
-    return True
 
 
-def wait_for_the_parents_future(engine: str, path: str) -> list[str]:
-    """Fork with writes on their way, which takes seconds, and wait for them in the child in every way."""
-    data = np.full(100_003, 4, np.uint8)
-    file = tensorferry.open(path, "w", engine=engine)
-    future = file.write_from(data)
-
-    async def main() -> None:
-        await future
-
-    def call_back() -> None:
-        ended = threading.Event()
-        future.add_done_callback(lambda _: ended.set())
-        assert ended.wait(120)
-
-    ways: dict[str, Callable[[], object]] = {
-        "result": future.result,
-        "exception": future.exception,
-        "await": lambda: asyncio.run(main()),
-        "add_done_callback": call_back,
-        "close": file.close,
-    }
-    children = {}
-    for name, way in ways.items():
-        pid = os.fork()
-        if pid == 0:
-
-            def work(way: Callable[[], object] = way) -> None:
-                with contextlib.suppress(RuntimeError):
-                    way()
-
-            in_child(work)
-        children[name] = pid
-    assert not future.done(), "the write was too fast to be waited for"
-    deadline = time.monotonic() + 30
-    hung = []
-    for name, pid in children.items():
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        while not ended and time.monotonic() < deadline:
-            time.sleep(0.005)
-            ended, status = os.waitpid(pid, os.WNOHANG)
-        if not ended:
-            hung.append(name)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        elif status:
-            hung.append(f"{name}: the child ended with {status}")
-    future.result()
-    file.close()
-    return hung
-
-
-def ask_futures_that_ended_before_the_fork(engine: str, path: str) -> bool:
+def ask_futures_that_ended_before_the_fork(engine: str, path: str) -> None:
     """Ask, in a child, futures whose transfers had ended when it was made."""
     data = np.full(100_003, 4, np.uint8)
     file = tensorferry.open(path, "w", engine=engine)
     future = file.write_from(data)
     while not future.done():
         time.sleep(0.001)
-    pid = os.fork()
-    if pid == 0:
-        in_child(lambda: assert_equal(future.result(), data))
-    assert_exits_with_zero(pid)
+    passes_in_child(lambda: assert_equal(future.result(), data))
     file.close()
-    return True
 
 
 # A close that gives up
@@ -534,10 +440,8 @@ def close_over_hung_writes(
     del sources
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        closing = InThread(opened.close)
-        closing.join("close")
-    assert closing.error is None, repr(closing.error)
-    del opened, closing
+        InThread(opened.close).result("close")
+    del opened
     gc.collect()
     usurpers = [np.full(3_000_001, 9, np.uint8) for _ in range(8)]
     alive = [reference() is not None for reference in watched]
@@ -550,7 +454,7 @@ def close_over_hung_writes(
 # Writes of one file
 
 
-def truncate_beside_a_later_write(engine: str, directory: str, method: str) -> dict[str, int]:
+def truncate_beside_a_later_write(engine: str, directory: str, method: str) -> None:
     """Begin a truncating write; while it cuts the file, write beyond its end."""
     calls = slow_calls.attached()
     path = pathlib.Path(directory) / "cut"
@@ -561,21 +465,15 @@ def truncate_beside_a_later_write(engine: str, directory: str, method: str) -> d
         truncating = InThread(lambda: tensorferry.write(path, first, truncate=True))
     else:
         truncating = InThread(lambda: tensorferry.write_many([(path, first)], truncate=True))
-    deadline = time.monotonic() + 120
-    while not calls.held() and truncating.thread.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    held = calls.held()
+    calls.await_held()
     handle = tensorferry.aio_handle(engine=engine)
     writing = InThread(lambda: handle.sync_pwrite(second, str(path), 1 << 20))
     writing.thread.join(0.3)  # it may wait for the truncation, or be done before it
     calls.release()
-    truncating.join("the truncating write")
-    writing.join("the later write")
-    assert truncating.error is None, repr(truncating.error)
-    assert writing.error is None, repr(writing.error)
+    truncating.result("the truncating write")
+    writing.result("the later write")
     assert_equal(contents(path)[: first.size], first)
     assert_equal(contents(path)[1 << 20 :], second)
-    return {"held": held}
 
 
 def sync_in_unreadable_directory(engine: str, directory: str, how: str) -> dict[str, Any]:
@@ -652,8 +550,8 @@ def come_back_after_giving_up(engine: str, directory: str) -> str:
     return "well"
 
 
-def reads_beside_hung_syncs(engine: str, directory: str) -> bool:
-    """Read by path, and close files, while more fdatasyncs hang than there are helpers."""
+def reads_beside_hung_syncs(engine: str, directory: str) -> None:
+    """Read by path, and close files, while fdatasyncs hang with all helpers that there may be, and more are to come."""
     calls = slow_calls.attached()
     path = pathlib.Path(directory) / "healthy"
     data = np.full(4 << 20, 6, np.uint8)
@@ -664,7 +562,7 @@ def reads_beside_hung_syncs(engine: str, directory: str) -> bool:
         InThread(lambda index=index: tensorferry.write(f"{directory}/hung{index}", data, sync=True))
         for index in range(12)
     ]
-    calls.await_held()
+    calls.await_held(8)  # max_helpers
     found = np.zeros_like(data)
     tensorferry.read(path, found)
     small = np.zeros(4096, np.uint8)
@@ -672,29 +570,27 @@ def reads_beside_hung_syncs(engine: str, directory: str) -> bool:
     assert_equal(found, data)
     calls.release()
     for thread in threads:
-        thread.join("a write that syncs")
-        assert thread.error is None, repr(thread.error)
-    return True
+        thread.result("a write that syncs")
 
 
-def close_beside_a_slow_sync(engine: str, directory: str, new: bool) -> str | None:
-    """Close a file while another thread's write to it is being synced; return what that write raised."""
+def close_beside_a_slow_sync(engine: str, directory: str, new: bool) -> None:
+    """Close a file while another thread's write to it is being synced."""
     calls = slow_calls.attached()
     path = pathlib.Path(directory) / "file"
     if not new:
         path.write_bytes(b"old")
     file = tensorferry.open(path, "w" if new else "r+")
-    calls.order(Rule("fdatasync", "file", delay_s=0.5))
+    calls.order(Rule("fdatasync", "file", hold=True))
     calls.watch(path)
     writing = InThread(lambda: file.write(np.full(3_000_001, 7, np.uint8), sync=True))
-    deadline = time.monotonic() + 120
-    while not path.stat().st_size and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.2)
-    file.close()
-    writing.join("the write")
+    calls.await_held()
+    closing = InThread(file.close)
+    closing.thread.join(0.2)
+    assert closing.is_alive()
+    calls.release()
+    for call in (writing, closing):
+        call.result()
     assert calls.count()["fdatasync"] == 1
-    return None if writing.error is None else repr(writing.error)
 
 
 def refused_pieces(engine: str, directory: str, pieces: int) -> int:
@@ -759,10 +655,11 @@ def file_closed_while_its_stream_reserves(engine: str, directory: str) -> int:
     stream.append(np.ones(6 << 20, np.uint8))
     calls.await_held()
     closing = InThread(file.close)
-    time.sleep(0.3)
+    closing.thread.join(0.3)
     others = [(pathlib.Path(directory) / f"other{number}").open("wb") for number in range(20)]
+    assert closing.is_alive()
     calls.release()
-    closing.join("close()")
+    closing.result("close()")
     with contextlib.suppress(tensorferry.StorageError, ValueError):
         stream.finish()
     stream.abort()
@@ -785,7 +682,7 @@ def stream_dropped_while_it_reserves(engine: str, directory: str) -> bool:
         del array
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
-            InThread(streams.clear).join("dropping the stream")
+            InThread(streams.clear).result("dropping the stream")
         free = gone() is None
         calls.release()
     return free

@@ -11,40 +11,39 @@ import pathlib
 import resource
 import signal
 import sys
-import threading
-import time
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 import tensorferry
 from tensorferry import arrays, runtime, transfers
 from tests.support import seccomp
-from tests.support.expect import assert_equal, assert_works, contents
-from tests.support.forks import assert_exits_with_zero, in_child
-from tests.support.leaks import count_descriptors
+from tests.support.expect import assert_equal, assert_works, contents, is_called
+from tests.support.forks import assert_exits_with_zero, passes_in_child
+from tests.support.leaks import count_descriptors, settled
+from tests.support.threads import InThread
 
-SIGNAL_DELAY_S = 0.3
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
-def leave_with_pending_writes(engine: str, directory: str, count: int, nbytes: int) -> list[int]:
+def leave_with_pending_writes(engine: str, directory: str, count: int, nbytes: int) -> None:
     """Submit writes and return: the interpreter ends while they are pending."""
     global kept
     handle = tensorferry.aio_handle(engine=engine)
-    kept = handle  # so that only the end of the interpreter drops it
     for index in range(count):
         array = np.full(nbytes, index + 1, np.uint8)
         handle.async_pwrite(array, f"{directory}/file{index}")
     file = tensorferry.open(f"{directory}/future", "w", engine=engine)
     kept = (handle, file, file.write_from(np.full(nbytes, 99, np.uint8)))
-    return [os.getpid()]
 
 
-kept: Any = None
+kept: Any = None  # what only the end of the interpreter drops
 
 
-def leave_by_exception(engine: str, directory: str, nbytes: int) -> bool:
+def leave_by_exception(engine: str, directory: str, nbytes: int) -> None:
     """Arrange that the interpreter ends through an exception while writes are pending."""
     import atexit
 
@@ -54,67 +53,57 @@ def leave_by_exception(engine: str, directory: str, nbytes: int) -> bool:
         raise RuntimeError("on the way out")
 
     atexit.register(fail)
-    return True
 
 
-def leave_with_unseen_failure(engine: str, path: str) -> bool:
+def leave_with_unseen_failure(engine: str, path: str) -> None:
     """Leave with a write pending that will fail."""
     global kept
     kept = tensorferry.aio_handle(engine=engine)
     kept.async_pwrite(np.ones(4096, np.uint8), path)
-    return True
 
 
-def interrupt(engine: str, path: str, method: str, nbytes: int, raised: str) -> bool:
+def interrupt(engine: str, path: str, method: str, nbytes: int, raised: str) -> None:
     """Have Ctrl-C end a call that waits for a read, make the file `raised`, and wait for the read."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     handle = tensorferry.aio_handle(engine=engine)
-    file = tensorferry.open(path, engine=engine)
+    file = tensorferry.open(path)
     wanted = np.full(nbytes, 5, np.uint8)
     target = np.zeros(nbytes, np.uint8)
-    future = None
-
-    def send() -> None:
-        time.sleep(SIGNAL_DELAY_S)
-        os.kill(os.getpid(), signal.SIGINT)
-
+    schedulers = handle._scheduler, file._scheduler  # the file's is that of functions
     if method == "wait":
         handle.async_pread(target, path)
     if method == "result":
         future = file.read_into(target)
-    threading.Thread(target=send).start()
-    try:
-        if method == "wait":
-            handle.wait()
-        elif method == "sync_pread":
-            handle.sync_pread(target, path)
-        elif method == "result":
-            assert future is not None
-            future.result()
-        elif method == "file.read":
-            file.read(target)
-        elif method == "tensorferry.read":
-            os.environ["TENSORFERRY_ENGINE"] = engine
-            tensorferry.read(path, target)
-    except KeyboardInterrupt:
-        pathlib.Path(raised).touch()
-    else:
-        raise AssertionError(f"{method} was not interrupted")
+
+    def send() -> None:
+        assert settled(lambda: is_called() and any(each.outstanding() for each in schedulers))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "wait": lambda: handle.wait(),
+        "result": lambda: future.result(),
+        "sync_pread": lambda: handle.sync_pread(target, path),
+        "file.read": lambda: file.read(target),
+        "tensorferry.read": lambda: tensorferry.read(path, target),
+    }
+    sender = InThread(send)
+    with pytest.raises(KeyboardInterrupt):
+        calls[method]()
+    sender.result()
+    pathlib.Path(raised).touch()
     if method == "wait":  # it is still pending, and still counted
         assert handle.wait() == 1
         assert_equal(target, wanted)
-    if future is not None:
-        future.result()
-        assert_equal(target, wanted)
-    if method in ("sync_pread", "file.read", "tensorferry.read"):
+    elif method == "result":
+        assert_equal(future.result(), wanted)
+    else:
         del target  # its memory must outlive the read that goes on
         again = np.zeros(nbytes, np.uint8)
         handle.sync_pread(again, path)
         assert_equal(again, wanted)
-    return True
 
 
-def fork(engine: str, directory: str) -> bool:
+def fork(engine: str, directory: str) -> None:
     """Fork with a handle, a file, and writes pending; see what the child may do."""
     data = np.arange(50_003, dtype=np.uint32).view(np.uint8)
     handle = tensorferry.aio_handle(engine=engine)
@@ -123,10 +112,7 @@ def fork(engine: str, directory: str) -> bool:
     file = tensorferry.open(path / "file", engine=engine)
     for index in range(20):
         handle.async_pwrite(data, path / f"pending{index}")
-    pid = os.fork()
-    if pid == 0:
-        in_child(lambda: _touch_what_the_parent_owns(handle, file, engine, path, data))
-    assert_exits_with_zero(pid)
+    passes_in_child(lambda: _touch_what_the_parent_owns(handle, file, engine, path, data))
     assert handle.wait() == 20
     for index in range(20):
         assert_equal(contents(path / f"pending{index}"), data)
@@ -134,11 +120,10 @@ def fork(engine: str, directory: str) -> bool:
     file.read(target)
     assert_equal(target, data)
     assert_works(handle, path)
-    return True
 
 
-def fork_and_wait_for_the_parents_future(engine: str, path: str) -> str:
-    """Fork with a transfer that takes a while; the child asks for its end in every way there is."""
+def fork_and_wait_for_the_parents_future(engine: str, path: str, asked: str) -> None:
+    """Fork with a transfer that is held until we make the file `asked`; the child asks for its end in every way."""
     file = tensorferry.open(path, "w", engine=engine)
     future = file.write_from(np.ones(100_003, np.uint8))
 
@@ -149,31 +134,31 @@ def fork_and_wait_for_the_parents_future(engine: str, path: str) -> str:
         await asyncio.create_task(future)
 
     def ask() -> None:
-        calls = [
+        _tell_of_the_fork(
             future.result,
             lambda: future.exception(1),
             lambda: future.add_done_callback(print),
             lambda: asyncio.run(wait()),
             lambda: asyncio.run(run_as_a_task()),
-        ]
-        for number, call in enumerate(calls):
-            try:
-                call()
-            except RuntimeError as error:
-                told = "fork" in str(error)
-            else:
-                told = False
-            if not told:
-                raise AssertionError(f"call {number} did not tell of the fork")
-        if future.done():
-            raise AssertionError("the parent's transfer has ended here")
+        )
+        file.close()
+        assert not future.done(), "the parent's transfer has ended here"
 
-    pid = os.fork()
-    if pid == 0:
-        in_child(ask)
-    assert_exits_with_zero(pid)
+    passes_in_child(ask)
+    assert not future.done()
+    pathlib.Path(asked).touch()
     future.result(120)
-    return "done"
+
+
+def _tell_of_the_fork(*calls: Callable[[], object]) -> None:
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except RuntimeError as error:
+            if "fork" not in str(error):
+                raise
+        else:
+            raise AssertionError(f"call {number} raised nothing in the child")
 
 
 def _touch_what_the_parent_owns(
@@ -184,22 +169,14 @@ def _touch_what_the_parent_owns(
     data: Any,
 ) -> None:
     target = np.zeros_like(data)
-    calls = [
+    _tell_of_the_fork(
         lambda: handle.sync_pread(target, path / "file"),
         lambda: handle.async_pwrite(data, path / "child"),
         lambda: handle.read(target, path / "file"),
-        lambda: handle.wait(),
+        handle.wait,
         lambda: file.read(target),
         lambda: file.read_into(target),
-    ]
-    for number, call in enumerate(calls):
-        try:
-            call()
-        except RuntimeError as error:
-            if "fork" not in str(error):
-                raise
-        else:
-            raise AssertionError(f"call {number} raised nothing in the child")
+    )
     assert not (path / "child").exists()
     assert not target.any()
     own = tensorferry.aio_handle(engine=engine)
@@ -209,7 +186,7 @@ def _touch_what_the_parent_owns(
     own.close()
 
 
-def fork_and_leave_normally(engine: str, directory: str) -> bool:
+def fork_and_leave_normally(engine: str, directory: str) -> None:
     """Fork with writes pending; the child leaves through the interpreter's own end."""
     handle = tensorferry.aio_handle(engine=engine)
     for index in range(5):
@@ -222,7 +199,6 @@ def fork_and_leave_normally(engine: str, directory: str) -> bool:
     assert handle.wait() == 5
     for index in range(5):
         assert (contents(pathlib.Path(f"{directory}/file{index}")) == 3).all()
-    return True
 
 
 def modules_imported_by_first_calls(engine: str, directory: str) -> list[str]:
@@ -250,27 +226,18 @@ def modules_imported_by_first_calls(engine: str, directory: str) -> list[str]:
     return sorted(set(sys.modules) - before)
 
 
-def fork_in_a_row(engine: str, directory: str) -> bool:
+def fork_in_a_row(engine: str, directory: str) -> None:
     """Fork a child of a child, each with handles of its own."""
     path = pathlib.Path(directory)
-    first = tensorferry.aio_handle(engine=engine)
-    assert_works(first, path)
-    pid = os.fork()
-    if pid == 0:
 
-        def inner() -> None:
-            second = tensorferry.aio_handle(engine=engine)
-            assert_works(second, path)
-            grandchild = os.fork()
-            if grandchild == 0:
-                in_child(lambda: assert_works(tensorferry.aio_handle(engine=engine), path))
-            assert_exits_with_zero(grandchild)
-            assert_works(second, path)
+    def work(generations: int) -> None:
+        handle = tensorferry.aio_handle(engine=engine)
+        assert_works(handle, path)
+        if generations > 1:
+            passes_in_child(lambda: work(generations - 1))
+            assert_works(handle, path)
 
-        in_child(inner)
-    assert_exits_with_zero(pid)
-    assert_works(first, path)
-    return True
+    work(3)
 
 
 def work_in_pool(directory: str, engine: str, index: int) -> int:
@@ -291,7 +258,6 @@ def multiprocess(engine: str, directory: str, method: str) -> list[int]:
     """Use multiprocessing while this process has handles that are busy."""
     import multiprocessing
 
-    os.environ["TENSORFERRY_ENGINE"] = engine
     handle = tensorferry.aio_handle(engine=engine)
     for index in range(10):
         handle.async_pwrite(np.full(1 << 20, 1, np.uint8), f"{directory}/parent{index}")
@@ -308,7 +274,6 @@ def load_with_workers(engine: str, directory: str) -> list[float]:
     """Read samples through a handle that each DataLoader worker makes for itself."""
     import torch
 
-    os.environ["TENSORFERRY_ENGINE"] = engine
     writer = tensorferry.aio_handle(engine=engine)
     for index in range(12):
         sample = torch.full((1001,), float(index))
@@ -338,7 +303,7 @@ def load_with_workers(engine: str, directory: str) -> list[float]:
     return means
 
 
-def few_descriptors(engine: str, directory: str, limit: int, count: int) -> bool:
+def few_descriptors(engine: str, directory: str, limit: int, count: int) -> None:
     """Write and read count files at once with a limit of descriptors far below."""
     handle = tensorferry.aio_handle(engine=engine)
     assert_works(handle, pathlib.Path(directory))
@@ -360,7 +325,15 @@ def few_descriptors(engine: str, directory: str, limit: int, count: int) -> bool
     tensorferry.read_many([(path, target) for path, target in zip(paths, again, strict=True)])
     for source, target in zip(sources, again, strict=True):
         assert_equal(target, source)
-    return True
+
+
+def _all_descriptors() -> list[int]:
+    """Take all that are left; return them."""
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+    return taken
 
 
 def descriptors_given_back_meanwhile(engine: str, directory: str) -> list[int]:
@@ -370,7 +343,6 @@ def descriptors_given_back_meanwhile(engine: str, directory: str) -> list[int]:
     """
     handle = tensorferry.aio_handle(engine=engine)
     assert_works(handle, pathlib.Path(directory))
-    held: list[int] = []
     outstanding: list[int] = []
 
     def open_one() -> list[int]:
@@ -386,9 +358,7 @@ def descriptors_given_back_meanwhile(engine: str, directory: str) -> list[int]:
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     handle.async_pwrite(np.zeros(64 << 20, np.uint8), f"{directory}/pending")
-    with contextlib.suppress(OSError):
-        while True:
-            held.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+    held = _all_descriptors()
     return runtime.with_descriptors(handle._scheduler, open_one)
 
 
@@ -402,10 +372,7 @@ def stream_at_the_limit(engine: str, directory: str) -> int:
     pending = transfers.start(
         file._scheduler, f"{directory}/pending", source, memory, 0, write=True
     )
-    held: list[int] = []
-    with contextlib.suppress(OSError):
-        while True:
-            held.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+    _all_descriptors()
     with file.stream() as stream:
         stream.append(b"12345")
     pending.result()
@@ -418,23 +385,19 @@ def files_while_none_ends(engine: str, directory: str, counted: str, limit: int,
     handle = tensorferry.aio_handle(engine=engine)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     before = count_descriptors()
+    taken = []
+    wait_for_progress = tensorferry._core.Scheduler.wait_for_progress
 
-    def write() -> None:
-        for index in range(count):
-            handle.async_pwrite(bytes(5_003), f"{directory}/file{index}")
+    def count_and_wait(scheduler: Any, timeout_seconds: float) -> bool:
+        taken.append(count_descriptors() - before)
+        pathlib.Path(counted).touch()
+        return wait_for_progress(scheduler, timeout_seconds)
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    most, since = 0, time.monotonic()
-    while most == 0 or time.monotonic() - since < 2:  # until it waits for others to end
-        now = count_descriptors() - before
-        if now > most:
-            most, since = now, time.monotonic()
-        time.sleep(0.02)
-    pathlib.Path(counted).touch()
-    writer.join()
+    tensorferry._core.Scheduler.wait_for_progress = count_and_wait  # type: ignore[method-assign]
+    for index in range(count):
+        handle.async_pwrite(bytes(5_003), f"{directory}/file{index}")
     assert handle.wait() == count
-    return most
+    return taken[0]
 
 
 def no_descriptors(engine: str, directory: str) -> dict[str, Any]:
@@ -445,10 +408,7 @@ def no_descriptors(engine: str, directory: str) -> dict[str, Any]:
     assert_works(handle, path.parent)
     tensorferry.read(path, np.zeros(4096, np.uint8))
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    taken = []
-    with contextlib.suppress(OSError):
-        while True:
-            taken.append(os.open("/dev/null", os.O_RDONLY))
+    taken = _all_descriptors()
     errors = []
     calls = [
         lambda: handle.sync_pread(np.zeros(4096, np.uint8), path),
@@ -617,31 +577,6 @@ def report_engine(directory: str) -> dict[str, Any]:
         "engines": tensorferry.engines(),
         "forced": forced,
     }
-
-
-def fork_and_overlap(engine: str, directory: str) -> bool:
-    """Fork while many writes of one range are pending; the child writes that range as well."""
-    path = pathlib.Path(directory) / "file"
-    handle = tensorferry.aio_handle(engine=engine)
-    for value in range(30):
-        handle.async_pwrite(np.full(4_000_003, value, np.uint8), path)
-    pid = os.fork()
-    if pid == 0:
-
-        def write() -> None:
-            own = tensorferry.aio_handle(engine=engine)
-            for value in (100, 101):
-                own.async_pwrite(np.full(1_000_003, value, np.uint8), path, 3)
-            assert own.wait() == 2
-            assert own.sync_pwrite(np.full(5_003, 102, np.uint8), path) == 1
-
-        in_child(write)
-    assert_exits_with_zero(pid)
-    assert handle.wait() == 30
-    left = np.fromfile(path, np.uint8)
-    assert left.size == 4_000_003
-    assert (left[1 << 20 :] == 29).all()
-    return True
 
 
 def forbidden_while_running(engine: str, directory: str) -> list[int]:

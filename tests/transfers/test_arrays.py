@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
-import torch
-import torch.utils.dlpack
-from torch.overrides import TorchFunctionMode
 
 import tensorferry
 from tensorferry import arrays, transfers
 from tensorferry.arrays import memory_of
 from tests.support import commands
+from tests.support.optional import torch
 from tests.support.pretended import ADDRESS, GPU, CudaArray, pretend_driver, pretend_no_driver
 
 if TYPE_CHECKING:
@@ -215,31 +213,29 @@ class AlarmError(Exception):
     """What a signal handler may raise."""
 
 
-class Alarmed(TorchFunctionMode):
-    """Torch runs Python code for each call of a tensor's; the last of so many meets a signal."""
-
-    def __init__(self, left: int) -> None:
-        super().__init__()
-        self.left = left
-
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise AlarmError
-        return function(*arguments, **(keywords or {}))
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.complex32])
+@pytest.mark.parametrize("dtype", ["uint8", "complex32"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_signal_handler_raises_while_a_tensor_is_looked_at_is_not_lost(
-    file: tensorferry.File, way: str, dtype: torch.dtype
+    file: tensorferry.File, way: str, dtype: str
 ) -> None:
-    tensor = torch.zeros(4096 // dtype.itemsize, dtype=dtype)
+    class Alarmed(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+        """Torch runs Python code for each call of a tensor's; the last of so many meets a signal."""
+
+        left = 0
+
+        def __torch_function__(
+            self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+        ) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise AlarmError
+            return function(*arguments, **(keywords or {}))
+
+    tensor = torch.zeros(4096, dtype=torch.uint8).view(getattr(torch, dtype))
     for move in WAYS[way]:
         for count in range(1, 100):
-            mode = Alarmed(count)
+            mode = Alarmed()
+            mode.left = count
             try:
                 with mode:
                     move(file, tensor)
@@ -271,6 +267,7 @@ assert arrays.moved(memory)
 def test_a_library_that_was_another_one_for_a_while_is_looked_at_again(
     file: tensorferry.File,
 ) -> None:
+    pytest.importorskip("torch")
     done = commands.run(sys.executable, "-c", _MOCKED, file.path)
     assert done.returncode == 0, done.stdout
 
@@ -301,9 +298,7 @@ def test_none_is_refused_like_all_that_is_no_array(file: tensorferry.File) -> No
 
 
 def test_fake_tensors_are_refused(directory: pathlib.Path) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
+    with pytest.importorskip("torch._subclasses.fake_tensor").FakeTensorMode():
         fake = torch.zeros(5)
     with pytest.raises(ValueError, match="FakeTensor has no memory of its own"):
         tensorferry.write(directory / "never", fake)
@@ -498,8 +493,7 @@ class MadeForTheExport:
     """A DLPack exporter whose memory lasts as long as one export."""
 
     def __dlpack__(self, **_: object) -> object:
-        made = torch.full((300_000,), 7, dtype=torch.uint8)
-        return torch.utils.dlpack.to_dlpack(made)
+        return numpy.full(300_000, 7, numpy.uint8).__dlpack__()
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0
@@ -517,11 +511,11 @@ def test_fields_may_have_any_names(directory: pathlib.Path) -> None:
 def test_what_a_dlpack_exporter_made_for_the_export_is_kept(directory: pathlib.Path) -> None:
     exporter = MadeForTheExport()
     address, nbytes, owner, _ = memory_of(exporter, writable=False)
-    usurpers = [torch.full((300_000,), 9, dtype=torch.uint8) for _ in range(8)]
+    usurpers = [numpy.full(300_000, 9, numpy.uint8) for _ in range(8)]
     assert bytes((ctypes.c_ubyte * nbytes).from_address(address)) == b"\7" * nbytes
     with tensorferry.open(directory / "file", "w") as file:
         future = file.write_from(exporter)
-        usurpers += [torch.full((300_000,), 9, dtype=torch.uint8) for _ in range(8)]
+        usurpers += [numpy.full(300_000, 9, numpy.uint8) for _ in range(8)]
         future.result()
     assert (directory / "file").read_bytes() == b"\7" * nbytes
     del owner, future

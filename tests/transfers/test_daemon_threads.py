@@ -13,6 +13,7 @@ import tensorferry
 from tests.support import child
 from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault
+from tests.support.leaks import settled
 
 if TYPE_CHECKING:
     from tests.support.faultfs import FaultFS
@@ -31,7 +32,7 @@ WRITERS = [
 
 
 def leave(engine: str, directory: str) -> None:
-    """Start daemon threads that wait in calls of all kinds, and return when all are at it."""
+    """Start daemon threads that wait in calls of all kinds, and return when those that write are at it."""
     global kept
     path = pathlib.Path(directory)
     data = np.full(NBYTES, 7, np.uint8)
@@ -67,7 +68,7 @@ def leave(engine: str, directory: str) -> None:
         threading.Thread(target=run, args=(call,), daemon=True).start()
     kept = handles, files, futures
     begun.wait(120)
-    time.sleep(0.5)
+    assert settled(lambda: all((path / name).exists() for name in WRITERS))
 
 
 kept: Any = None

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,15 +17,17 @@ from tests.support.expect import (
     assert_equal,
     assert_works,
     contents,
+    interrupted,
     short_read,
     storage_error,
 )
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.forks import passes_in_child
+from tests.support.leaks import settled
+from tests.support.threads import threads_in
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable
 
     from tests.conftest import MakeHandle
     from tests.support.data import RandomBytes
@@ -369,24 +369,28 @@ def test_a_file_on_disk_truncated_while_it_is_read_gives_its_bytes_or_short_read
     assert_works(handle, directory)
 
 
+@pytest.mark.usefixtures("default_engine")
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_blocks_that_are_stuck_hold_up_their_transfer_and_nothing_else(
-    engine: str, faultfs: FaultFS, random_bytes: RandomBytes, op: str
+    faultfs: FaultFS, random_bytes: RandomBytes, op: str
 ) -> None:
-    data = {name: random_bytes(4 * BLOCK) for name in ("stuck", "other")}
-    arrays = {name: random_bytes(4 * BLOCK) for name in data}
-    options: dict[str, Any] = {"engine": engine, "block_size": BLOCK, "queue_depth": 8}
+    """Files without settings share their queue."""
+    block = 1 << 20
+    data = {name: random_bytes(4 * block) for name in ("stuck", "other")}
+    arrays = {name: random_bytes(4 * block) for name in data}
     with contextlib.ExitStack() as files:
-        submit: dict[str, Callable[..., tensorferry.Future[Any]]] = {}
+        submit = {}
         for name in data:
             data[name].tofile(faultfs.path / name)
-            file = files.enter_context(tensorferry.open(faultfs.path / name, "r+", **options))
+            file = files.enter_context(tensorferry.open(faultfs.path / name, "r+"))
             submit[name] = file.read_into if op == "read" else file.write_from
-        faultfs.order(Fault(op, name="stuck", start=BLOCK, end=3 * BLOCK, hold=True))
+        starts = [block, 2 * block]
+        faultfs.order(*(Fault(op, at, at + 1, name="stuck", hold=True) for at in starts))
         stuck = submit["stuck"](arrays["stuck"])
         faultfs.await_held()
         for _ in range(20):
             submit["other"](arrays["other"]).result(120)
+        assert faultfs.held()
         assert not stuck.done()
         faultfs.release()
         stuck.result(120)
@@ -396,16 +400,16 @@ def test_blocks_that_are_stuck_hold_up_their_transfer_and_nothing_else(
         assert_equal(contents(faultfs.path / name), wanted)
 
 
+@pytest.mark.usefixtures("default_engine")
 def test_a_failed_fsync_is_raised_and_one_that_is_asked_for_is_made(
-    engine: str, faultfs: FaultFS, random_bytes: RandomBytes, monkeypatch: pytest.MonkeyPatch
+    faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:
-    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
     path = faultfs.path / "file"
     faultfs.order(Fault("fsync", error=errno.EIO))
     array = random_bytes(NBYTES)
     with storage_error(errno.EIO, path):
         tensorferry.write(path, array, sync=True)
-    with tensorferry.open(path, "r+", engine=engine) as file, storage_error(errno.EIO, path):
+    with tensorferry.open(path, "r+") as file, storage_error(errno.EIO, path):
         file.sync()
     faultfs.clear()
     tensorferry.write(path, array, sync=True)
@@ -440,18 +444,9 @@ def test_a_sync_whose_failure_nobody_heard_is_not_forgotten(
     path = faultfs.path / "file"
     with tensorferry.open(path, "w") as file:
         faultfs.order(Fault("fsync", error=errno.EIO, hold=True, times=1))
-
-        def interrupt() -> None:
-            faultfs.await_held()
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)  # Python hears it while the sync is waited for
-            faultfs.release()
-
-        with ThreadPoolExecutor() as pool:
-            sent = pool.submit(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                file.write(random_bytes(NBYTES), sync=True)
-            sent.result(120)
+        with interrupted(faultfs):
+            file.write(random_bytes(2 * NBYTES), sync=True)  # more than this thread does itself
+        faultfs.release()
         with storage_error(errno.EIO, path):
             file.sync()
 
@@ -467,7 +462,7 @@ def test_of_syncs_of_one_file_at_once_none_succeeds_beside_one_that_fails(
         futures = [file.write_from(array, at * NBYTES, sync=True) for at in range(6)]
         faultfs.await_held()
         syncs = [pool.submit(file.sync) for _ in range(3)]
-        time.sleep(0.2)
+        assert settled(lambda: threads_in(file.sync) == 3, 120)
         faultfs.release()
         for future in (*futures, *syncs):
             assert isinstance(future.exception(120), tensorferry.StorageError)
@@ -484,7 +479,7 @@ def test_syncs_that_share_one_that_fails_fail(
         )
         syncs = [pool.submit(file.sync) for _ in range(8)]
         faultfs.await_held()
-        time.sleep(0.3)  # most have come
+        assert settled(lambda: threads_in(file.sync) == 8, 120)
         faultfs.release()
         failed = [sync.exception(120) is not None for sync in syncs]
         assert failed.count(False) == 1
@@ -514,7 +509,7 @@ def test_syncs_of_one_file_that_wait_for_another_share_the_next(
         faultfs.order(Fault("fsync", hold=True, times=1))
         syncs = [pool.submit(file.sync) for _ in range(8)]
         faultfs.await_held()
-        time.sleep(0.3)  # most have come
+        assert settled(lambda: threads_in(file.sync) == 8, 120)
         faultfs.release()
         for sync in syncs:
             sync.result(120)
@@ -523,8 +518,9 @@ def test_syncs_of_one_file_that_wait_for_another_share_the_next(
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENFILE, errno.EIO])
 def test_an_open_that_fails_is_raised(
-    handle: Handle, faultfs: FaultFS, directory: pathlib.Path, number: int
+    faultfs: FaultFS, directory: pathlib.Path, number: int
 ) -> None:
+    handle = tensorferry.aio_handle()
     path = faultfs.path / "file"
     path.write_bytes(bytes(4096))
     faultfs.order(Fault("open", error=number))
@@ -559,15 +555,11 @@ def test_no_space_for_preallocation_is_raised(
     assert_works(handle, faultfs.path)
 
 
+@pytest.mark.usefixtures("default_engine")
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_read_many_and_write_many_raise_and_leave_the_other_files_complete(
-    engine: str,
-    faultfs: FaultFS,
-    random_bytes: RandomBytes,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
+    faultfs: FaultFS, random_bytes: RandomBytes, number: int
 ) -> None:
-    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
     arrays = [random_bytes(10_007) for _ in range(20)]
     paths = [faultfs.path / f"file{index}" for index in range(20)]
     faultfs.order(Fault("write", name="file7", error=number))
@@ -587,15 +579,11 @@ def test_read_many_and_write_many_raise_and_leave_the_other_files_complete(
             assert_equal(target, array)
 
 
+@pytest.mark.usefixtures("default_engine")
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_of_neighbours_that_are_moved_as_one_only_those_fail_that_cannot_be_moved(
-    engine: str,
-    faultfs: FaultFS,
-    random_bytes: RandomBytes,
-    monkeypatch: pytest.MonkeyPatch,
-    op: str,
+    faultfs: FaultFS, random_bytes: RandomBytes, op: str
 ) -> None:
-    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
     path = faultfs.path / "file"
     old, new = random_bytes(400 * 4096), random_bytes(400 * 4096)
     old.tofile(path)

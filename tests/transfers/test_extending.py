@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import subprocess
-import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,18 +13,23 @@ import pytest
 
 import tensorferry
 from tests.support import child, mounts, required
-from tests.support.expect import assert_equal, contents
+from tests.support.expect import assert_equal, contents, storage_error
 from tests.support.faultfs import Fault, FaultFS
-from tests.support.forks import assert_exits_with_zero, in_child
+from tests.support.forks import passes_in_child
+from tests.support.threads import InThread
 from tests.transfers import meetings
-from tests.transfers.test_meetings import run  # noqa: F401  a fixture
 
 if TYPE_CHECKING:
     import pathlib
 
-    from tests.transfers.test_meetings import Run
+    from tests.transfers.conftest import Run
 
 MIB = 1 << 20
+
+
+def preallocate(path: pathlib.Path, nbytes: int) -> None:
+    with tensorferry.open(path, "r+") as file:
+        file.preallocate(nbytes)
 
 
 def test_a_refused_reservation_never_cuts_off_what_another_writer_appends_meanwhile(
@@ -34,30 +38,19 @@ def test_a_refused_reservation_never_cuts_off_what_another_writer_appends_meanwh
     path, below = faultfs.path / "file", faultfs.backing / "file"
     below.write_bytes(b"old" * 1000)
     faultfs.order(Fault("fallocate", error=errno.ENOSPC), Fault("truncate", hold=True, name="file"))
-    errors: list[OSError] = []
-
-    def extend() -> None:
-        with tensorferry.open(str(path), "r+") as file:
-            try:
-                file.preallocate(MIB)
-            except OSError as error:
-                errors.append(error)
-
-    thread = threading.Thread(target=extend)
-    thread.start()
-    while thread.is_alive() and not faultfs.held():  # held: on its way to shorten the file
-        thread.join(0.05)
+    extending = InThread(lambda: preallocate(path, MIB))
+    while extending.is_alive() and not faultfs.held():  # held: on its way to shorten the file
+        extending.thread.join(0.05)
     with below.open("ab") as other:
         other.write(b"appended by another")
     faultfs.release()
-    thread.join()
-    assert [error.errno for error in errors] == [errno.ENOSPC]
+    with storage_error(errno.ENOSPC, path):
+        extending.result()
     assert below.read_bytes() == b"old" * 1000 + b"appended by another"
 
 
 def test_a_file_is_no_longer_than_before_where_space_is_refused_half_way(
-    run: Run,  # noqa: F811
-    directory: pathlib.Path,
+    run: Run, directory: pathlib.Path
 ) -> None:
     found = run(meetings.space_refused_half_way, directory=directory)
     assert found == {"errno": errno.ENOSPC, "size": 1_000}
@@ -94,8 +87,7 @@ def test_a_reservation_that_fits_because_the_file_holds_blocks_already_is_made(
     path = small_ext4 / "file"
     path.write_bytes(b"x")
     subprocess.run(["fallocate", "-n", "-l", str(nbytes), str(path)], check=True)
-    with tensorferry.open(str(path), "r+") as file:
-        file.preallocate(nbytes + nbytes // 2)
+    preallocate(path, nbytes + nbytes // 2)
     assert path.stat().st_size == nbytes + nbytes // 2
 
 
@@ -105,13 +97,7 @@ def test_a_child_forked_while_its_parent_reserves_space_extends_the_same_file(
     path = faultfs.path / "file"
     path.write_bytes(b"")
     faultfs.order(Fault("fallocate", hold=True, times=1))
-
-    def reserve(nbytes: int) -> None:
-        with tensorferry.open(str(path), "r+") as file:
-            file.preallocate(nbytes)
-
-    thread = threading.Thread(target=reserve, args=(MIB,))
-    thread.start()
+    reserving = InThread(lambda: preallocate(path, MIB))
     faultfs.await_held()
 
     # Elsewhere, since the kernel itself locks the held file; in the parent the two shared one of 64 locks.
@@ -120,14 +106,11 @@ def test_a_child_forked_while_its_parent_reserves_space_extends_the_same_file(
             with tensorferry.open(str(directory / f"file{index}"), "w") as file:
                 file.preallocate(128 << 10)
 
-    pid = os.fork()
-    if pid == 0:
-        in_child(work)
     try:
-        assert_exits_with_zero(pid)
+        passes_in_child(work)
     finally:
         faultfs.release()
-        thread.join()
+    reserving.result()
 
 
 @pytest.mark.parametrize(
@@ -150,8 +133,8 @@ def test_ragged_neighbours_keep_their_bytes_where_blocks_are_larger_than_pages(
     with image.open("wb") as file:
         file.truncate(320 * MIB)
     make = [required.command("mkfs.xfs"), "-q", "-b", f"size={block_nbytes}", str(image)]
-    if subprocess.run(make, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mkfs.xfs failed")
+    if (made := subprocess.run(make, capture_output=True, text=True)).returncode != 0:
+        required.missing("mounts", f"mkfs.xfs: {made.stderr}")
     nbytes = 256 << 10
     random = np.random.default_rng(3)
     handle = tensorferry.aio_handle(block_size=64 << 10, queue_depth=64, intra_op_parallelism=2)

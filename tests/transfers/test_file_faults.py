@@ -14,6 +14,7 @@ import pytest
 
 import tensorferry
 from tests.support import mounts
+from tests.support.engines import one_engine
 from tests.support.expect import (
     assert_equal,
     assert_works,
@@ -256,6 +257,7 @@ def test_writing_a_file_that_nobody_may_change_raises_a_permission_error(
     assert_works(handle, directory)
 
 
+@one_engine
 @pytest.mark.covers("fd_bad")
 @pytest.mark.parametrize("descriptor", [987_654, -1])
 def test_writing_to_a_descriptor_that_is_not_open_raises_at_submission(
@@ -405,6 +407,7 @@ def test_a_shorter_write_keeps_the_rest_of_a_longer_file(
     assert_equal(contents(path), wanted)
 
 
+@one_engine
 @pytest.mark.covers("negative_offset_read", "negative_offset_write")
 @pytest.mark.parametrize("offset", [-1, -4096, -(1 << 62)])
 def test_a_negative_offset_is_a_value_error_before_any_file_is_touched(
@@ -423,6 +426,7 @@ def test_a_negative_offset_is_a_value_error_before_any_file_is_touched(
     assert_works(handle, directory)
 
 
+@one_engine
 @pytest.mark.covers("negative_offset_write")
 @pytest.mark.parametrize("offset", [(1 << 63) - 100, 1 << 64])
 def test_an_offset_that_no_file_can_have_is_refused_before_any_file_is_touched(

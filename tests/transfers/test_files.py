@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
 from tensorferry import runtime
+from tests.support import page_cache
 from tests.support.data import aligned, folded
 from tests.support.effort import examples
 from tests.support.expect import storage_error
+from tests.support.optional import torch
 
 if TYPE_CHECKING:
     import pathlib
@@ -76,10 +77,9 @@ def test_any_sequence_of_writes_and_reads_equals_plain_files(
     assert path.read_bytes() == model
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64]
-)
-def test_every_dtype_and_shape_of_torch(directory: pathlib.Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn", "bool", "complex64"])
+def test_every_dtype_and_shape_of_torch(directory: pathlib.Path, name: str) -> None:
+    dtype = getattr(torch, name)
     path = directory / "tensor"
     for shape in ((), (0,), (3,), (5, 7), (2, 3, 1001)):
         source = torch.arange(torch.Size(shape).numel()).view(shape).remainder(5).to(dtype)
@@ -165,9 +165,8 @@ def test_cached_dirty_and_partly_cached_files_read_right(
     path.write_bytes(data)  # dirty in the page cache
     with tensorferry.open(path, engine=engine, block_size=BLOCK, direct=direct) as file:
         assert file.read(bytearray(len(data))) == data
-        os.sync()
+        page_cache.drop(path, 1_000_000)
         with open(path, "r+b") as plain:
-            os.posix_fadvise(plain.fileno(), 1_000_000, 0, os.POSIX_FADV_DONTNEED)
             assert file.read(bytearray(len(data))) == data
             plain.seek(2_000_000)
             plain.write(b"changed")
@@ -193,9 +192,7 @@ def test_parts_in_the_page_cache_are_read_from_it(directory: pathlib.Path) -> No
         # Some systems take pages of the cache at any time, but not at every time.
         assert any(path.read_bytes() and from_cache(file) == 4_000_000 for _ in range(10))
         path.read_bytes()
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 1 << 20, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        page_cache.drop(path, 1 << 20)
         direct_nbytes = file.stats()["direct_nbytes"]
         assert 0 < from_cache(file) < 4_000_000
         assert file.stats()["direct_nbytes"] > direct_nbytes

@@ -395,15 +395,15 @@ def test_a_callback_may_submit_again_and_close_the_file(
     assert buffer == b"\5" * 1_000_000
 
 
+@pytest.mark.usefixtures("default_engine")
 def test_callbacks_may_move_other_arrays_wait_for_others_and_close_what_serves_them(
-    engine: str, directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    directory: pathlib.Path,
 ) -> None:
-    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
     data, other = b"\5" * 3_000_001, bytearray(3_000_001)
     path, beside = directory / "file", directory / "beside"
-    handle = tensorferry.aio_handle(engine=engine)
+    handle = tensorferry.aio_handle()
     done = queue.Queue[Any]()
-    file = tensorferry.open(path, "w+", engine=engine)
+    file = tensorferry.open(path, "w+")
 
     def deeds() -> Iterator[object]:
         yield tensorferry.write(beside, data, sync=True)

@@ -8,12 +8,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 import tensorferry
 from tensorferry import gds
 from tensorferry.gds import gds_handle
 from tensorferry.runtime import make_scheduler
+from tests.support.optional import torch
 from tests.support.pretended import ADDRESS, GPU, CudaArray, pretend_driver, pretend_no_driver
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tensorferry
+from tests.support.engines import one_engine
 from tests.support.expect import (
     as_bytes,
     assert_equal,
@@ -18,7 +19,8 @@ from tests.support.expect import (
 )
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.leaks import nothing_leaks
-from tests.transfers.test_limits import LIMIT_OF
+from tests.support.optional import torch
+from tests.support.threads import JOIN_TIMEOUT_S, in_threads
 
 if TYPE_CHECKING:
     import pathlib
@@ -27,32 +29,7 @@ if TYPE_CHECKING:
     from tests.conftest import MakeHandle
     from tests.support.data import RandomBytes
 
-torch = pytest.importorskip("torch")
 Handle = tensorferry.aio_handle
-
-JOIN_TIMEOUT_S = 120
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run work(0), work(1), ... in threads; fail on exceptions and on threads that hang."""
-    failures: list[BaseException] = []
-    barrier = threading.Barrier(count)
-
-    def run(index: int) -> None:
-        barrier.wait()
-        try:
-            work(index)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(JOIN_TIMEOUT_S)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if failures:
-        raise failures[0]
 
 
 @pytest.mark.covers("wait_nothing_pending", "wait_twice")
@@ -289,23 +266,6 @@ def test_many_handles_work_at_once(
         assert_equal(contents(directory / f"file{index}"), source)
 
 
-@pytest.mark.covers("default_handles_until_aio_max")
-def test_two_hundred_handles_of_default_size_can_exist(
-    engine: str, make_handle: MakeHandle, directory: pathlib.Path
-) -> None:
-    """Where the system's limit ends an engine sooner, the error says so, and auto goes on."""
-    handles = []
-    for _ in range(200):
-        try:
-            handles.append(make_handle())
-        except tensorferry.EngineUnavailableError as error:
-            if LIMIT_OF.get(engine, "none") not in str(error):
-                raise
-            handles.append(make_handle(engine=None))
-    assert_works(handles[0], directory)
-    assert_works(handles[-1], directory)
-
-
 @pytest.mark.covers("concurrent_create_same_handle_two_threads_write")
 def test_two_threads_create_one_file_through_one_handle(
     handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
@@ -393,9 +353,9 @@ def test_a_temporary_source_of_any_kind_lives_until_it_is_written(
     assert usurper[0] == 9
 
 
+@one_engine
 @pytest.mark.covers("wait_nothing_pending")
-def test_a_closed_handle_raises_value_error(engine: str, directory: pathlib.Path) -> None:
-    handle = tensorferry.aio_handle(engine=engine)
+def test_a_closed_handle_raises_value_error(handle: Handle, directory: pathlib.Path) -> None:
     handle.close()
     handle.close()
     buffer = np.zeros(10, np.uint8)

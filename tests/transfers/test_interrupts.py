@@ -2,65 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import signal
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import runtime
-from tests.support.expect import assert_equal, assert_works, contents
+from tests.support.expect import assert_equal, assert_works, contents, interrupted
 from tests.support.faultfs import Fault
+from tests.support.leaks import settled
+from tests.support.threads import InThread, threads_in
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Iterator
 
     from tests.conftest import MakeHandle
     from tests.support.data import RandomBytes
     from tests.support.faultfs import FaultFS
 
+pytestmark = pytest.mark.usefixtures("default_engine")
+
 # The calling thread itself does what fits one block, and FUSE does not let go a thread that it holds.
 NBYTES = 6 << 20
 MARGIN = 100_003
-
-
-@contextlib.contextmanager
-def interrupted(faultfs: FaultFS) -> Iterator[None]:
-    """Send Ctrl-C when requests are held; the block is left by it while they still are."""
-
-    def send() -> None:
-        begun.wait()
-        faultfs.await_held()
-        time.sleep(0.1)  # the call may be about to begin where others' requests were held before
-        os.kill(os.getpid(), signal.SIGINT)
-        if not left.wait(120):
-            faultfs.release()
-
-    begun, left = threading.Event(), threading.Event()
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            begun.set()
-            yield
-        assert faultfs.held() > 0, "Ctrl-C came when all was over"
-    finally:
-        left.set()
-        sender.join()
-
-
-@pytest.fixture(autouse=True)
-def _default_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions use the engine as well, from now on."""
-    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
-    monkeypatch.setattr(runtime, "_default", None)
 
 
 @pytest.fixture
@@ -129,14 +94,14 @@ def test_a_write_left_by_ctrl_c_changes_nothing_outside_its_range(
 
 @pytest.mark.parametrize("product", ["file", "handle"])
 def test_a_close_left_by_ctrl_c_can_be_done_again_and_loses_nothing(
-    make_handle: MakeHandle, engine: str, faultfs: FaultFS, random_bytes: RandomBytes, product: str
+    make_handle: MakeHandle, faultfs: FaultFS, random_bytes: RandomBytes, product: str
 ) -> None:
     data = random_bytes(NBYTES)
     path = faultfs.path / "new"
     opened: Any
     faultfs.order(Fault("write", hold=True))
     if product == "file":
-        opened = tensorferry.open(path, "w", engine=engine)
+        opened = tensorferry.open(path, "w")
         opened.write_from(data)
     else:
         opened = make_handle()
@@ -159,17 +124,17 @@ def test_a_close_waits_for_other_threads_calls_takes_nothing_new_and_is_left_by_
     faultfs.order(Fault("write", hold=True))
     if waiting == "in wait":
         handle.async_pwrite(data, path)
-        call = threading.Thread(target=handle.wait)
+        call = InThread(handle.wait)
+        assert settled(lambda: threads_in(handle.wait))
     else:
-        call = threading.Thread(target=handle.sync_pwrite, args=(data, path))
-    call.start()
+        call = InThread(lambda: handle.sync_pwrite(data, path))
     faultfs.await_held()
-    with interrupted(faultfs):
+    with interrupted(faultfs, lambda: "closed" in repr(handle)):
         handle.close()
     with pytest.raises(ValueError, match="closed"):
         handle.sync_pwrite(data, faultfs.path / "another")
     faultfs.clear()
     handle.close()
-    call.join()
+    call.result()
     assert_equal(contents(path), data)
     assert not (faultfs.path / "another").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import pytest
 from tensorferry import libraries
 from tensorferry.tuning.machine import gpus
 from tensorferry.tuning.machine.probe import is_unknown
+from tests.support import commands
 
 if TYPE_CHECKING:
     import pathlib
@@ -91,5 +91,4 @@ def test_importing_tensorferry_looks_for_nothing() -> None:
         "import sys, tensorferry; print([name for name in ('torch', 'numpy', 'sysconfig', 'tensorferry.libraries')"
         " if name in sys.modules], tensorferry._core.cuda_in_use())"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.stdout == "[] False\n", ended.stderr
+    assert commands.run(sys.executable, "-c", program).stdout == "[] False\n"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
-import signal
 import threading
 import time
 import weakref
@@ -17,10 +17,10 @@ import pytest
 import tensorferry
 from tensorferry import transfers
 from tests.support import child
-from tests.support.expect import assert_equal, assert_works, contents
+from tests.support.expect import assert_equal, assert_works, contents, interrupted, storage_error
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.leaks import settled
-from tests.transfers.test_handle_faults import JOIN_TIMEOUT_S, in_threads
+from tests.support.threads import InThread, in_threads, threads_in
 
 if TYPE_CHECKING:
     import pathlib
@@ -203,18 +203,18 @@ def test_a_target_that_nobody_else_holds_is_read_into_safely(
 @pytest.mark.parametrize("write", [True, False])
 @pytest.mark.parametrize("many", [True, False])
 def test_a_tensor_whose_storage_is_swapped_meanwhile_keeps_its_memory_for_the_transfer(
-    engine: str, faultfs: FaultFS, how: str, write: bool, many: bool
+    default_engine: str, faultfs: FaultFS, how: str, write: bool, many: bool
 ) -> None:
     torch = pytest.importorskip("torch")
     path = faultfs.path / "file"
     np.full(100_003, 1, np.uint8).tofile(path)
     tensor = torch.full((100_003,), 7, dtype=torch.uint8)
     faultfs.order(Fault("write" if write else "read", hold=True, times=1))
-    with tensorferry.aio_handle(4096, 1, engine=engine) as handle:
+    with tensorferry.aio_handle(4096, 1, engine=default_engine) as handle:
         if many:
             move = tensorferry.write_many if write else tensorferry.read_many
-            moving = threading.Thread(target=move, args=([(path, tensor, 0)] * 2,), daemon=True)
-            moving.start()
+            items = [(path, tensor, 0)] * 2
+            moving = InThread(lambda: move(items))
         else:
             (handle.async_pwrite if write else handle.async_pread)(tensor, path)
         faultfs.await_held()
@@ -228,8 +228,7 @@ def test_a_tensor_whose_storage_is_swapped_meanwhile_keeps_its_memory_for_the_tr
         usurpers = [torch.full((100_003,), 9, dtype=torch.uint8) for _ in range(8)]
         faultfs.release()
         if many:
-            moving.join(120)
-            assert not moving.is_alive()
+            moving.result()
         else:
             assert handle.wait() == 1
     assert all((usurper == 9).all() for usurper in usurpers)
@@ -241,36 +240,28 @@ def test_a_tensor_whose_storage_is_swapped_meanwhile_keeps_its_memory_for_the_tr
     "call", ["async_pwrite", "write_from", "File.write", "write", "write_many"]
 )
 def test_an_array_that_gives_its_memory_back_meanwhile_is_told(
-    engine: str, faultfs: FaultFS, how: str, call: str
+    default_engine: str, faultfs: FaultFS, how: str, call: str
 ) -> None:
     torch = pytest.importorskip("torch")
     path = faultfs.path / "file"
     # One block, which is with the file system when the memory goes.
     array = np.full(4096, 7, np.uint8) if how == "numpy" else torch.full((1024,), 7.0)
     faultfs.order(Fault("write", hold=True, times=1))
-    failures: list[BaseException] = []
 
     def write() -> None:
-        try:
-            if call == "write":
-                tensorferry.write(path, array)
-            elif call == "write_many":
-                tensorferry.write_many([(path, array)])
-            elif call == "write_from":
-                with tensorferry.open(path, "w", engine=engine) as file:
-                    file.write_from(array).result()
-            elif call == "File.write":
-                with tensorferry.open(path, "w", engine=engine) as file:
-                    file.write(array)
-            else:
-                with tensorferry.aio_handle(engine=engine) as handle:
-                    handle.async_pwrite(array, path)
-                    handle.wait()
-        except tensorferry.StorageError as error:
-            failures.append(error)
+        if call == "write":
+            tensorferry.write(path, array)
+        elif call == "write_many":
+            tensorferry.write_many([(path, array)])
+        elif call == "async_pwrite":
+            with tensorferry.aio_handle(engine=default_engine) as handle:
+                handle.async_pwrite(array, path)
+                handle.wait()
+        else:
+            with tensorferry.open(path, "w") as file:
+                file.write(array) if call == "File.write" else file.write_from(array).result()
 
-    writing = threading.Thread(target=write, daemon=True)
-    writing.start()
+    writing = InThread(write)
     faultfs.await_held()
     if how == "numpy":
         array.resize(1_000_000, refcheck=False)
@@ -279,11 +270,8 @@ def test_an_array_that_gives_its_memory_back_meanwhile_is_told(
     else:
         array.untyped_storage().resize_(0)
     faultfs.release()
-    writing.join(120)
-    assert not writing.is_alive()
-    (failure,) = failures
-    assert isinstance(failure, tensorferry.StorageError)
-    assert (failure.errno, failure.filename, failure.expected) == (errno.EFAULT, str(path), 4096)
+    with storage_error(errno.EFAULT, path, expected=4096):
+        writing.result()
 
 
 @pytest.mark.covers(
@@ -348,52 +336,36 @@ def _assert_complete(directory: pathlib.Path, count: int, nbytes: int) -> None:
     ],
 )
 def test_ctrl_c_interrupts_a_call_that_waits_for_a_read_that_is_stuck(
-    engine: str, faultfs: FaultFS, directory: pathlib.Path, method: str, nbytes: int
+    engine: str,
+    default_engine: str,
+    faultfs: FaultFS,
+    directory: pathlib.Path,
+    method: str,
+    nbytes: int,
 ) -> None:
     """The read is let go only when the call has raised."""
-    path, raised = faultfs.path / "file", directory / "raised"
+    path = faultfs.path / "file"
     np.full(nbytes, 5, np.uint8).tofile(path)
+    arguments = {"engine": engine, "method": method, "nbytes": nbytes}
     faultfs.order(Fault("read", hold=True, times=1))
-
-    def let_go() -> None:
-        if settled(raised.exists, JOIN_TIMEOUT_S):
-            faultfs.release()
-
-    thread = threading.Thread(target=let_go, daemon=True)
-    thread.start()
-    child.call(
-        f"{PROGRAMS}:interrupt",
-        engine=engine,
-        path=path,
-        method=method,
-        nbytes=nbytes,
-        raised=raised,
-    )
-    thread.join(JOIN_TIMEOUT_S)
-    assert raised.exists()
+    with faultfs.released_by(directory / "raised"):
+        child.call(f"{PROGRAMS}:interrupt", path=path, raised=directory / "raised", **arguments)
 
 
 def test_ctrl_c_ends_a_blocking_read_before_its_time(engine: str, faultfs: FaultFS) -> None:
     np.full(4 << 20, 5, np.uint8).tofile(faultfs.path / "file")
     target = np.zeros(4 << 20, np.uint8)
-
-    def interrupt() -> None:
-        faultfs.await_held()
-        os.kill(os.getpid(), signal.SIGINT)
-
     faultfs.order(Fault("read", hold=True))
     with tensorferry.aio_handle(engine=engine, block_size=64 << 10, queue_depth=4) as handle:
-        sender = threading.Thread(target=interrupt)
-        sender.start()
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted(faultfs):
             handle.sync_pread(target, faultfs.path / "file")
-        sender.join()
         faultfs.release()
     assert 0 in target, "blocks that had not begun were read nevertheless"
 
 
+@pytest.mark.usefixtures("default_engine")
 def test_read_many_that_fails_half_way_touches_nothing_afterwards(
-    engine: str, faultfs: FaultFS, monkeypatch: pytest.MonkeyPatch
+    faultfs: FaultFS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_or_break(path: str, *arguments: Any, **options: Any) -> Any:
         if path == "broken":
@@ -403,8 +375,6 @@ def test_read_many_that_fails_half_way_touches_nothing_afterwards(
 
     open_for_transfer = transfers.open_for_transfer
     monkeypatch.setattr(transfers, "open_for_transfer", open_or_break)
-    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
-    monkeypatch.setattr("tensorferry.runtime._default", None)
     np.full(1 << 20, 5, np.uint8).tofile(faultfs.path / "file")
     target = np.zeros(1 << 20, np.uint8)
     pieces = [(faultfs.path / "file", target[at : at + 4096], at) for at in range(0, 1 << 20, 4096)]
@@ -428,7 +398,7 @@ def test_read_many_that_fails_half_way_touches_nothing_afterwards(
 
 @pytest.mark.covers("fork_after_handle")
 def test_a_forked_child_may_not_use_what_its_parent_opened_but_may_open_its_own(
-    engine: str, directory: pathlib.Path
+    engine: str, default_engine: str, directory: pathlib.Path
 ) -> None:
     child.call(f"{PROGRAMS}:fork", engine=engine, directory=directory)
 
@@ -440,12 +410,10 @@ def test_a_forked_child_leaves_normally_and_the_parents_writes_complete(
     child.call(f"{PROGRAMS}:fork_and_leave_normally", engine=engine, directory=directory)
 
 
-def test_first_transfers_import_nothing(engine: str, directory: pathlib.Path) -> None:
+def test_first_transfers_import_nothing(default_engine: str, directory: pathlib.Path) -> None:
     """A child forked by another thread meanwhile would wait for the import's lock for ever."""
-    ended = child.call(
-        f"{PROGRAMS}:modules_imported_by_first_calls", engine=engine, directory=directory
-    )
-    assert ended.result == []
+    program = f"{PROGRAMS}:modules_imported_by_first_calls"
+    assert child.call(program, engine=default_engine, directory=directory).result == []
 
 
 @pytest.mark.covers("fork_after_handle")
@@ -455,17 +423,18 @@ def test_children_of_children_work(engine: str, directory: pathlib.Path) -> None
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_of_multiprocessing_work(engine: str, directory: pathlib.Path, method: str) -> None:
+def test_workers_of_multiprocessing_work(
+    default_engine: str, directory: pathlib.Path, method: str
+) -> None:
     program = f"{PROGRAMS}:multiprocess"
-    ended = child.call(program, engine=engine, directory=directory, method=method)
+    ended = child.call(program, engine=default_engine, directory=directory, method=method)
     assert ended.result == list(range(1, 9))
 
 
-def test_workers_of_torchs_data_loader_work(engine: str, directory: pathlib.Path) -> None:
+def test_workers_of_torchs_data_loader_work(default_engine: str, directory: pathlib.Path) -> None:
     pytest.importorskip("torch")
-    ended = child.call(
-        f"{PROGRAMS}:load_with_workers", imports=["torch"], engine=engine, directory=directory
-    )
+    program = f"{PROGRAMS}:load_with_workers"
+    ended = child.call(program, imports=["torch"], engine=default_engine, directory=directory)
     assert ended.result == [float(index) for index in range(12)]
 
 
@@ -494,10 +463,7 @@ def test_futures_of_two_threads_on_one_file_each_complete_once(
                 assert_equal(target, data[start : start + 5003])
 
         in_threads(2, work)
-    # The thread of callbacks may be behind.
-    end = time.monotonic() + 30
-    while sum(map(sum, calls)) < 400 and time.monotonic() < end:
-        time.sleep(0.01)
+    settled(lambda: sum(map(sum, calls)) >= 400)  # the thread of callbacks may be behind
     assert calls == [[1] * 200] * 2
 
 
@@ -510,26 +476,15 @@ def test_closing_a_handle_while_another_thread_waits_lets_both_end(
     handle = tensorferry.aio_handle(engine=engine)
     faultfs.order(Fault("read", hold=True))
     handle.async_pread(target, str(faultfs.path / "file"))
-    outcome: list[object] = []
-
-    def wait() -> None:
-        try:
-            outcome.append(handle.wait())
-        except ValueError as error:
-            outcome.append(error)
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    closing = threading.Thread(target=handle.close, daemon=True)
-    waiting.start()
+    waiting = InThread(handle.wait)
+    assert settled(lambda: threads_in(handle.wait), 120)
     faultfs.await_held()
-    closing.start()
-    time.sleep(0.05)  # more likely to find both inside; either order is right
+    closing = InThread(handle.close)
+    assert settled(lambda: "closed" in repr(handle), 120)
     faultfs.release()
-    for thread in (waiting, closing):
-        thread.join(120)
-        assert not thread.is_alive()
-    assert outcome
-    assert outcome[0] in (0, 1) or isinstance(outcome[0], ValueError)
+    closing.result()
+    with contextlib.suppress(ValueError):
+        assert waiting.result() in (0, 1)
     assert_equal(target, data)
 
 
@@ -561,21 +516,16 @@ def test_whoever_closes_a_file_first_or_second_returns_when_its_transfers_have_e
     faultfs.order(Fault("write", hold=True))
     future = file.write_from(data)
     faultfs.await_held()
-    ended: list[bool] = []
 
-    def close() -> None:
+    def close() -> bool:
         file.close()
-        ended.append(future.done())
+        return future.done()
 
-    closing = [threading.Thread(target=close, daemon=True) for _ in range(3)]
-    for thread in closing:
-        thread.start()
-    closing[1].join(0.2)
-    assert not ended
+    closing = [InThread(close) for _ in range(3)]
+    closing[1].thread.join(0.2)
+    assert all(thread.is_alive() for thread in closing)
     faultfs.release()
-    for thread in closing:
-        thread.join(120)
-    assert ended == [True] * 3
+    assert [thread.result() for thread in closing] == [True] * 3
     assert_equal(contents(faultfs.path / "file"), data)
 
 
@@ -625,17 +575,18 @@ def test_a_handle_closed_beside_io_that_does_not_end_says_what_it_left(
 
 
 def test_a_forked_child_that_waits_for_its_parents_transfer_is_told(
-    engine: str, faultfs: FaultFS
+    engine: str, faultfs: FaultFS, directory: pathlib.Path
 ) -> None:
-    faultfs.order(Fault("write", delay_s=2.0, times=1))
+    asked = directory / "asked"
     program = f"{PROGRAMS}:fork_and_wait_for_the_parents_future"
-    ended = child.call(program, engine=engine, path=faultfs.path / "file")
-    assert ended.result == "done"
+    faultfs.order(Fault("write", hold=True))
+    with faultfs.released_by(asked):
+        child.call(program, engine=engine, path=faultfs.path / "file", asked=asked)
 
 
-def test_a_closed_file_raises_value_error(engine: str, directory: pathlib.Path) -> None:
+def test_a_closed_file_raises_value_error(directory: pathlib.Path) -> None:
     (directory / "file").write_bytes(bytes(100))
-    file = tensorferry.open(directory / "file", engine=engine)
+    file = tensorferry.open(directory / "file")
     file.close()
     file.close()
     for call in (file.read, file.read_into):

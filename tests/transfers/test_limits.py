@@ -7,14 +7,13 @@ import pathlib
 import shutil
 import tempfile
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 import tensorferry
-from tests.support import child
+from tests.support import child, required
 from tests.support.expect import assert_equal, assert_works
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.leaks import settled
@@ -54,17 +53,10 @@ def test_half_of_the_descriptors_is_left_to_others(
     engine: str, faultfs: FaultFS, directory: pathlib.Path
 ) -> None:
     counted = directory / "counted"
-
-    def release() -> None:
-        if settled(counted.exists, 50):
-            faultfs.release()
-
-    faultfs.order(Fault("write", hold=True))
-    releaser = threading.Thread(target=release)
-    releaser.start()
     arguments = {"directory": faultfs.path, "counted": counted, "limit": 200, "count": 150}
-    most = child.call(f"{PROGRAMS}:files_while_none_ends", engine=engine, **arguments).result
-    releaser.join()
+    faultfs.order(Fault("write", hold=True))
+    with faultfs.released_by(counted):
+        most = child.call(f"{PROGRAMS}:files_while_none_ends", engine=engine, **arguments).result
     assert 64 < most <= 200 // 2 + 1
 
 
@@ -91,8 +83,9 @@ def test_no_descriptor_left_raises_emfile_and_leaks_none(
     path = str(directory / "file")
     assert ended.result["errors"] == [[errno.EMFILE, path]] * 400
     assert ended.result["grown"] == 0
-    for refusal in ended.result["refusals"]:  # an engine without descriptors needs none
-        assert "Too many open files" in refusal
+    refusals = ended.result["refusals"]
+    assert len(refusals) >= 20, "at least the file's"  # an engine without descriptors needs none
+    assert all("Too many open files" in refusal for refusal in refusals)
 
 
 def test_a_drive_that_hangs_takes_a_bounded_number_of_threads(
@@ -105,16 +98,16 @@ def test_a_drive_that_hangs_takes_a_bounded_number_of_threads(
     path, nbytes = faultfs.path / "file", 64 << 10
     path.write_bytes(bytes(100 * nbytes))
     faultfs.order(Fault("read", hold=True))
-    handle, before, most = make_handle(queue_depth=128), threads(), 0
+    handle, before = make_handle(queue_depth=128), threads()
     for index in range(100):
         handle.async_pread(bytearray(nbytes), path, index * nbytes)
     faultfs.await_held(8)
-    while most < threads() - before:  # until no more are started
-        most = threads() - before
-        time.sleep(0.3)
+    least = 0 if handle.engine == "io_uring" else 8  # the kernel keeps its reads, without a thread
+    assert settled(lambda: threads() - before >= least)
+    most = 32 + 8 + 8  # an engine's, and those for what may block
+    assert not settled(lambda: threads() - before > most, 3.0)
     faultfs.release()
     assert handle.wait() == 100
-    assert most <= 32 + 8 + 8, "an engine's, and those for what may block"
 
 
 @pytest.mark.alone  # limits count for all of a user's processes
@@ -152,6 +145,7 @@ def test_an_ordinary_user_with_little_lockable_memory_writes_and_reads(
 def test_when_linux_aio_has_no_context_left_libaio_is_refused_and_auto_goes_on(
     engine: str, directory: pathlib.Path
 ) -> None:
+    required.module("pyseccomp")
     ended = child.call(f"{PROGRAMS}:exhaust_aio_contexts", directory=directory)
     assert "aio-max-nr" in ended.result["refusal"]
     assert ended.result["handles"] >= 1
@@ -162,18 +156,23 @@ def test_when_linux_aio_has_no_context_left_libaio_is_refused_and_auto_goes_on(
 
 
 @pytest.mark.alone  # Linux AIO's contexts are the whole machine's
-@pytest.mark.covers("many_handles_aio_max_nr")
-def test_four_hundred_handles_with_deep_queues_exist_or_are_refused_with_a_reason(
-    engine: str, make_handle: MakeHandle, directory: pathlib.Path
+@pytest.mark.covers("many_handles_aio_max_nr", "default_handles_until_aio_max")
+@pytest.mark.parametrize(("count", "options"), [(400, {"queue_depth": 512}), (200, {})])
+def test_hundreds_of_handles_exist_where_an_engine_is_refused_it_says_why_and_auto_goes_on(
+    engine: str,
+    make_handle: MakeHandle,
+    directory: pathlib.Path,
+    count: int,
+    options: dict[str, int],
 ) -> None:
     handles = []
-    for _ in range(400):
+    for _ in range(count):
         try:
-            handles.append(make_handle(queue_depth=512))
+            handles.append(make_handle(**options))
         except tensorferry.EngineUnavailableError as error:
             if LIMIT_OF.get(engine, "none") not in str(error):
                 raise
-            break
+            handles.append(make_handle(engine=None, **options))
     assert_works(handles[0], directory)
     assert_works(handles[-1], directory)
 
@@ -199,17 +198,16 @@ def test_submitters_beyond_16384_outstanding_transfers_wait_and_all_is_done(
         ]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + 300
-        while file._scheduler.outstanding() < limit and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.1)
-        outstanding, submitted = file._scheduler.outstanding(), len(futures)
+        reached = settled(lambda: file._scheduler.outstanding() == limit)
+        exceeded = settled(lambda: file._scheduler.outstanding() > limit, 1.0)
+        submitted = len(futures)
         faultfs.clear()
         for thread in threads:
             thread.join()
         for future in futures:
             future.result()
-    assert outstanding == limit
+    assert reached
+    assert not exceeded
     assert submitted <= limit < len(futures) == 4 * count
     assert_equal(found, data)
 

@@ -5,55 +5,22 @@ Calls are made slow, or fail, in child processes; see tests/support/slow_calls.p
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import tensorferry
-from tests.support import child, slow_calls
 from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault, FaultFS
 from tests.transfers import meetings
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Iterator
 
-PROGRAMS = "tests.transfers.meetings"
-HANG_S = 120.0
-
-
-class Run(Protocol):
-    """Calls a function of meetings.py on the engine, in a child that obeys slow_calls' rules."""
-
-    def __call__(self, program: Any, /, *, timeout_s: float = HANG_S, **arguments: Any) -> Any: ...
-
-
-@pytest.fixture
-def run(engine: str, tmp_path: pathlib.Path) -> Run:
-    """A function that calls another in a child."""
-    refusal = slow_calls.why_unavailable()
-    if refusal:
-        pytest.skip(refusal)
-    calls = slow_calls.SlowCalls(tmp_path / "slow-calls")
-
-    def call(program: Any, /, *, timeout_s: float = HANG_S, **arguments: Any) -> Any:
-        environment = calls.environment() | {"TENSORFERRY_ENGINE": engine}
-        ended = child.call(
-            f"{PROGRAMS}:{program.__name__}",
-            timeout_s=timeout_s,
-            environment=environment,
-            engine=engine,
-            **arguments,
-        )
-        return ended.result
-
-    return call
+    from tests.transfers.conftest import Run
 
 
 # A page cache that is emptied while it is read
@@ -168,27 +135,21 @@ def _assert_writes_failed(outcomes: dict[str, Any], path: pathlib.Path, error: i
         assert "close" in message, name
 
 
-def test_no_thread_that_drives_a_queue_closes_files(run: Run, directory: pathlib.Path) -> None:
-    names = run(meetings.threads_that_close, directory=directory)
-    assert names
-    assert meetings.WORKER not in names
-
-
 # What must not run on a thread that drives a queue
 
 
 def test_threads_that_drive_a_queue_make_no_call_that_may_block(
     run: Run, directory: pathlib.Path
 ) -> None:
-    made = run(meetings.calls_of_workers, directory=directory)
-    assert not made, f"threads that drive a queue called {', '.join(made)}"
+    made = run(meetings.calls_that_may_block, directory=directory)
+    assert meetings.WORKER not in made, f"called {', '.join(made[meetings.WORKER])}"
+    assert {"close", "fallocate", "ftruncate", "open"} <= set().union(*made.values())
 
 
+@pytest.mark.usefixtures("default_engine")
 def test_a_write_that_hangs_in_the_page_cache_holds_up_no_other_transfer(
-    engine: str, faultfs: FaultFS, directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    faultfs: FaultFS, directory: pathlib.Path
 ) -> None:
-    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
-    monkeypatch.setattr("tensorferry.runtime._default", None)
     data = np.full(4 << 20, 7, np.uint8)
     faultfs.order(Fault("write", hold=True))
     with tensorferry.open(faultfs.path / "stuck", "w") as file:
@@ -208,7 +169,9 @@ def test_threads_that_drive_a_queue_do_not_sleep_when_the_kernel_says_try_again(
     if engine != "threads":
         path = faultfs.path / "again"
         faultfs.order(Fault("write", error=errno.EAGAIN, times=40))
-    assert run(meetings.sleeps_of_workers, path=path) == 0
+    found = run(meetings.sleeps_of_workers, path=path)
+    assert found["sleeps"] == 0
+    assert (found["hits"] if engine == "threads" else faultfs.hits()) == 40
 
 
 # Forks
@@ -220,36 +183,11 @@ def test_a_child_forked_while_its_parent_reserves_space_writes_to_the_same_file(
     run(meetings.fork_during_reservation, directory=directory)
 
 
-def test_a_child_that_waits_for_its_parents_future_is_told(run: Run, faultfs: FaultFS) -> None:
-    faultfs.order(Fault("write", delay_s=2.0))
-    hung = run(meetings.wait_for_the_parents_future, path=faultfs.path / "file")
-    assert hung == []
-
-
 def test_a_child_may_ask_futures_that_had_ended(run: Run, directory: pathlib.Path) -> None:
     run(meetings.ask_futures_that_ended_before_the_fork, path=directory / "file")
 
 
 # A close that gives up
-
-
-@contextlib.contextmanager
-def released_at(mark: pathlib.Path, faultfs: FaultFS) -> Iterator[None]:
-    """Let go what the file system holds when a child has made the file `mark`."""
-    ended = threading.Event()
-
-    def release() -> None:
-        while not mark.exists() and not ended.wait(0.01):
-            pass
-        faultfs.release()
-
-    releasing = threading.Thread(target=release)
-    releasing.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        releasing.join()
 
 
 @pytest.mark.parametrize("product", ["handle", "file"])
@@ -260,7 +198,7 @@ def test_a_close_that_gives_up_leaves_the_memory_under_hung_writes_alone(
     if engine != "threads":
         path = faultfs.path / "hung"
         faultfs.order(Fault("write", hold=True))
-    with released_at(faultfs.path / "looked", faultfs):
+    with faultfs.released_by(faultfs.path / "looked"):
         outcome = run(meetings.close_over_hung_writes, path=path, product=product, patience_s=0.3)
     assert outcome["alive"] == [True, True, True]
     assert any("progress" in text for text in outcome["warnings"]), outcome["warnings"]
@@ -283,14 +221,14 @@ def test_a_write_that_comes_back_after_close_gave_up_ends_well(
 
 
 def test_syncs_that_hang_hold_up_no_other_file(run: Run, directory: pathlib.Path) -> None:
-    assert run(meetings.reads_beside_hung_syncs, directory=directory)
+    run(meetings.reads_beside_hung_syncs, directory=directory)
 
 
 @pytest.mark.parametrize("new", [True, False])
 def test_closing_a_file_waits_for_the_sync_of_another_threads_write(
     run: Run, directory: pathlib.Path, new: bool
 ) -> None:
-    assert run(meetings.close_beside_a_slow_sync, directory=directory, new=new) is None
+    run(meetings.close_beside_a_slow_sync, directory=directory, new=new)
 
 
 @pytest.mark.parametrize("pieces", [3, 300])

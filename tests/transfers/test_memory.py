@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
-import subprocess
+import os
 import sys
 from typing import TYPE_CHECKING
 
 import numpy
 import pytest
-import torch
 
 import tensorferry
 from tensorferry import _core, arrays, memory
+from tests.support import commands
+from tests.support.expect import assert_equal
+from tests.support.optional import torch
 from tests.support.pretended import CudaArray, pretend_driver
 
 if TYPE_CHECKING:
@@ -22,30 +24,36 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.uint8, "f8", numpy.dtype("i2")]
+    "kind", ["torch.float32", "torch.bfloat16", "torch.uint8", "f8", numpy.dtype("i2")]
 )
 @pytest.mark.parametrize("shape", [5, (0,), (3, 4), (), (1 << 20,)])
-def test_empty_gives_aligned_arrays_of_the_kind_asked_for(shape: object, dtype: object) -> None:
+def test_empty_gives_aligned_arrays_of_the_kind_asked_for(shape: object, kind: object) -> None:
+    name = str(kind).removeprefix("torch.")
+    is_tensor = name != str(kind)
+    dtype = getattr(torch, name) if is_tensor else kind
     array = tensorferry.empty(shape, dtype)  # type: ignore[arg-type]
     assert tuple(array.shape) == ((shape,) if isinstance(shape, int) else shape)
     assert array.dtype == dtype
-    is_tensor = isinstance(dtype, torch.dtype)
     assert isinstance(array, torch.Tensor if is_tensor else numpy.ndarray)
     if array.nbytes:
         address = array.data_ptr() if is_tensor else array.ctypes.data
         assert address % 4096 == 0
         assert not array.any()
         array[...] = 1  # writable
-    assert tensorferry.empty(3).dtype == torch.get_default_dtype()
+
+
+def test_empty_gives_torchs_default_dtype() -> None:
+    wanted = torch.get_default_dtype()
+    assert tensorferry.empty(3).dtype == wanted
 
 
 def test_empty_refuses_nonsense() -> None:
     with pytest.raises(ValueError, match="negative"):
-        tensorferry.empty((2, -1))
+        tensorferry.empty((2, -1), "f4")
     with pytest.raises(ValueError, match="objects"):
         tensorferry.empty(2, object)
     with pytest.raises(MemoryError):
-        tensorferry.empty(1 << 55, torch.float64)
+        tensorferry.empty(1 << 55, "f8")
 
 
 def locked_kib() -> int:
@@ -56,11 +64,11 @@ def locked_kib() -> int:
 def test_locked_memory_goes_with_its_last_array() -> None:
     gc.collect()
     before = locked_kib()
-    tensor = tensorferry.empty(4 << 20, torch.uint8)
+    array = tensorferry.empty(4 << 20, "u1")
     if locked_kib() == before:
         pytest.skip("RLIMIT_MEMLOCK allows no 4 MiB here")
-    view = tensor[100:200]
-    del tensor
+    view = array[100:200]
+    del array
     assert locked_kib() > before
     del view
     gc.collect()
@@ -127,11 +135,11 @@ def test_bounce_pool_is_settable(directory: pathlib.Path, random_bytes: RandomBy
     assert tensorferry.bounce_pool_nbytes() == 32 << 20
     with pytest.raises(ValueError, match="nbytes"):
         tensorferry.set_bounce_pool_nbytes(1000)
-    source = torch.from_numpy(random_bytes(30_000_001))[1:]
+    source = random_bytes(30_000_001)[1:]
     try:
         tensorferry.set_bounce_pool_nbytes(1 << 20)
         tensorferry.write(directory / "file", source)
-        assert torch.equal(tensorferry.read(directory / "file", torch.empty_like(source)), source)
+        assert_equal(tensorferry.read(directory / "file", numpy.empty_like(source)), source)
     finally:
         tensorferry.set_bounce_pool_nbytes(32 << 20)
 
@@ -146,22 +154,16 @@ tensorferry.write({str(directory / "file")!r}, array)
 tensorferry.read({str(directory / "file")!r}, array, direct=True)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    grown_kib = int(
-        subprocess.run(
-            [sys.executable, "-c", program], check=True, capture_output=True, text=True
-        ).stdout
-    )
+    grown_kib = int(commands.run(sys.executable, "-c", program).stdout)
     assert grown_kib <= (tensorferry.bounce_pool_nbytes() + (16 << 20)) // 1024
 
 
 def test_pool_size_from_the_environment() -> None:
     program = "import tensorferry; print(tensorferry.bounce_pool_nbytes())"
 
-    def run(value: str) -> subprocess.CompletedProcess[str]:
-        environment = {"TENSORFERRY_BOUNCE_POOL_NBYTES": value, "PATH": "/usr/bin:/bin"}
-        return subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-        )
+    def printed(value: str) -> str:
+        environment = os.environ | {"TENSORFERRY_BOUNCE_POOL_NBYTES": value}
+        return commands.run(sys.executable, "-c", program, env=environment).stdout
 
-    assert run("8388608").stdout.strip() == "8388608"
-    assert "TENSORFERRY_BOUNCE_POOL_NBYTES" in run("much").stderr
+    assert printed("8388608").strip() == "8388608"
+    assert "TENSORFERRY_BOUNCE_POOL_NBYTES" in printed("much")

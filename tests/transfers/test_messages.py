@@ -7,25 +7,20 @@ import gc
 import importlib
 import os
 import re
-import subprocess
 import sys
 import traceback
 import warnings
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 import tensorferry
+from tests.support import commands
+from tests.support.optional import torch
 
 if TYPE_CHECKING:
     import pathlib
     from collections.abc import Callable
-
-
-def python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +32,9 @@ def python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]
 )
 def test_empty_names_the_library_that_it_lacks(missing: str, call: str, told: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; import tensorferry; tensorferry.{call}"
-    ended = python(program)
+    ended = commands.run(sys.executable, "-c", program)
     assert ended.returncode == 1
-    last = ended.stderr.splitlines()[-1]
+    last = ended.stdout.splitlines()[-1]
     assert last.startswith("ModuleNotFoundError: ")
     assert re.search(told, last), last
 
@@ -104,11 +99,11 @@ def test_a_warning_names_the_line_of_the_program_that_it_is_about(
     path.write_bytes(b"short")
     if how == "lock" and os.getuid() != 0:
         pytest.skip("becoming another user needs root")
-    command = [sys.executable, program, path, how]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert "sys:1" not in ended.stderr
+    ended = commands.run(sys.executable, program, path, how)
+    assert ended.returncode == 0, ended.stdout
+    assert "sys:1" not in ended.stdout
     for line in lines:
-        assert f"program.py:{line}: RuntimeWarning: " in ended.stderr
+        assert f"program.py:{line}: RuntimeWarning: " in ended.stdout
 
 
 def test_representations_say_what_a_thing_is_and_how_it_is(directory: pathlib.Path) -> None:
@@ -253,8 +248,7 @@ def test_files_that_stay_open_end_with_the_limit_and_calls_by_path_wait(
     directory: pathlib.Path,
 ) -> None:
     """As the guide's page on limits says."""
-    ended = python(MANY_OPEN, directory)
-    assert ended.returncode == 0, ended.stderr
+    ended = commands.run(sys.executable, "-c", MANY_OPEN, directory)
     assert ended.stdout.split() == ["24", "True"]
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import tensorferry
 from tensorferry.new_file import NewFile
 from tests.support import mounts
+from tests.support.ctrl_c import interrupted_in
 from tests.support.data import crcs
 from tests.support.effort import examples
-from tests.support.expect import interrupted_after
 from tests.support.faultfs import Fault
 from tests.support.forks import passes_in_child
 from tests.support.leaks import nothing_leaks
@@ -113,9 +113,9 @@ def test_aborted_ones_leave_nothing(directory: pathlib.Path) -> None:
 
 def test_one_whose_abort_is_interrupted_leaves_nothing(faultfs: FaultFS) -> None:
     file = NewFile(str(faultfs.path / "file"))
-    faultfs.order(Fault("write", delay_s=0.5))
+    faultfs.order(Fault("write", hold=True))
     file.write(bytes(4 * BUFFER_NBYTES))
-    with interrupted_after(0.1):
+    with interrupted_in(NewFile.abort, faultfs):
         file.abort()
     assert not list(faultfs.backing.iterdir())
 

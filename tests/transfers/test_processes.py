@@ -16,7 +16,7 @@ import pytest
 
 import tensorferry
 from tensorferry import runtime
-from tests.support import child
+from tests.support import child, required
 from tests.support.expect import assert_equal, assert_works, contents
 from tests.support.faultfs import Fault
 
@@ -148,6 +148,7 @@ def use_an_older_kernel(engine: str, directory: str, calls: list[str]) -> list[s
 def test_kernels_without_statx_or_cachestat_serve_as_well(
     engine: str, directory: pathlib.Path
 ) -> None:
+    required.module("pyseccomp")
     for calls in (["cachestat"], ["statx", "cachestat"]):
         ended = child.call(
             f"{__name__}:use_an_older_kernel",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
-import os
 import pickle
 import weakref
 import zlib
@@ -18,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
+from tests.support import page_cache
 from tests.support.data import aligned, crcs
 from tests.support.effort import examples
 from tests.support.faultfs import Fault
-
-torch = pytest.importorskip("torch")
+from tests.support.optional import torch
 
 if TYPE_CHECKING:
     import pathlib
@@ -116,9 +115,7 @@ def test_any_segments_are_filled_and_gaps_passed_over(
     data = joined(wanted)
     path.write_bytes(OUTSIDE[:1] * offset + data + OUTSIDE)
     if not cached:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        page_cache.drop(path)
     targets: list[Any] = [
         array.nbytes if gap else aligned(array.nbytes, misalignment)
         for array, gap, (_, misalignment) in zip(wanted, gaps, pieces, strict=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import importlib.util
 import sys
 import threading
 import warnings
@@ -18,16 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
-from tensorferry.streams import MAX_UNCOPIED_NBYTES, Field
+from tensorferry.streams import MAX_UNCOPIED_NBYTES, Field, Stream
 from tests.support import mounts
+from tests.support.ctrl_c import interrupted_in
 from tests.support.data import crcs
 from tests.support.effort import examples
-from tests.support.expect import interrupted_after, storage_error
+from tests.support.expect import storage_error
 from tests.support.faultfs import Fault
 from tests.support.forks import passes_in_child
 from tests.support.leaks import nothing_leaks
-
-torch = pytest.importorskip("torch")
+from tests.support.optional import torch
 
 if TYPE_CHECKING:
     import pathlib
@@ -43,11 +44,12 @@ sizes = st.one_of(
     st.integers(0, 100_000),
     st.integers(0, 3 * BUFFER_NBYTES),
 )
+ways = ["array", "list", "made", *(["tensors"] if importlib.util.find_spec("torch") else [])]
 
 
 @settings(max_examples=examples(25))
 @given(
-    pieces=st.lists(st.tuples(sizes, st.sampled_from("alm")), max_size=8),
+    pieces=st.lists(st.tuples(sizes, st.sampled_from(ways)), max_size=8),
     offset=sizes,
     chunk_nbytes=st.sampled_from([4096, 5000, 256 << 10]),
     direct=st.sampled_from(["auto", True, False]),
@@ -77,12 +79,15 @@ def test_what_is_appended_is_in_the_file(
         file.stream(offset, nbytes_reserved=reserved, checksums=sums) as stream,
     ):
         for array, (_, way) in zip(arrays, pieces, strict=True):
-            if way == "a":
-                stream.append(array)
-            elif way == "l":
-                stream.append([torch.from_numpy(array)])
-            else:
-                stream.append_made(bytes(array))
+            match way:
+                case "made":
+                    stream.append_made(bytes(array))
+                case "array":
+                    stream.append(array)
+                case "list":
+                    stream.append([array])
+                case "tensors":
+                    stream.append([torch.from_numpy(array)])
         assert stream.segment_count == len(pieces)
         assert stream.finish() == len(data)
     reached = max(len(before), offset + reserved)
@@ -379,13 +384,12 @@ def test_an_end_that_is_interrupted_gives_the_stream_up(faultfs: FaultFS) -> Non
     array = np.ones(16 << 20, np.uint8)
     gone = weakref.ref(array)
     with tensorferry.open(faultfs.path / "file", "w") as file:
-        faultfs.order(Fault("write", delay_s=0.3))
+        faultfs.order(Fault("write", hold=True))
         stream = file.stream()
         stream.append(array)
         del array
-        with interrupted_after(0.1), stream:
+        with interrupted_in(Stream.wait, faultfs), stream:
             pass
-        faultfs.clear()
         assert gone() is None
         with pytest.raises(ValueError, match="has ended"):
             stream.append(b"more")

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 import tensorferry
+from tests.support.engines import one_engine
 from tests.support.expect import assert_equal, assert_works, contents
+from tests.support.faultfs import Fault
 from tests.support.leaks import Holdings
 
 if TYPE_CHECKING:
     import pathlib
 
     from tests.support.data import RandomBytes
+    from tests.support.faultfs import FaultFS
 
 torch = pytest.importorskip("torch")
 Handle = tensorferry.aio_handle
@@ -131,6 +134,7 @@ def test_a_source_that_is_not_contiguous_is_written_as_its_elements_in_order(
     assert_equal(contents(path), wanted)
 
 
+@one_engine
 @pytest.mark.covers("noncontig_unpinned_1d_read", "noncontig_locked_read")
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_destination_that_is_not_contiguous_is_a_value_error_and_is_not_touched(
@@ -177,6 +181,7 @@ def test_tensors_that_require_grad_are_written_and_read(
     assert_works(handle, directory)
 
 
+@one_engine
 @pytest.mark.covers("meta_tensor")
 def test_tensors_without_memory_of_their_own_are_refused(
     handle: Handle, directory: pathlib.Path
@@ -226,24 +231,24 @@ def test_arrays_and_buffers_of_all_kinds_are_taken_and_other_objects_are_type_er
 
 @pytest.mark.covers("wrong_buffer_type")
 def test_a_bytearray_cannot_be_resized_while_it_is_read_into(
-    handle: Handle, directory: pathlib.Path, random_bytes: RandomBytes
+    handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes
 ) -> None:
     data = random_bytes(8 << 20)
-    data.tofile(directory / "file")
+    data.tofile(faultfs.backing / "file")
     target = bytearray(8 << 20)
-    handle.async_pread(target, str(directory / "file"))
-    try:
+    faultfs.order(Fault("read", hold=True))
+    handle.async_pread(target, faultfs.path / "file")
+    faultfs.await_held()
+    with pytest.raises(BufferError):
         del target[100:]
-    except BufferError:
-        wanted = data
-    else:  # it was already complete
-        wanted = data[:100]
+    faultfs.release()
     assert handle.wait() == 1
-    assert_equal(np.frombuffer(target, np.uint8), wanted)
+    assert_equal(target, data)
     del target[10:]
     assert len(target) == 10
 
 
+@one_engine
 @pytest.mark.covers("locked_leak_on_del")
 def test_locked_memory_is_unlocked_when_its_tensor_goes(handle: Handle) -> None:
     example = torch.empty(0, dtype=torch.uint8)
@@ -258,6 +263,7 @@ def test_locked_memory_is_unlocked_when_its_tensor_goes(handle: Handle) -> None:
     assert Holdings.now().locked_nbytes <= before.locked_nbytes
 
 
+@one_engine
 @pytest.mark.covers("free_semantics")
 def test_free_takes_locked_tensors_once_and_nothing_else(handle: Handle) -> None:
     example = torch.empty(0, dtype=torch.float32)
@@ -288,8 +294,8 @@ def test_a_tensor_may_be_used_after_it_was_freed(
 
 
 @pytest.mark.covers("locked_tensor_multi_dim_kw")
-def test_old_and_new_spellings_of_keywords_are_taken(engine: str) -> None:
-    handle = tensorferry.aio_handle(engine=engine, num_threads=4)
+def test_old_and_new_spellings_of_keywords_are_taken() -> None:
+    handle = tensorferry.aio_handle(num_threads=4)
     assert handle.get_thread_count() == handle.get_intra_op_parallelism() == 4
     example = torch.empty((2, 3), dtype=torch.float32)
     for spelling in ("example_tenosr", "example_tensor"):
@@ -308,6 +314,7 @@ def test_a_locked_tensor_may_be_empty(handle: Handle, directory: pathlib.Path) -
     assert_works(handle, directory)
 
 
+@one_engine
 @pytest.mark.covers("locked_huge")
 @pytest.mark.parametrize("count", [1 << 45, 1 << 60, (1 << 62) + 1, (1 << 63) - 1])
 def test_more_locked_memory_than_there_is_raises(
@@ -318,6 +325,7 @@ def test_more_locked_memory_than_there_is_raises(
     assert_works(handle, directory)
 
 
+@one_engine
 @pytest.mark.covers("locked_huge")
 def test_a_negative_number_of_elements_is_a_value_error(handle: Handle) -> None:
     with pytest.raises(ValueError, match="num_elem: -1 is negative"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.support import child
+from tests.support import child, page_cache
 from tests.support.expect import assert_equal, contents
 from tests.support.forks import assert_exits_with_zero, in_child
 
@@ -52,10 +52,7 @@ def write_by_turns(engine: str, directory: str, other: str, order: str) -> None:
         os.close(reader)
         os.close(writer)
         assert_equal(contents(path), data)
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)  # EIO where the kernel itself saw what it must not
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        page_cache.drop(path)  # with EIO where the kernel itself saw what it must not
         assert_equal(contents(path), data)
 
 

@@ -21,11 +21,12 @@ import pytest
 
 import tensorferry
 from tensorferry import replacement
-from tests.support import child
+from tests.support import child, required
 from tests.support.data import aligned
 from tests.support.expect import assert_equal, contents, storage_error
 from tests.support.interrupts import At
-from tests.support.leaks import count_descriptors
+from tests.support.leaks import descriptors
+from tests.support.threads import in_threads
 
 if TYPE_CHECKING:
     from tests.support.data import RandomBytes
@@ -33,14 +34,12 @@ if TYPE_CHECKING:
 SIZES = [0, 1, 5_003, 3_000_001]
 
 
-@pytest.fixture
-def by_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the module's functions use the engine."""
-    monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
-    monkeypatch.setattr("tensorferry.runtime._default", None)
+def open_in(directory: pathlib.Path) -> list[str]:
+    """Return what of a directory this process has open: earlier tests' files may close meanwhile."""
+    return [path for path in descriptors() if pathlib.Path(path).is_relative_to(directory)]
 
 
-@pytest.mark.usefixtures("by_engine")
+@pytest.mark.usefixtures("default_engine")
 @pytest.mark.parametrize("atomic", [False, True])
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("old_nbytes", [None, *SIZES])
@@ -84,7 +83,7 @@ def test_with_an_offset_or_told_not_to_a_write_leaves_the_rest_of_a_file(
         assert path.read_bytes() == expected
 
 
-@pytest.mark.usefixtures("by_engine")
+@pytest.mark.usefixtures("default_engine")
 @pytest.mark.parametrize("others", [0, 300])
 def test_of_one_call_each_file_with_a_whole_piece_is_ended_and_the_others_are_not(
     directory: pathlib.Path, random_bytes: RandomBytes, others: int
@@ -139,7 +138,7 @@ def test_items_may_come_from_a_generator_and_what_gives_none_is_refused(
             call(5)  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("by_engine")
+@pytest.mark.usefixtures("default_engine")
 @pytest.mark.parametrize("nbytes", [(10, 1_000), (10, 3_000_001), (2_000_003, 5_000_003)])
 def test_of_two_whole_writes_at_the_same_time_one_is_all_that_the_file_holds(
     directory: pathlib.Path, nbytes: tuple[int, int]
@@ -147,11 +146,7 @@ def test_of_two_whole_writes_at_the_same_time_one_is_all_that_the_file_holds(
     path = directory / "file"
     arrays = [np.full(size, value, np.uint8) for value, size in enumerate(nbytes)]
     for _ in range(20):
-        threads = [threading.Thread(target=tensorferry.write, args=(path, a)) for a in arrays]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(2, lambda index: tensorferry.write(path, arrays[index]))
         assert contents(path).tobytes() in [array.tobytes() for array in arrays]
 
 
@@ -204,7 +199,7 @@ def test_an_atomic_write_goes_to_another_file_and_keeps_mode_and_link(
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.usefixtures("by_engine")
+@pytest.mark.usefixtures("default_engine")
 def test_an_atomic_write_takes_any_array_and_checksums(
     directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
@@ -309,33 +304,40 @@ def test_an_atomic_write_keeps_the_acl_and_takes_none_from_the_directory(
     assert (rights(path), rights(plain)) == before
 
 
-def write_where_forbidden(calls: list[str], **paths: str) -> None:
-    """Write files atomically where these system calls fail."""
+def forbid(*calls: str) -> None:
+    """Have system calls fail; of openat(), what makes a file without a name."""
     import pyseccomp
 
     filter_ = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     filter_.set_attr(pyseccomp.Attr.CTL_TSYNC, True)
     for call in calls:
-        filter_.add_rule(pyseccomp.ERRNO(errno.EPERM), call)
+        which = [pyseccomp.Arg(2, pyseccomp.MASKED_EQ, os.O_TMPFILE, os.O_TMPFILE)]
+        filter_.add_rule(pyseccomp.ERRNO(errno.EPERM), call, *which * (call == "openat"))
     filter_.load()
+
+
+def write_where_forbidden(call: str, **paths: str) -> None:
+    """Write files atomically where a system call fails."""
+    forbid(call)
     tensorferry.write_many([(path, b"new") for path in paths.values()], atomic=True)
 
 
 def test_where_owner_or_acl_cannot_be_kept_nobody_gets_a_right_that_he_had_not(
     directory: pathlib.Path,
 ) -> None:
+    required.module("pyseccomp")
     program = f"{__name__}:write_where_forbidden"
     paths = [directory / name for name in ("setuid", "group", "acl")]
     owned_file(paths[0], 1000, 1001, 0o6755)
     owned_file(paths[1], 1000, 1001, 0o664)
-    child.call(program, calls=["fchown"], one=paths[0], other=paths[1])
+    child.call(program, call="fchown", one=paths[0], other=paths[1])
     assert [rights(path)[0::2] for path in paths[:2]] == [
         (os.geteuid(), 0o755),
         (os.geteuid(), 0o644),
     ]
     paths[2].write_bytes(b"old")
     with_acl(paths[2], acl_of(1234, mask=6))
-    child.call(program, calls=["fsetxattr"], one=paths[2])
+    child.call(program, call="fsetxattr", one=paths[2])
     assert rights(paths[2])[2:] == (0o600, None)
     assert {path.read_bytes() for path in paths} == {b"new"}
 
@@ -391,18 +393,10 @@ def test_an_atomic_write_refuses_the_paths_that_the_plain_one_does_and_names_the
 
 def write_without_links(path: str) -> list[str]:
     """Write atomically where links, renames and new files are forbidden in turn; return the messages."""
-    import pyseccomp
-
     messages = []
     for calls in (["renameat", "renameat2", "rename"], ["linkat"], ["openat"]):
         tensorferry.write(path, b"old")
-        filter_ = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-        filter_.set_attr(pyseccomp.Attr.CTL_TSYNC, True)
-        for call in calls:
-            # Of openat(), what makes a file in the directory that was opened.
-            which = [pyseccomp.Arg(2, pyseccomp.MASKED_EQ, os.O_TMPFILE, os.O_TMPFILE)]
-            filter_.add_rule(pyseccomp.ERRNO(errno.EPERM), call, *which * (call == "openat"))
-        filter_.load()
+        forbid(*calls)
         with pytest.raises(tensorferry.StorageError) as caught:
             tensorferry.write(path, b"new", atomic=True)
         messages.append(str(caught.value))
@@ -412,6 +406,7 @@ def write_without_links(path: str) -> list[str]:
 def test_a_new_file_that_cannot_be_made_or_placed_is_called_as_it_was_to_be(
     directory: pathlib.Path,
 ) -> None:
+    required.module("pyseccomp")
     path = directory / "file"
     messages = child.call(f"{__name__}:write_without_links", path=path).result
     assert messages == [f"[Errno 1] Operation not permitted: {str(path)!r}"] * 3
@@ -462,7 +457,7 @@ def test_ctrl_c_anywhere_in_an_atomic_write_leaves_the_old_file_or_the_new(
     old, new = b"old" * 5_000, b"new" * 7_000
     tensorferry.write(path, old, atomic=True)  # what is opened once is open
     source = str(pathlib.Path(tensorferry.__file__).with_name("replacement.py"))
-    before, number, seen = count_descriptors(), 0, set()
+    number, seen = 0, set()
     while True:
         number += 1
         path.write_bytes(old)
@@ -479,16 +474,15 @@ def test_ctrl_c_anywhere_in_an_atomic_write_leaves_the_old_file_or_the_new(
     assert seen == {old, new}
     gc.collect()
     # At the few moments between open() and who keeps what it gave, these are lost.
-    assert count_descriptors() <= before + 10
+    assert len(open_in(directory)) <= 10
 
 
 def test_a_place_that_is_dropped_closes_and_leaves_nothing(directory: pathlib.Path) -> None:
-    before = count_descriptors()
     place = replacement.Replacement(directory / "file", sync=False)
     place.file.write(b"new")
-    assert count_descriptors() > before
+    assert open_in(directory)
     del place  # at once: no garbage need be collected
-    assert count_descriptors() == before
+    assert not open_in(directory)
     assert list(directory.iterdir()) == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 import tensorferry
+from tests.support import commands
 
 if TYPE_CHECKING:
     import pathlib
@@ -41,10 +41,8 @@ def test_a_request_lives_until_the_last_of_its_helpers_has_ended(
     tmpfs_directory: pathlib.Path,
 ) -> None:
     """Each cut file asks for one; the last file may be done before the next helper is asked for."""
-    done = subprocess.run(
-        [sys.executable, "-c", FEW_SECONDS, str(tmpfs_directory)], capture_output=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    done = commands.run(sys.executable, "-c", FEW_SECONDS, tmpfs_directory)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("name", ["./one", "link", "hard", "../{folder}/one"])

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tests.support import child
 from tests.support.expect import assert_equal, assert_works, contents, storage_error
 from tests.support.faultfs import Fault, FaultFS
-from tests.transfers.test_handle_faults import in_threads
+from tests.support.forks import assert_exits_with_zero, in_child
+from tests.support.threads import in_threads
 
 if TYPE_CHECKING:
     import pathlib
@@ -147,9 +147,30 @@ def test_dropping_a_handle_completes_overlapping_writes_in_order(
 
 
 def test_a_forked_child_does_not_wait_for_the_writes_of_its_parent(
-    engine: str, directory: pathlib.Path
+    handle: Handle, faultfs: FaultFS
 ) -> None:
-    child.call("tests.transfers.programs:fork_and_overlap", engine=engine, directory=directory)
+    path = faultfs.path / "file"
+
+    def write_as_well() -> None:
+        own = tensorferry.aio_handle(engine=handle.engine)
+        for value in (100, 101):
+            own.async_pwrite(np.full(1_000_003, value, np.uint8), path, 3)
+        assert own.wait() == 2
+        assert own.sync_pwrite(np.full(5_003, 102, np.uint8), path) == 1
+
+    faultfs.order(Fault("write", hold=True, times=1))
+    for value in range(10):
+        handle.async_pwrite(np.full(4_000_003, value, np.uint8), path)
+    faultfs.await_held()
+    child = os.fork()
+    if child == 0:
+        in_child(write_as_well)
+    faultfs.release()
+    assert_exits_with_zero(child)
+    assert handle.wait() == 10
+    left = contents(path)
+    assert left.size == 4_000_003
+    assert (left[1 << 20 :] == 9).all()
 
 
 def test_a_thousand_overlapping_writes_stay_in_order(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -70,10 +70,14 @@ def test_tune_moves_memory_of_a_gpu_for_each_folder(
     assert list(directory.iterdir()) == []
 
 
+def cuda_facts() -> Any:
+    with asking("cuda") as answer:
+        return answer(300.0)
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_the_report_asks_for_cuda_and_cufile_in_another_process() -> None:
-    with asking("cuda") as answer:
-        facts = answer(60.0)
+    facts = cuda_facts()
     assert facts["driver"] == {"usable": True, "reason": None}
     assert facts["cufile"]["usable"]
     assert facts["cufile"]["mode"] == "native"
@@ -85,8 +89,7 @@ def test_the_report_says_why_cuda_and_cufile_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TENSORFERRY_LIBCUDA", "/nonexistent/libcuda.so.1")
-    with asking("cuda") as answer:
-        facts = answer(60.0)
+    facts = cuda_facts()
     assert not facts["driver"]["usable"]
     assert "/nonexistent/libcuda.so.1" in facts["driver"]["reason"]
     assert not facts["cufile"]["usable"]
@@ -95,8 +98,7 @@ def test_the_report_says_why_cuda_and_cufile_cannot_be_used(
     for name, value in standin.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TENSORFERRY_LIBCUFILE", "/nonexistent/libcufile.so.0")
-    with asking("cuda") as answer:
-        facts = answer(60.0)
+    facts = cuda_facts()
     assert facts["driver"]["usable"]
     assert "/nonexistent/libcufile.so.0" in facts["cufile"]["reason"]
 

@@ -8,8 +8,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import textwrap
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,8 +18,8 @@ from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
 from tensorferry.tuning.machine.libraries import asking
 from tensorferry.tuning.machine.probe import attempt, is_unknown
 from tests.conftest import file_system_type
-from tests.support import mounts
-from tests.support.leaks import count_descriptors
+from tests.support import mounts, processes, required
+from tests.support.leaks import count_descriptors, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -310,7 +308,7 @@ def test_memory_of_a_control_group_is_all_there_is_to_be_had(
 def control_group(directory: pathlib.Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Make control groups with limits: the prefix of a command to run in them, and what they limit."""
     if os.geteuid() != 0:
-        pytest.skip("control groups need root")
+        required.missing("mounts", "control groups need root")
     device = storage.device_number(storage.mount_of(directory))
     settings: dict[str, dict[str, str]] = {
         "memory": {"memory.limit_in_bytes": str(1 << 30)},
@@ -353,7 +351,7 @@ def control_group(directory: pathlib.Path) -> Iterator[tuple[list[str], dict[str
                 for file, value in files.items():
                     try_to_set(group, file, value)
         if not limited:
-            pytest.skip("no control group can be made here")
+            required.missing("mounts", "no control group can be made here")
         script = "; ".join(f"echo $$ > {group}/cgroup.procs" for group in made) + '; exec "$@"'
         yield ["sh", "-c", script, "sh"], limited
     finally:
@@ -414,53 +412,49 @@ def test_a_probe_that_fails_is_unknown_with_the_reason() -> None:
     assert attempt(int, "many")["unknown"].startswith("ValueError: ")
 
 
-BROKEN = {
-    "import os; os.abort()": "SIGABRT",
-    "raise ImportError('libcudart.so.13 is missing')": "libcudart.so.13 is missing",
-    "import time; time.sleep(60)": "too long",
-    "import sys; sys.exit('no reason')": "no reason",
-}
+@pytest.fixture
+def torch_is(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A function that puts a program in torch's place; it returns the variable that who imports it has."""
+
+    def install(program: str) -> str:
+        (tmp_path / "torch.py").write_text(program)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return f"PYTHONPATH={tmp_path}"
+
+    return install
 
 
-@pytest.mark.parametrize("program", BROKEN)
+@pytest.mark.parametrize(
+    ("program", "reason", "seconds"),
+    [
+        ("import os; os.abort()", "SIGABRT", 300.0),
+        ("raise ImportError('libcudart.so.13 is missing')", "libcudart.so.13 is missing", 300.0),
+        ("import time; time.sleep(600)", "too long", 0.5),
+        ("import sys; sys.exit('no reason')", "no reason", 300.0),
+    ],
+)
 def test_a_library_that_breaks_is_unknown_with_the_reason_and_leaves_no_process(
-    program: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    torch_is: Callable[[str], str], program: str, reason: str, seconds: float
 ) -> None:
-    (tmp_path / "torch.py").write_text(program)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    variable = torch_is(program)
     with asking("torch") as answer:
-        assert BROKEN[program] in answer(5.0)["unknown"]
-    assert f"PYTHONPATH={tmp_path}" not in environments_of_processes()
+        assert reason in answer(seconds)["unknown"]
+    assert processes.with_variable(variable) == []
 
 
 def test_processes_that_a_library_starts_end_with_the_question(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    torch_is: Callable[[str], str],
 ) -> None:
-    program = """
-    import subprocess
-    subprocess.run(["sleep", "600"])
-    """
-    (tmp_path / "torch.py").write_text(textwrap.dedent(program))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    variable = torch_is("import subprocess; subprocess.run(['sleep', '600'])")
     with asking("torch") as answer:
-        assert is_unknown(answer(2.0))
-    time.sleep(0.1)
-    assert f"PYTHONPATH={tmp_path}" not in environments_of_processes()
-
-
-def environments_of_processes() -> str:
-    """What the environments of all processes but this one say."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-        if path.parent.name != str(os.getpid()):
-            with contextlib.suppress(OSError):
-                found.append(path.read_text(errors="replace"))
-    return "".join(found)
+        assert settled(lambda: len(processes.with_variable(variable)) == 2)
+        assert is_unknown(answer(0.0))
+    assert settled(lambda: processes.with_variable(variable) == [])
 
 
 def test_a_library_that_is_not_installed_has_no_version() -> None:
     with asking("a_library_that_nobody_has") as answer:
-        assert answer(30.0) == {"version": None}
+        assert answer(300.0) == {"version": None}
 
 
 def test_what_a_measurement_was_made_on_fits_in_a_line_and_in_json(directory: pathlib.Path) -> None:

@@ -15,7 +15,7 @@ import tensorferry
 from tensorferry.tuning.advice import LEVELS, advise, known
 from tensorferry.tuning.machine.libraries import asking
 from tensorferry.tuning.report import report
-from tests.support import child, libraries, mounts
+from tests.support import child, libraries, mounts, required
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,22 +47,23 @@ def about(facts: dict[str, Any], what: str) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("no_libraries")
 def test_every_part_is_there_and_advice_comes_in_order_of_importance(
-    directory: pathlib.Path,
+    tmpfs_directory: pathlib.Path,
 ) -> None:
-    facts = report(directory)
+    facts = report(tmpfs_directory)
     parts = {"engines", "kernel", "processors", "memory", "limits", "control_groups", "file_system"}
     parts |= {"devices", "profile", "gpu", "gpudirect_storage", "libraries", "advice"}
     assert parts <= set(facts)
-    assert facts["path"] == str(directory)
+    assert facts["path"] == str(tmpfs_directory)
     assert facts["engines"]["available"] == tensorferry.engines()
     assert facts["libraries"]["torch"]["unknown"].endswith("left out")
+    assert about(facts, "file_system")
     levels = [LEVELS.index(advice["level"]) for advice in facts["advice"]]
     assert levels == sorted(levels)
     for advice in facts["advice"]:
         assert advice["finding"].endswith(".")
         assert advice["meaning"].endswith(".")
         assert advice["remedy"]
-    assert list(directory.iterdir()) == []
+    assert list(tmpfs_directory.iterdir()) == []
 
 
 def test_a_path_that_is_missing_is_an_error_before_anything_is_looked_at(
@@ -149,7 +150,7 @@ def test_a_loop_device_through_the_page_cache_is_advised_on_until_it_is_switched
         assert loops[0]["remedy"] == f"losetup --direct-io=on {device}"
         switched = subprocess.run(loops[0]["remedy"].split(), capture_output=True)
         if switched.returncode != 0:
-            pytest.skip("this loop device cannot do direct I/O")
+            required.missing("mounts", "this loop device cannot do direct I/O")
         assert not [
             advice for advice in about(report(device), "devices") if "loop" in advice["finding"]
         ]
@@ -173,7 +174,7 @@ def test_profiles_that_cannot_be_used_are_unknown_with_the_reason(
 def test_torch_says_what_it_is_and_why_it_has_no_gpu() -> None:
     torch = pytest.importorskip("torch")
     with asking("torch") as answer:
-        facts = answer(120.0)
+        facts = answer(300.0)
     assert facts["version"] == torch.__version__
     if not torch.cuda.is_available():
         assert facts["gpus"]["unknown"]
@@ -181,14 +182,14 @@ def test_torch_says_what_it_is_and_why_it_has_no_gpu() -> None:
         assert len(facts["gpus"]) == torch.cuda.device_count()
 
 
+@pytest.mark.usefixtures("newest")
 @pytest.mark.parametrize("served", [False, True])
 def test_it_says_whether_tensorferry_serves_deepspeed(
     served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("deepspeed")
     monkeypatch.setenv("TENSORFERRY_DEEPSPEED", str(int(served)))
     with asking("deepspeed") as answer:
-        facts = answer(120.0)
+        facts = answer(300.0)
     operation = facts["ops"]["async_io"]
     assert operation["served_by"] == ("tensorferry" if served else "deepspeed")
     assert operation["reason"] is None or not operation["built"]

@@ -232,7 +232,7 @@ def test_a_measurement_that_takes_too_long_is_stopped(directory: pathlib.Path) -
         assert stopped.stopped
         assert stopped.nbytes < 256 * MIB
         assert stopped.rate > 0
-        whole = drives.measure(SETTINGS, False, 256 * MIB, 60.0)
+        whole = drives.measure(SETTINGS, False, 256 * MIB, 300.0)
         assert not whole.stopped
 
 

@@ -9,8 +9,7 @@ import pytest
 
 import tensorferry
 from tests.gpu.programs import assert_moves
-from tests.gpu.test_files import drop_from_page_cache
-from tests.support import child, standin
+from tests.support import child, page_cache, standin
 from tests.support.expect import assert_equal, contents
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ def test_an_error_of_cufile_is_reported_with_its_text(
         ("cuFileWrite", lambda: gds.sync_pwrite(array, path)),
         ("cuFileRead", lambda: (gds.async_pread(array, path), gds.wait())),
     ):
-        drop_from_page_cache(path, "nothing")  # what is cached is read from there
+        page_cache.drop(path)  # what is cached is read from there
         driver.fail(function, code, after=after)
         with pytest.raises(tensorferry.StorageError, match=f"cuFile error {code}") as caught:
             call()

@@ -26,8 +26,8 @@ TIMEOUT_SECONDS = 240.0
 # Gloo's processes sometimes fail to connect on a busy machine ("connectFullMesh failed"); then they try again.
 _MAX_MEETINGS = 3
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
     [
         "pytest",
         "torch.distributed.checkpoint",
@@ -107,8 +107,8 @@ def started(world_size: int, function: Callable[..., Any], *arguments: Any) -> I
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         try:
             for number in range(world_size):
-                receiver, sender = _context.Pipe(duplex=False)
-                process = _context.Process(
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
                     target=_run,
                     args=(sender, number, world_size, f"{directory}/store", function, arguments),
                 )
@@ -153,5 +153,5 @@ def _run(
 
 
 def files_of(directory: pathlib.Path) -> set[str]:
-    """Return the names in a checkpoint's directory."""
+    """Return the names in a directory."""
     return {path.name for path in directory.iterdir()}

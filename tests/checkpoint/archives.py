@@ -1,0 +1,53 @@
+"""Files of torch.save's, as bytes."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tensorferry.checkpoint.zipformat import zips
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tensorferry.streams import Field
+
+
+def saved(obj: Any) -> bytes:
+    """What torch.save writes to a file object."""
+    file = io.BytesIO()
+    torch.save(obj, file)
+    return file.getvalue()
+
+
+def places(data: bytes) -> dict[str, zips.Place]:
+    """Where the records of an archive lie, by their names in its folder."""
+    found = zips.layout(lambda begin, end: data[begin:end], len(data))
+    return {place.name.partition("/")[2]: place for place in found}
+
+
+def pickle_in(data: bytes) -> bytes:
+    """The pickle in an archive."""
+    place = places(data)["data.pkl"]
+    return data[place.begin : place.begin + place.nbytes]
+
+
+def filled(data: bytes, fields: Sequence[Field], crcs: Sequence[int]) -> bytes:
+    """Put fields into bytes, as a stream does whose segments have these CRC-32s."""
+    made = bytearray(data)
+    for field in fields:
+        if field.kind == "torch_id":
+            seed = 0
+            for given in field.crcs:
+                crc = crcs[~given] if given < 0 else given
+                seed ^= crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)
+                seed %= 1 << 64
+            made[field.position : field.position + 20] = b"%020d" % seed
+        else:
+            own = made[field.begin : field.begin + field.nbytes]
+            crc = crcs[field.segment] if field.kind == "segment" else zlib.crc32(own)
+            made[field.position : field.position + 4] = crc.to_bytes(4, "little")
+    return bytes(made)
