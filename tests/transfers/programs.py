@@ -388,14 +388,18 @@ def files_while_none_ends(engine: str, directory: str, counted: str, limit: int,
     taken = []
     wait_for_progress = tensorferry._core.Scheduler.wait_for_progress
 
-    def count_and_wait(scheduler: Any, timeout_seconds: float) -> bool:
+    def note() -> None:
         taken.append(count_descriptors() - before)
         pathlib.Path(counted).touch()
+
+    def note_and_wait(scheduler: Any, timeout_seconds: float) -> bool:
+        note()
         return wait_for_progress(scheduler, timeout_seconds)
 
-    tensorferry._core.Scheduler.wait_for_progress = count_and_wait  # type: ignore[method-assign]
+    tensorferry._core.Scheduler.wait_for_progress = note_and_wait  # type: ignore[method-assign]
     for index in range(count):
         handle.async_pwrite(bytes(5_003), f"{directory}/file{index}")
+    note()
     assert handle.wait() == count
     return taken[0]
 
