@@ -159,7 +159,7 @@ $(VENV)/.system.stamp: tools/system_packages.sh | $(VENV)/bin/pip
 $(VENV)/.deps.stamp: pyproject.toml $(VENV)/.system.stamp
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet $(TORCH))
-	$(BIN)/python -m pip install --quiet --group build --group test --group dev --group libraries
+	$(BIN)/python -m pip install --quiet --group build --group test --group dev $(if $(strip $(TORCH)),--group libraries)
 	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet --no-deps $(LIBRARIES))
 	touch $@
 
