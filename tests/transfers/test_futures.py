@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from tests.support.data import RandomBytes
 
+SLOWLY: dict[str, Any] = {"block_size": 4096, "queue_depth": 1, "direct": True}
+
 
 def test_results(engine: str, directory: pathlib.Path, random_bytes: RandomBytes) -> None:
     data = random_bytes(3_000_001).tobytes()
@@ -46,7 +48,7 @@ def test_a_failure_is_the_result(engine: str, directory: pathlib.Path) -> None:
     path = directory / "file"
     path.write_bytes(bytes(50_000_000))
     os.sync()
-    with tensorferry.open(path, engine=engine, block_size=4096, queue_depth=1, direct=True) as file:
+    with tensorferry.open(path, engine=engine, **SLOWLY) as file:
         futures = [file.read_into(bytearray(50_000_000)) for _ in range(2)]
         os.truncate(path, 1_000_000)
         failures = [future.exception() for future in futures]
@@ -61,9 +63,7 @@ def test_waiting_may_time_out_and_be_taken_up_again(
     engine: str, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:
     data = random_bytes(30_000_000).tobytes()
-    with tensorferry.open(
-        directory / "file", "w", engine=engine, block_size=4096, queue_depth=1
-    ) as file:
+    with tensorferry.open(directory / "file", "w", engine=engine, **SLOWLY) as file:
         future = file.write_from(data)
         with pytest.raises(TimeoutError):
             future.result(0)
@@ -131,19 +131,14 @@ def test_awaiting_a_failure_raises_it(directory: pathlib.Path) -> None:
     path.write_bytes(bytes(20_000_000))
 
     async def main() -> None:
-        with tensorferry.open(path, block_size=4096, queue_depth=1, direct=True) as file:
-            file.read_into(bytearray(20_000_000)).add_done_callback(
-                lambda future: future.exception()
-            )
+        with tensorferry.open(path, **SLOWLY) as file:
+            file.read_into(bytearray(20_000_000)).add_done_callback(lambda each: each.exception())
             future = file.read_into(bytearray(20_000_000))
             os.truncate(path, 5)
             with pytest.raises(tensorferry.ShortReadError):
                 await future
 
     asyncio.run(main())
-
-
-SLOWLY: dict[str, Any] = {"block_size": 4096, "queue_depth": 1, "direct": True}
 
 
 def test_a_cancelled_transfer_ends_early_and_says_so(engine: str, directory: pathlib.Path) -> None:
@@ -272,10 +267,7 @@ with tensorferry.open("file", "w+") as file:
     )
     required.module("mypy")
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(directory / "cache")]
-    command += [
-        "--no-site-packages",
-        "--follow-imports=silent",
-    ]  # torch's types matter to none of it
+    command += ["--no-site-packages", "--follow-imports=silent"]  # torch's types matter to none
     checked = subprocess.run(
         [*command, str(program)], capture_output=True, text=True, cwd=ROOT / "src", timeout=600
     )
@@ -463,7 +455,7 @@ def test_the_event_loop_stays_free_while_a_transfer_is_awaited(directory: pathli
 
     async def main() -> None:
         nonlocal turns
-        with tensorferry.open(directory / "file", "w", block_size=4096, queue_depth=1) as file:
+        with tensorferry.open(directory / "file", "w", **SLOWLY) as file:
             future = file.write_from(data)
 
             async def tick() -> None:
@@ -484,7 +476,7 @@ def test_the_event_loop_stays_free_while_a_transfer_is_awaited(directory: pathli
 def test_a_failure_that_nobody_asks_about_is_warned_of(directory: pathlib.Path) -> None:
     path = directory / "file"
     path.write_bytes(bytes(20_000_000))
-    with tensorferry.open(path, block_size=4096, queue_depth=1, direct=True) as file:
+    with tensorferry.open(path, **SLOWLY) as file:
         first = file.read_into(bytearray(20_000_000))
         file.read_into(bytearray(20_000_000))
         os.truncate(path, 5)
