@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import gc
 import os
 import queue
@@ -21,6 +22,7 @@ import pytest
 import tensorferry
 from tests.conftest import ROOT
 from tests.support import required
+from tests.support.faultfs import Fault, FaultFS
 from tests.support.leaks import settled
 
 if TYPE_CHECKING:
@@ -44,19 +46,26 @@ def test_results(engine: str, directory: pathlib.Path, random_bytes: RandomBytes
         assert buffer == data
 
 
-def test_a_failure_is_the_result(engine: str, directory: pathlib.Path) -> None:
-    path = directory / "file"
-    path.write_bytes(bytes(50_000_000))
-    os.sync()
-    with tensorferry.open(path, engine=engine, **SLOWLY) as file:
-        futures = [file.read_into(bytearray(50_000_000)) for _ in range(2)]
-        os.truncate(path, 1_000_000)
-        failures = [future.exception() for future in futures]
-        assert isinstance(failures[1], tensorferry.ShortReadError)
-        assert failures[1] is futures[1].exception()
-        with pytest.raises(tensorferry.ShortReadError):
-            futures[1].result()
-        assert futures[1].done()
+@pytest.fixture
+def failing(faultfs: FaultFS) -> pathlib.Path:
+    """A file whose reads are held, and fail when they are released."""
+    path = faultfs.path / "file"
+    path.write_bytes(bytes(100_000))
+    faultfs.order(Fault("read", hold=True, error=errno.EIO))
+    return path
+
+
+def test_a_failure_is_the_result(engine: str, faultfs: FaultFS, failing: pathlib.Path) -> None:
+    with tensorferry.open(failing, engine=engine) as file:
+        future = file.read_into(bytearray(100_000))
+        assert not future.done()
+        faultfs.release()
+        failure = future.exception()
+        assert isinstance(failure, tensorferry.StorageError)
+        with pytest.raises(tensorferry.StorageError) as raised:
+            future.result()
+        assert future.done()
+    assert failure is raised.value is future.exception()
 
 
 def test_waiting_may_time_out_and_be_taken_up_again(
@@ -126,16 +135,12 @@ def test_await(engine: str, directory: pathlib.Path, random_bytes: RandomBytes) 
         asyncio.run(main())
 
 
-def test_awaiting_a_failure_raises_it(directory: pathlib.Path) -> None:
-    path = directory / "file"
-    path.write_bytes(bytes(20_000_000))
-
+def test_awaiting_a_failure_raises_it(faultfs: FaultFS, failing: pathlib.Path) -> None:
     async def main() -> None:
-        with tensorferry.open(path, **SLOWLY) as file:
-            file.read_into(bytearray(20_000_000)).add_done_callback(lambda each: each.exception())
-            future = file.read_into(bytearray(20_000_000))
-            os.truncate(path, 5)
-            with pytest.raises(tensorferry.ShortReadError):
+        with tensorferry.open(failing) as file:
+            future = file.read_into(bytearray(100_000))
+            asyncio.get_running_loop().call_soon(faultfs.release)  # when it is awaited
+            with pytest.raises(tensorferry.StorageError):
                 await future
 
     asyncio.run(main())
@@ -157,18 +162,18 @@ def test_a_cancelled_transfer_ends_early_and_says_so(engine: str, directory: pat
         assert file.write_from(b"next").result() == b"next"
 
 
-def test_what_has_ended_cannot_be_cancelled(directory: pathlib.Path) -> None:
+def test_what_has_ended_cannot_be_cancelled(
+    directory: pathlib.Path, faultfs: FaultFS, failing: pathlib.Path
+) -> None:
     with tensorferry.open(directory / "file", "w+") as file:
         future = file.write_from(b"12345")
         future.result()
         assert not future.cancel()
         assert not future.cancelled()
-    with tensorferry.open(directory / "file", "r+", **SLOWLY) as file:
-        file.truncate(2_000_000)
-        file.read_into(bytearray(1_000_000)).add_done_callback(lambda each: each.exception())
-        failed = file.read_into(bytearray(2_000_000))
-        file.truncate(5)
-        assert isinstance(failed.exception(), tensorferry.ShortReadError)
+    faultfs.release()
+    with tensorferry.open(failing) as file:
+        failed = file.read_into(bytearray(100_000))
+        assert isinstance(failed.exception(), tensorferry.StorageError)
         assert not failed.cancel()
         assert not failed.cancelled()
 
@@ -226,24 +231,26 @@ def test_callbacks_of_a_cancelled_transfer_are_called_when_it_has_ended(
         assert called.get(timeout=300) == (True, True)
 
 
-def test_repr_says_what_it_is(directory: pathlib.Path) -> None:
-    path = directory / "file"
-    with tensorferry.open(path, "w+", **SLOWLY) as file:
-        future = file.write_from(bytes(10_000_000), 4096)
-        begun = repr(future)
-        assert "writing 10000000 bytes at offset 4096" in begun
-        assert str(path) in begun
+def test_repr_says_what_it_is(faultfs: FaultFS, failing: pathlib.Path) -> None:
+    with tensorferry.open(failing, "r+", **SLOWLY) as file:
+        failed = file.read_into(bytearray(100_000))
+        begun = repr(failed)
+        assert "reading 100000 bytes at offset 0" in begun
+        assert str(failing) in begun
         assert begun.endswith("running>")
-        future.result()
-        assert repr(future).endswith("done>")
-        short = file.read_into(bytearray(10_000_000))
-        file.truncate(5)
-        short.exception()
-        assert "reading 10000000 bytes" in repr(short)
-        assert "failed: End of file" in repr(short)
-        stopped = file.write_from(bytes(10_000_000))
+        faultfs.release()
+        failed.exception()
+        assert "failed: [Errno 5] Input/output error" in repr(failed)
+        done = file.write_from(bytes(100_000), 4096)
+        done.result()
+        assert "writing 100000 bytes at offset 4096" in repr(done)
+        assert repr(done).endswith("done>")
+        faultfs.order(Fault("write", hold=True))
+        stopped = file.write_from(bytes(100_000))
+        faultfs.await_held()
         stopped.cancel()
-        assert repr(stopped).endswith(("being cancelled>", "cancelled>"))
+        assert repr(stopped).endswith("being cancelled>")
+        faultfs.release()
         with pytest.raises(concurrent.futures.CancelledError):
             stopped.result()
         assert repr(stopped).endswith(": cancelled>")
@@ -436,17 +443,23 @@ def test_a_callback_that_ends_its_thread_takes_no_other_with_it(directory: pathl
         assert after.wait(120)
 
 
-def test_threads_that_ask_at_the_same_moment_get_the_same_failure(directory: pathlib.Path) -> None:
-    path = directory / "file"
-    for _ in range(50):
-        path.write_bytes(bytes(2_000_000))
-        with tensorferry.open(path, **SLOWLY) as file:
-            file.read_into(bytearray(1_000_000)).add_done_callback(lambda each: each.exception())
-            future = file.read_into(bytearray(2_000_000))
-            os.truncate(path, 5)
-            with concurrent.futures.ThreadPoolExecutor(4) as pool:
-                found = [pool.submit(future.exception) for _ in range(4)]
-            assert len({id(each.result()) for each in found}) == 1
+def test_threads_that_ask_at_the_same_moment_get_the_same_failure(
+    faultfs: FaultFS, failing: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = tensorferry.errors.storage_error
+
+    def make_slowly(*fault: Any) -> tensorferry.StorageError:
+        time.sleep(0.1)  # the others come meanwhile
+        return make(*fault)
+
+    monkeypatch.setattr(tensorferry.errors, "storage_error", make_slowly)
+    with tensorferry.open(failing) as file, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        future = file.read_into(bytearray(100_000))
+        asked = [pool.submit(future.exception) for _ in range(4)]
+        faultfs.release()
+        first, *others = (each.result() for each in asked)
+    assert isinstance(first, tensorferry.StorageError)
+    assert all(other is first for other in others)
 
 
 def test_the_event_loop_stays_free_while_a_transfer_is_awaited(directory: pathlib.Path) -> None:
@@ -473,14 +486,12 @@ def test_the_event_loop_stays_free_while_a_transfer_is_awaited(directory: pathli
     assert turns > 10
 
 
-def test_a_failure_that_nobody_asks_about_is_warned_of(directory: pathlib.Path) -> None:
-    path = directory / "file"
-    path.write_bytes(bytes(20_000_000))
-    with tensorferry.open(path, **SLOWLY) as file:
-        first = file.read_into(bytearray(20_000_000))
-        file.read_into(bytearray(20_000_000))
-        os.truncate(path, 5)
-        first.exception()
+def test_a_failure_that_nobody_asks_about_is_warned_of(
+    faultfs: FaultFS, failing: pathlib.Path
+) -> None:
+    with tensorferry.open(failing) as file:
+        file.read_into(bytearray(100_000))
+        faultfs.release()
         with pytest.warns(RuntimeWarning, match="nobody asked"):
             file.close()
 
