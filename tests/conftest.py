@@ -224,6 +224,15 @@ def directory(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 @pytest.fixture
+def open_directory() -> Iterator[pathlib.Path]:
+    """A directory that every user can enter and write."""
+    path = pathlib.Path(tempfile.mkdtemp(prefix="tensorferry-test-"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
 def tmpfs_directory() -> Iterator[pathlib.Path]:
     """A new directory on a tmpfs."""
     with tempfile.TemporaryDirectory(prefix="tensorferry-test-", dir="/dev/shm") as path:

@@ -15,7 +15,7 @@ import pytest
 
 import tensorferry
 from tests.support.leaks import settled
-from tests.support.threads import InThread
+from tests.support.threads import InThread, threads_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,6 +75,24 @@ def interrupted(faultfs: FaultFS, called: Callable[[], bool] = is_called) -> Ite
         assert faultfs.held() > 0, "Ctrl-C came when all was over"
     finally:
         left.set()
+        sender.result("who sends Ctrl-C")
+
+
+@contextlib.contextmanager
+def interrupted_in(function: Any, faultfs: FaultFS) -> Iterator[None]:
+    """Send Ctrl-C when a thread is in a function and requests are held, and let these go; it ends the block."""
+
+    def send() -> None:
+        faultfs.await_held()
+        assert settled(lambda: threads_in(function) > 0)
+        os.kill(os.getpid(), signal.SIGINT)
+        faultfs.release()
+
+    sender = InThread(send)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
         sender.result("who sends Ctrl-C")
 
 

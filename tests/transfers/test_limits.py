@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import pathlib
-import shutil
-import tempfile
 import threading
 from typing import TYPE_CHECKING
 
@@ -19,8 +17,6 @@ from tests.support.faultfs import Fault, FaultFS
 from tests.support.leaks import settled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.conftest import MakeHandle
     from tests.support.data import RandomBytes
     from tests.support.faultfs import FaultFS
@@ -29,15 +25,6 @@ PROGRAMS = "tests.transfers.programs"
 
 # What an engine may run into when there are very many handles.
 LIMIT_OF = {"io_uring": "RLIMIT_MEMLOCK", "libaio": "aio-max-nr"}
-
-
-@pytest.fixture
-def open_directory() -> Iterator[pathlib.Path]:
-    """A directory that every user can enter and write."""
-    path = pathlib.Path(tempfile.mkdtemp(prefix="tensorferry-test-"))
-    path.chmod(0o777)
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.mark.covers("fd_exhaustion", "fd_leak_per_async")

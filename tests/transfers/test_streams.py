@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 import tensorferry
 from tensorferry.streams import MAX_UNCOPIED_NBYTES, Field, Stream
 from tests.support import mounts
-from tests.support.ctrl_c import interrupted_in
 from tests.support.data import crcs
 from tests.support.effort import examples
-from tests.support.expect import storage_error
+from tests.support.expect import interrupted_in, storage_error
 from tests.support.faultfs import Fault
 from tests.support.forks import passes_in_child
 from tests.support.leaks import nothing_leaks

@@ -20,9 +20,8 @@ import tensorferry
 from tests.support import forks
 from tests.support.data import aligned
 from tests.support.effort import examples
-from tests.support.expect import assert_equal
+from tests.support.expect import assert_equal, interrupted
 from tests.support.faultfs import Fault
-from tests.transfers.test_interrupts import interrupted
 
 if TYPE_CHECKING:
     import pathlib

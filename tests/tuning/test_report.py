@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-import shutil
 import subprocess
-import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,9 +14,6 @@ from tensorferry.tuning.advice import LEVELS, advise, known
 from tensorferry.tuning.machine.libraries import asking
 from tensorferry.tuning.report import report
 from tests.support import child, libraries, mounts, required
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LOOK = "tests.tuning.report_programs:look"
 LOOK_AS_NOBODY = "tests.tuning.report_programs:look_as_nobody"
@@ -29,15 +24,6 @@ def no_libraries(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     """Let the report ask libraries that answer at once."""
     for name, value in libraries.broken(tmp_path_factory.mktemp("libraries")).items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def open_directory() -> Iterator[pathlib.Path]:
-    """A directory that every user can enter and write."""
-    path = pathlib.Path(tempfile.mkdtemp(prefix="tensorferry-test-"))
-    path.chmod(0o777)
-    yield path
-    shutil.rmtree(path)
 
 
 def about(facts: dict[str, Any], what: str) -> list[dict[str, Any]]:
