@@ -80,7 +80,6 @@ def _state() -> dict[str, Any]:
     found |= {f"table {key}": id(value) for key, value in copyreg.dispatch_table.items()}
     here = pathlib.Path.cwd()
     found["folder"], found["files"] = here, sorted(here.iterdir())
-    found["threads"] = threading.active_count()
     return found
 
 
@@ -90,7 +89,7 @@ def nothing_happens() -> Iterator[None]:
     if not _Watch.hooked:
         sys.addaudithook(_hear)
         _Watch.hooked = True
-    before, _Watch.deeds = _state(), []
+    before, threads, _Watch.deeds = _state(), set(threading.enumerate()), []
     _Watch.thread = threading.get_ident()
     try:
         yield
@@ -99,3 +98,4 @@ def nothing_happens() -> Iterator[None]:
     assert not _Watch.deeds, _Watch.deeds
     after = _state()
     assert after == before, dict(after.items() ^ before.items())
+    assert set(threading.enumerate()) <= threads

@@ -25,6 +25,7 @@ from tests.checkpoint.steps import Steps
 from tests.support import child, mounts
 from tests.support.data import SEED
 from tests.support.forks import assert_exits_with_zero, in_child
+from tests.support.leaks import settled
 from tests.support.ranks import call_on_ranks, files_of, started
 
 if TYPE_CHECKING:
@@ -580,9 +581,7 @@ def test_killed_at_any_moment(directory: pathlib.Path) -> None:
     save_all(root, newest)
     for _ in range(12):
         with started(2, save_steps, str(root), newest + 1, 50, None) as ranks:
-            deadline = time.monotonic() + 120
-            while (Checkpoints(root).latest() or 0) <= newest and time.monotonic() < deadline:
-                time.sleep(0.001)
+            assert settled(lambda after=newest: (Checkpoints(root).latest() or 0) > after)
             time.sleep(choices.uniform(0, 0.05))
             for rank in choices.sample(ranks, 2):
                 rank.kill()

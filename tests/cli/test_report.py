@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +24,7 @@ required.module("typer")
 required.module("rich")
 
 # Libraries that take their time to import leave time to interrupt.
-SLOW_IMPORT = "import time; time.sleep(60)"
+SLOW_IMPORT = "import time; open(__file__ + '.begun', 'x').close(); time.sleep(60)"
 
 
 def report(*arguments: object, **options: Any) -> str:
@@ -116,15 +115,16 @@ def test_a_missing_path_is_a_bad_argument_that_is_named(tmp_path: pathlib.Path) 
 def test_interrupted_it_exits_with_130_and_leaves_no_process(
     number: signal.Signals, directory: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    variables = libraries.broken(tmp_path_factory.mktemp("libraries"), SLOW_IMPORT)
+    folder = tmp_path_factory.mktemp("libraries")
+    variables = libraries.broken(folder, SLOW_IMPORT)
     variable = "PYTHONPATH=" + variables["PYTHONPATH"]
     command = [sys.executable, "-m", "tensorferry", "report", str(directory)]
     environment = os.environ | variables
     child = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert settled(lambda: len(processes.with_variable(variable)) >= 3)
-    time.sleep(0.5)
+    assert settled(lambda: len(list(folder.glob("*.begun"))) == 2)
+    assert len(processes.with_variable(variable)) >= 3
     child.send_signal(number)
     _, complaints = child.communicate(timeout=300)
     assert child.returncode == 130

@@ -101,6 +101,7 @@ def counting(path: pathlib.Path) -> Iterator[Read]:
     """Count the bytes that are read meanwhile by the process's workers."""
     counted = Read()
     with tensorferry.open(path) as file:
+        assert leaks.settled(lambda: not file._scheduler.outstanding())  # of earlier tests
         before = file.stats()["read_nbytes"]
         yield counted
         counted.nbytes = file.stats()["read_nbytes"] - before

@@ -533,16 +533,17 @@ def test_threads_that_take_get_each_tensor_once(
         assert_same(tensor, tensors[name])
 
 
-def test_who_drops_a_loader_wants_no_more(directory: pathlib.Path) -> None:
+def test_who_drops_a_loader_wants_no_more(faultfs: FaultFS) -> None:
     """What is on its way ends; nothing else begins."""
     tensors = {f"{at:02}": tensor_of(torch.uint8, (33 << 20) + at) for at in range(6)}
-    path = saved(directory / "large", tensors)
-    make_cold(path)
+    path = saved(faultfs.path / "large", tensors)
     with counting(path) as read, safe_open(path, "pt", direct="always") as file:
+        faultfs.order(Fault("read", hold=True))  # so that none ends before the loader is dropped
         loader = file.prefetch()
         jobs = loader._jobs[:4]
         del loader
         gc.collect()
+        faultfs.release()
         for job in jobs:
             job.wait()
         done = threading.Event()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import pathlib
+import re
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tensorferry import runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
 
 # Only what fails waits for so long. Reads that were given up end when a busy drive has come to them.
 SETTLE_TIMEOUT_S = 300.0
@@ -50,16 +53,20 @@ class Holdings:
         )
 
 
-def thread_names() -> list[str]:
-    """Return what the threads of this process are called."""
-    names = []
+def threads_named(pattern: str) -> set[pathlib.Path]:
+    """Return those threads of this process whose whole names a regular expression fits.
+
+    Their number tells less: of those that earlier tests have left, some may be ending.
+    """
+    found = set()
     for task in pathlib.Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            names.append((task / "comm").read_text().strip())
-    return sorted(names)
+        with contextlib.suppress(OSError):  # it has ended
+            if re.fullmatch(pattern, (task / "comm").read_text().strip()):
+                found.add(task)
+    return found
 
 
-def steady(count: Callable[[], int]) -> int:
+def steady(count: Callable[[], T]) -> T:
     """Return what count() gives for a while: threads that have just begun bear the names of their makers."""
     last, since = count(), time.monotonic()
     deadline = since + STEADY_TIMEOUT_S

@@ -54,9 +54,8 @@ class Rank:
 
 @dataclasses.dataclass
 class Answer:
-    """How a call on one rank ended."""
+    """What one rank says: that it has met the others, then how its call ended."""
 
-    met: bool = False  # the other ranks
     result: Any = None
     failure: str | None = None
 
@@ -71,38 +70,58 @@ def call_on_ranks(
 
     The function, of a module's top level, runs in a process group of `world_size`. An exception fails the test.
     """
-    for _ in range(_MAX_MEETINGS):
-        with started(world_size, function, *arguments) as ranks:
-            answers: list[Answer] = []
-            deadline = time.monotonic() + timeout_seconds
-            for rank in ranks:
-                answers.append(_answer(rank, max(0.0, deadline - time.monotonic())))
-                if answers[-1].failure is not None:  # others may wait for it
-                    deadline = min(deadline, time.monotonic() + 5)
-            if all(answer.failure is None for answer in answers):
-                for rank in ranks:
-                    rank.process.join(timeout_seconds)
-                return [answer.result for answer in answers]
-        if all(answer.met for answer in answers):
-            break
-    failed = enumerate(answer.failure for answer in answers)
-    raise AssertionError("\n".join(f"rank {rank}: {why}" for rank, why in failed if why))
+    with started(world_size, function, *arguments) as ranks:
+        answers = _answers(ranks, timeout_seconds)
+        if failed := _failures(answers):
+            raise AssertionError(failed)
+        for rank in ranks:
+            rank.process.join(timeout_seconds)
+    return [answer.result for answer in answers]
+
+
+def _answers(ranks: list[Rank], timeout_seconds: float) -> list[Answer]:
+    answers: list[Answer] = []
+    deadline = time.monotonic() + timeout_seconds
+    for rank in ranks:
+        answers.append(_answer(rank, max(0.0, deadline - time.monotonic())))
+        if answers[-1].failure is not None:  # others may wait for it
+            deadline = min(deadline, time.monotonic() + 5)
+    return answers
 
 
 def _answer(rank: Rank, timeout_seconds: float) -> Answer:
     if not rank.answers.poll(timeout_seconds):
-        return Answer(met=True, failure=f"no end in {timeout_seconds:.0f} s")
+        return Answer(failure=f"no answer in {timeout_seconds:.0f} s")
     try:
         answer: Answer = rank.answers.recv()
     except EOFError:
         rank.process.join()
-        return Answer(met=True, failure=f"dead with exit code {rank.process.exitcode}")
+        return Answer(failure=f"dead with exit code {rank.process.exitcode}")
     return answer
+
+
+def _failures(answers: list[Answer]) -> str:
+    return "\n".join(
+        f"rank {rank}: {answer.failure}" for rank, answer in enumerate(answers) if answer.failure
+    )
 
 
 @contextlib.contextmanager
 def started(world_size: int, function: Callable[..., Any], *arguments: Any) -> Iterator[list[Rank]]:
-    """Start the ranks; those that still run at the end of the block are killed."""
+    """Start the ranks, which have met then; those that still run at the end of the block are killed."""
+    failed = ""
+    for _ in range(_MAX_MEETINGS):
+        with _begun(world_size, function, arguments) as ranks:
+            if not (failed := _failures(_answers(ranks, TIMEOUT_SECONDS))):
+                yield ranks
+                return
+    raise AssertionError(failed)
+
+
+@contextlib.contextmanager
+def _begun(
+    world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Iterator[list[Rank]]:
     ranks: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         try:
@@ -142,7 +161,7 @@ def _run(
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
         )
-        answer.met = True
+        answers.send(Answer())
         answer.result = function(rank, *arguments)
     except BaseException:
         answer.failure = traceback.format_exc()

@@ -28,7 +28,7 @@ from tensorferry import runtime
 from tests.support import slow_calls
 from tests.support.expect import assert_equal, assert_works, contents
 from tests.support.forks import passes_in_child
-from tests.support.leaks import count_descriptors, settled, thread_names
+from tests.support.leaks import count_descriptors, settled, threads_named
 from tests.support.slow_calls import Rule
 from tests.support.threads import InThread
 
@@ -315,7 +315,7 @@ def calls_that_may_block(engine: str, directory: str) -> dict[str, list[str]]:
     handle = tensorferry.aio_handle(engine=engine)
     calls.watch(path)
     _work_of_all_kinds(handle, path, engine)
-    assert WORKER in thread_names()
+    assert threads_named(WORKER)
     made = defaultdict(set)
     moves = ["pread", "preadv2", "pwrite", "pwritev2"]
     for seen in calls.seen("open", "open_directory", "close", "ftruncate", "fallocate", *moves):

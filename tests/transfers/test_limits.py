@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import pathlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -15,9 +13,11 @@ import tensorferry
 from tests.support import child, required
 from tests.support.expect import assert_equal, assert_works
 from tests.support.faultfs import Fault, FaultFS
-from tests.support.leaks import settled
+from tests.support.leaks import settled, threads_named
 
 if TYPE_CHECKING:
+    import pathlib
+
     from tests.conftest import MakeHandle
     from tests.support.data import RandomBytes
     from tests.support.faultfs import FaultFS
@@ -80,12 +80,7 @@ def test_a_drive_that_hangs_takes_a_bounded_number_of_threads(
     make_handle: MakeHandle, faultfs: FaultFS
 ) -> None:
     def threads() -> set[pathlib.Path]:
-        found = set()
-        for task in pathlib.Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # it has ended
-                if (task / "comm").read_text().startswith("tensorferry"):
-                    found.add(task)
-        return found
+        return threads_named("tensorferry.*")
 
     path, nbytes = faultfs.path / "file", 64 << 10
     path.write_bytes(bytes(100 * nbytes))

@@ -101,7 +101,7 @@ def test_what_cannot_hold_a_tensor_is_refused_by_name_in_every_call(
         with storage_error(errors, target):
             call()
     assert handle.wait() == 0
-    assert count_descriptors() == before
+    assert count_descriptors() <= before
     assert contents(good).size == NBYTES
     if make is not same:
         assert_works(handle, directory)
