@@ -552,6 +552,7 @@ def test_who_drops_a_loader_wants_no_more(faultfs: FaultFS) -> None:
             future = other.read_into(bytearray(MIB), 0)
             future.add_done_callback(lambda _: done.set())
             assert done.wait(120)
+            assert settled(lambda: not other._scheduler.outstanding())
     assert read.nbytes < 5 * (33 << 20)
 
 
