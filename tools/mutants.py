@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build/mutants"
 TREE = WORK / "tree"
 CORE = WORK / "core"
-LIMIT_SECONDS = 200  # for each test that is named
+LIMIT_SECONDS = 400  # for each test that is named: those that fail may wait for 300
 
 # Child processes of tests, too, import the copy: site runs this after the hook of an editable install has come.
 SITE = """import sys

@@ -38,7 +38,7 @@ def train(
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    if killed != (done.returncode != 0):
+    if not ("SIGKILL" in done.stderr if killed else done.returncode == 0):
         raise SystemExit(
             f"training with {ranks} ranks ended with {done.returncode}:\n{done.stderr}"
         )

@@ -330,12 +330,13 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         return self._wait()
 
     def _wait(self) -> int:
-        with self._lock:
-            elsewhere = [operation for counted in self._awaited.values() for operation in counted]
-            operations, self._pending = self._pending, []
-            self._awaited[id(operations)] = operations
+        operations: list[_Operation] = []
         failures = []
-        try:
+        try:  # Ctrl-C may come anywhere in it
+            with self._lock:
+                elsewhere = [one for counted in self._awaited.values() for one in counted]
+                operations, self._pending = self._pending, []
+                self._awaited[id(operations)] = operations
             for operation in elsewhere:
                 if (failure := operation.future.exception()) is not None:
                     failures.append(failure)
@@ -350,7 +351,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
             raise
         finally:
             with self._lock:
-                del self._awaited[id(operations)]
+                self._awaited.pop(id(operations), None)
         self._scheduler.reap()
         if failures:
             raise first_of(failures, "operations")

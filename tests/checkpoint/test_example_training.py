@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 def test_training_killed_in_a_save_goes_on_with_one_rank_and_with_three(
     directory: pathlib.Path,
 ) -> None:
-    done = subprocess.run(
-        [
-            warm.python(),
-            ROOT / "examples" / "checkpoint" / "killed_and_resumed.py",
-            f"--directory={directory}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    program = ROOT / "examples" / "checkpoint" / "killed_and_resumed.py"
+    for _ in range(3):  # Gloo's processes may fail to meet: see tests.support.ranks
+        done = subprocess.run(
+            [warm.python(), program, f"--directory={directory}"],
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        if "connectFullMesh" not in done.stderr:
+            break
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The losses are the same, bit for bit." in done.stdout
     # What the killed save had begun was there, beside the checkpoint before.

@@ -410,4 +410,4 @@ def test_consolidation_takes_bounded_memory(directory: pathlib.Path) -> None:
     ended = child.call(
         function, path=directory, nbytes=400 * MIB, imports=["torch.distributed.checkpoint"]
     )
-    assert ended.result <= 80 * MIB
+    assert ended.result <= 96 * MIB

@@ -27,6 +27,7 @@ from tests.support.data import SEED
 from tests.support.forks import assert_exits_with_zero, in_child
 from tests.support.leaks import settled
 from tests.support.ranks import call_on_ranks, files_of, started
+from tests.support.threads import InThread, threads_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -388,15 +389,20 @@ def test_an_error_that_nobody_asks_for_is_told(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
-    checkpoints = Checkpoints(directory)
-    checkpoints.save(1, state_of(1))
-    [flight] = checkpoints._flights
+    kept = [Checkpoints(directory)]
+    kept[0].save(1, state_of(1))
+    [flight] = kept[0]._flights
     flight.join()
     flight.error = flight.error.with_traceback(None)  # type: ignore[union-attr]
     flight.error.__cause__ = flight.error.__context__ = None
-    del flight, checkpoints
-    with pytest.warns(RuntimeWarning, match=r"step 1 failed, and nobody asked.*drive is gone"):
+    del flight
+
+    def drop() -> None:
+        kept.clear()
         gc.collect()
+
+    with pytest.warns(RuntimeWarning, match=r"step 1 failed, and nobody asked.*drive is gone"):
+        drop()
 
 
 def test_a_full_disk_fails_the_save_and_costs_no_checkpoint(tmp_path: pathlib.Path) -> None:
@@ -456,9 +462,15 @@ def test_ctrl_c_while_waiting_leaves_the_save_on_its_way(
     checkpoints, hold = Checkpoints(directory), Hold(monkeypatch)
     checkpoints.save(1, state_of(1))
     assert hold.reached.wait(120)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def interrupt() -> None:
+        assert settled(lambda: threads_in(Checkpoints._join) > 0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = InThread(interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(2, state_of(2))
+    interrupting.result()
     hold.go.set()
     checkpoints.wait()
     assert checkpoints.steps() == [1]

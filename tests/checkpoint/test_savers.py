@@ -227,12 +227,11 @@ def fork_and_wait(directory: str) -> None:
     """Save, and fork in the middle; the child stays."""
 
     def fork() -> None:
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:  # which has let go then what it must not keep
+            (pathlib.Path(directory) / "writing").write_text(str(os.getpid()))
+            (pathlib.Path(directory) / "writing").rename(pathlib.Path(directory) / "child")
             time.sleep(WAIT_SECONDS)
             os._exit(0)
-        (pathlib.Path(directory) / "writing").write_text(str(pid))
-        (pathlib.Path(directory) / "writing").rename(pathlib.Path(directory) / "child")
         time.sleep(WAIT_SECONDS)
 
     dcp.save(

@@ -62,7 +62,7 @@ def test_table_has_a_row_for_each_process_and_one_for_all(directory: Path) -> No
     done = bench(directory, "--io-size=1M", "--loops=1", "--write", "--multi-process=2")
     rows = [line.split()[:3] for line in done.stdout.splitlines() if "write aio_handle " in line]
     assert [row[2] for row in rows[:2]] == ["0", "1"]
-    assert float(rows[2][2]) > 0
+    assert re.fullmatch(r"\d+\.\d{3}", rows[2][2])
     lines = done.stdout.splitlines()
     first = lines.index(next(line for line in lines if "write aio_handle " in line))
     assert all(lines[first : first + 3]), "no blank rows between"

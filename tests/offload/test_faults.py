@@ -24,6 +24,8 @@ from tests.offload.twins import (
     train,
 )
 from tests.support.faultfs import Fault
+from tests.support.leaks import settled
+from tests.support.threads import InThread
 
 
 @pytest.fixture
@@ -143,24 +145,17 @@ def test_a_second_ctrl_c_ends_the_wait_for_a_drive(both, faultfs):
     gradients.give()
     memory.step()
     faultfs.order(Fault("read", hold=True))
-    ended = threading.Event()
 
-    def press():
+    def press_twice():
         faultfs.await_held()
-        while not ended.wait(0.1):
-            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert settled(lambda: drive._interrupts._count == 1)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    def interrupted():
-        try:
-            drive.step()
-        finally:
-            ended.set()
-            thread.join()
-
-    thread = threading.Thread(target=press)
-    thread.start()
+    thread = InThread(press_twice)
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        drive.step()
+    thread.result()
     assert faultfs.held() > 0
     faultfs.release()
     faultfs.clear()

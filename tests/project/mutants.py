@@ -217,6 +217,15 @@ MUTANTS = [
         "tests/transfers/test_futures.py::test_a_future_does_not_keep_the_copy_of_what_was_not_contiguous",
     ),
     _mutant(
+        "interrupted-wait-counts-what-it-has-not-waited-for",
+        "who is interrupted lets what has begun end, and nothing else",
+        "src/tensorferry/handles.py",
+        "                self._pending[:0] = operations\n",
+        "                pass\n",
+        "tests/transfers/test_interrupts.py::"
+        "test_a_wait_left_at_any_moment_before_it_waits_leaves_all_pending",
+    ),
+    _mutant(
         "closed-scheduler-admits",
         "a submit that meets a close is finished, or refused",
         "csrc/transfer/scheduler.cpp",

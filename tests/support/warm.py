@@ -60,6 +60,8 @@ for name in os.listdir("/proc/self/fd"):
             files.append(int(name))
     except OSError:
         pass  # that was the folder itself
+ending = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # until it is known to whom they go
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 request = json.dumps([arguments, os.getcwd(), dict(os.environ), files]).encode()
@@ -73,8 +75,9 @@ def receive():
 
 
 process = receive()
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+for number in ending:
     signal.signal(number, lambda number, frame: os.kill(process, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
 for file in files:
     os.close(file)  # who reads from a pipe waits for all who may write
 status = receive()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import tensorferry
+from tensorferry import runtime
 from tests.support import child
 from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault
@@ -68,6 +69,8 @@ def leave(engine: str, directory: str) -> None:
         threading.Thread(target=run, args=(call,), daemon=True).start()
     kept = handles, files, futures
     begun.wait(120)
+    of_all = runtime.default_scheduler().stats
+    assert settled(lambda: of_all()["requests"] == 4 and handles[0].stats()["requests"] == 1)
     assert settled(lambda: all((path / name).exists() for name in WRITERS))
 
 

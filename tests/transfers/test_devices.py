@@ -32,6 +32,10 @@ def write_and_read_anywhere(
     """Write and read at odd and even places, from memory at any address; all that must be left alone is compared."""
     choices = random_bytes.generator
     with tensorferry.open(path, "r+", engine=engine, block_size=64 << 10) as file:
+        data = random_bytes.at(1 << 16, 0)
+        file.write(data, 0)
+        model[: data.size] = data
+        assert file.stats()["direct_nbytes"] > 0
         for _ in range(60):
             nbytes, offset = (int(choices.choice(EDGES) + choices.integers(2)) for _ in range(2))
             data = random_bytes.at(nbytes, int(choices.choice([0, 1, 511, 512, 4095])))
@@ -41,7 +45,6 @@ def write_and_read_anywhere(
             found = aligned(min(nbytes + 513, model.size - begin), int(choices.choice([0, 8, 512])))
             assert_equal(file.read(found, begin), model[begin : begin + found.size])
         assert_equal(file.read(np.zeros_like(model)), model)
-        assert file.stats()["direct_nbytes"] > 0
 
 
 @pytest.mark.parametrize("what", ["device", "file system"])

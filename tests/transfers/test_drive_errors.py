@@ -350,7 +350,8 @@ def test_a_file_on_disk_truncated_while_it_is_read_gives_its_bytes_or_short_read
     for attempt in range(10):
         data.tofile(path)
         targets = [np.full(16 << 20, 7, np.uint8) for _ in range(3)]
-        truncating = threading.Thread(target=os.truncate, args=(path, attempt * 1_000_001))
+        end = attempt * 1_000_001
+        truncating = threading.Thread(target=os.truncate, args=(path, end))
         try:
             for target in targets:
                 handle.async_pread(target, str(path))
@@ -364,7 +365,8 @@ def test_a_file_on_disk_truncated_while_it_is_read_gives_its_bytes_or_short_read
                 assert_equal(target, data)
         if truncating.ident is not None:
             truncating.join()
-        assert not any((target == 0).any() for target in targets)
+        # Behind the new end the kernel zeroes pages that a read may be copying.
+        assert not any((target[:end] == 0).any() for target in targets)
     print(f"{short_reads} of 10 attempts met the new end")
     assert_works(handle, directory)
 
@@ -477,8 +479,9 @@ def test_syncs_that_share_one_that_fails_fail(
         faultfs.order(
             Fault("fsync", hold=True, times=1), Fault("fsync", skip=1, error=number, times=1)
         )
-        syncs = [pool.submit(file.sync) for _ in range(8)]
+        syncs = [pool.submit(file.sync)]
         faultfs.await_held()
+        syncs += [pool.submit(file.sync) for _ in range(7)]
         assert settled(lambda: threads_in(file.sync) == 8, 120)
         faultfs.release()
         failed = [sync.exception(120) is not None for sync in syncs]

@@ -396,10 +396,10 @@ def test_a_callback_may_submit_again_and_close_the_file(
 
 @pytest.mark.usefixtures("default_engine")
 def test_callbacks_may_move_other_arrays_wait_for_others_and_close_what_serves_them(
-    directory: pathlib.Path,
+    directory: pathlib.Path, faultfs: FaultFS
 ) -> None:
     data, other = b"\5" * 3_000_001, bytearray(3_000_001)
-    path, beside = directory / "file", directory / "beside"
+    path, beside = faultfs.path / "file", directory / "beside"
     handle = tensorferry.aio_handle()
     done = queue.Queue[Any]()
     file = tensorferry.open(path, "w+")
@@ -422,10 +422,12 @@ def test_callbacks_may_move_other_arrays_wait_for_others_and_close_what_serves_t
         finally:
             done.put("ended")
 
+    faultfs.order(Fault("write", hold=True))  # both callbacks are there before it ends
     last = file.write_from(data, len(data))  # which the callback waits for
     first = file.write_from(data)
     first.add_done_callback(callback)
     first.add_done_callback(lambda _: done.put("the next"))
+    faultfs.release()
     seen = [done.get(timeout=300) for _ in range(10)]
     assert seen[8:] == ["ended", "the next"]
     assert file.closed

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import tensorferry
+from tensorferry import handles
+from tensorferry.futures import Future
 from tests.support.expect import assert_equal, assert_works, contents, interrupted
 from tests.support.faultfs import Fault
+from tests.support.interrupts import At
 from tests.support.leaks import settled
 from tests.support.threads import InThread, threads_in
 
@@ -138,3 +144,35 @@ def test_a_close_waits_for_other_threads_calls_takes_nothing_new_and_is_left_by_
     call.result()
     assert_equal(contents(path), data)
     assert not (faultfs.path / "another").exists()
+
+
+def test_a_wait_left_at_any_moment_before_it_waits_leaves_all_pending(
+    handle: tensorferry.aio_handle, faultfs: FaultFS, file: tuple[pathlib.Path, Any]
+) -> None:
+    path, data = file
+    arrays = [np.zeros(MARGIN, np.uint8) for _ in range(3)]
+    for moment in itertools.count(1):
+        faultfs.order(Fault("read", hold=True))
+        for array in arrays:
+            handle.async_pread(array, path, MARGIN)
+        faultfs.await_held()
+        held, over = [], threading.Event()
+
+        def interrupt(held: list[int] = held) -> None:
+            held.append(faultfs.held())
+            raise KeyboardInterrupt
+
+        def let_go(over: threading.Event = over) -> None:
+            assert settled(lambda: over.is_set() or threads_in(Future.exception) > 0)
+            faultfs.release()
+
+        letting_go = InThread(let_go)
+        with At(moment, handles.__file__, interrupt), contextlib.suppress(KeyboardInterrupt):
+            handle.wait()
+        over.set()
+        letting_go.result()
+        if not held or not held[0]:  # it had waited
+            break
+        assert handle.wait() == 3, moment
+        assert all(np.array_equal(array, data[MARGIN : 2 * MARGIN]) for array in arrays)
+    assert moment > 5

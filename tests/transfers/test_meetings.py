@@ -15,6 +15,7 @@ import pytest
 import tensorferry
 from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault, FaultFS
+from tests.support.leaks import settled
 from tests.support.threads import JOIN_TIMEOUT_S, InThread
 from tests.transfers import meetings
 
@@ -208,8 +209,9 @@ def test_a_close_that_gives_up_leaves_the_memory_under_hung_writes_alone(
         engine == "io_uring" and product == "handle"
     ):  # what no thread of the process makes comes to its end all the same
         for index, nbytes in enumerate((4_096, 100_003, 3_000_001)):
-            found = contents(faultfs.backing / f"hung{index}")
-            assert_equal(found, np.full(nbytes, 5, np.uint8))
+            hung, wanted = faultfs.backing / f"hung{index}", np.full(nbytes, 5, np.uint8)
+            settled(lambda hung=hung, wanted=wanted: np.array_equal(contents(hung), wanted))
+            assert_equal(contents(hung), wanted)
 
 
 # What a reader found who only wanted to break it

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tensorferry
 from tensorferry.new_file import NewFile
+from tensorferry.streams import Stream
 from tests.support import mounts
 from tests.support.data import crcs
 from tests.support.effort import examples
@@ -115,7 +116,7 @@ def test_one_whose_abort_is_interrupted_leaves_nothing(faultfs: FaultFS) -> None
     file = NewFile(str(faultfs.path / "file"))
     faultfs.order(Fault("write", hold=True))
     file.write(bytes(4 * BUFFER_NBYTES))
-    with interrupted_in(NewFile.abort, faultfs):
+    with interrupted_in(Stream.abort, faultfs):
         file.abort()
     assert not list(faultfs.backing.iterdir())
 

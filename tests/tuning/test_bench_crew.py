@@ -80,7 +80,8 @@ def test_a_killed_member_is_noticed_at_once() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_a_member_that_leaves_is_noticed() -> None:
+def test_a_member_that_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorferry.tuning.crew._LEAVE_SECONDS", 300.0)  # else it is killed
     with pytest.raises(CrewError, match="left with exit status 3"), crew_of(0) as crew:
         crew.call("leave")
 

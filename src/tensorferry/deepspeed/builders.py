@@ -59,7 +59,7 @@ def replace(stack: ExitStack) -> None:
 
 def _classes(builder: str) -> list[Any]:
     """Return the distinct classes that go by a builder's name in DeepSpeed's packages of builders."""
-    modules = [m for name, m in sys.modules.items() if name.partition(_PACKAGE)[0] == ""]
+    modules = [m for name, m in list(sys.modules.items()) if name.partition(_PACKAGE)[0] == ""]
     found = [getattr(module, builder, None) for module in modules]
     return list(dict.fromkeys(kind for kind in found if isinstance(kind, type)))
 
