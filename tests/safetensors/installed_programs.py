@@ -119,6 +119,7 @@ def transformers_model(folder: str) -> dict[str, Any]:
         intermediate_size=64,
         num_hidden_layers=3,
         num_attention_heads=4,
+        eos_token_id=None,  # with weights drawn at random it could come early
     )
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder, max_shard_size="40KB")
