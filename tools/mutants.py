@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.project.mutants import MUTANTS, Mutant
+from tests.support.leaks import SETTLE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build/mutants"
 TREE = WORK / "tree"
 CORE = WORK / "core"
-LIMIT_SECONDS = 400  # for each test that is named: those that fail may wait for 300
+LIMIT_SECONDS = int(SETTLE_TIMEOUT_S) + 100  # for each test that is named
 
 # Child processes of tests, too, import the copy: site runs this after the hook of an editable install has come.
 SITE = """import sys

@@ -11,6 +11,7 @@ import torch
 from tests.support import warm
 from tests.support.child import ROOT
 from tests.support.data import SEED
+from tests.support.ranks import MAX_MEETINGS, NOT_MET
 
 if TYPE_CHECKING:
     import pathlib
@@ -21,14 +22,14 @@ def test_training_killed_in_a_save_goes_on_with_one_rank_and_with_three(
     directory: pathlib.Path,
 ) -> None:
     program = ROOT / "examples" / "checkpoint" / "killed_and_resumed.py"
-    for _ in range(3):  # Gloo's processes may fail to meet: see tests.support.ranks
+    for _ in range(MAX_MEETINGS):
         done = subprocess.run(
             [warm.python(), program, f"--directory={directory}"],
             capture_output=True,
             text=True,
             timeout=600,
         )
-        if "connectFullMesh" not in done.stderr:
+        if NOT_MET not in done.stderr:
             break
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The losses are the same, bit for bit." in done.stdout

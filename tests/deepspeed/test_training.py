@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.support import warm
+from tests.support.ranks import MAX_MEETINGS, NOT_MET
 
 if TYPE_CHECKING:
     import pathlib
@@ -27,7 +28,7 @@ def train(directory: pathlib.Path, environment: Environment, **arguments: Any) -
     launcher = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     launcher.append(f"--log-dir={directory}.logs")  # else a directory in /tmp that nobody removes
     plain = {"directory": str(directory), "steps": STEPS, "sequence": 8} | arguments
-    for _ in range(3):  # Gloo's processes may fail to meet: see tests.support.ranks
+    for _ in range(MAX_MEETINGS):
         done = subprocess.run(
             [*launcher, "-m", "tests.deepspeed.training", json.dumps(plain)],
             cwd=ROOT,
@@ -37,7 +38,7 @@ def train(directory: pathlib.Path, environment: Environment, **arguments: Any) -
             text=True,
             timeout=600,
         )
-        if done.returncode == 0 or "connectFullMesh" not in done.stdout:
+        if done.returncode == 0 or NOT_MET not in done.stdout:
             break
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 240.0
 
 # Gloo's processes sometimes fail to connect on a busy machine, and say so; then they try again.
-_NOT_MET = "connectFullMesh"
-_MAX_MEETINGS = 3
+NOT_MET = "connectFullMesh"
+MAX_MEETINGS = 3
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -72,14 +72,14 @@ def call_on_ranks(
     The function, of a module's top level, runs in a process group of `world_size`. An exception fails the test.
     """
     failed = ""
-    for _ in range(_MAX_MEETINGS):
+    for _ in range(MAX_MEETINGS):
         with started(world_size, function, *arguments) as ranks:
             answers = _answers(ranks, timeout_seconds)
             if not (failed := _failures(answers)):
                 for rank in ranks:
                     rank.process.join(timeout_seconds)
                 return [answer.result for answer in answers]
-        if _NOT_MET not in failed:  # as other groups may not, that the function makes
+        if NOT_MET not in failed:  # as other groups may not, that the function makes
             break
     raise AssertionError(failed)
 
@@ -115,7 +115,7 @@ def _failures(answers: list[Answer]) -> str:
 def started(world_size: int, function: Callable[..., Any], *arguments: Any) -> Iterator[list[Rank]]:
     """Start the ranks, which have met then; those that still run at the end of the block are killed."""
     failed = ""
-    for _ in range(_MAX_MEETINGS):
+    for _ in range(MAX_MEETINGS):
         with _begun(world_size, function, arguments) as ranks:
             if not (failed := _failures(_answers(ranks, TIMEOUT_SECONDS))):
                 yield ranks
