@@ -22,7 +22,7 @@ import hypothesis
 import pytest
 
 import tensorferry
-from tests.support import deepspeed_gcc, effort, mounts, power_cuts, required
+from tests.support import deepspeed_gcc, effort, mounts, page_cache, power_cuts, required
 from tests.support.data import SEED, SEED_VARIABLE, RandomBytes
 from tests.support.faultfs import FaultFS, FaultFSUnavailableError, why_unavailable
 
@@ -123,6 +123,13 @@ def _seeded(request: pytest.FixtureRequest) -> None:
     """What torch draws depends on the session's seed and the test's name alone."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(SEED + zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def _page_cache_let_go() -> Iterator[None]:
+    """What a test has made warm is not held beyond it."""
+    yield
+    page_cache.let_go()
 
 
 @pytest.fixture(params=ENGINES)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 pytest.importorskip("torch")
 
-from tests.safetensors.files import make_cold, make_warm, written
+from tests.safetensors.files import written
+from tests.support.page_cache import make_cold, make_warm
 
 
 class Memory:

@@ -62,20 +62,6 @@ def loaded(directory: pathlib.Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def make_cold(path: pathlib.Path, begin: int = 0, nbytes: int = 0) -> None:
-    """Have the page cache forget a range of a file; by default all of it."""
-    with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), begin, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-def make_warm(path: pathlib.Path, begin: int = 0, nbytes: int = -1) -> None:
-    """Have the page cache hold a range of a file; by default all of it."""
-    with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no more than that
-        file.seek(begin)
-        file.read(nbytes)
-
-
 def cached_nbytes(path: pathlib.Path) -> int:
     """Return how much of a file the page cache holds, in whole pages."""
     with tensorferry.open(path) as file:

@@ -25,13 +25,12 @@ from tests.safetensors.files import (
     assert_same,
     cached_nbytes,
     counting,
-    make_cold,
-    make_warm,
     saved,
     tensor_of,
 )
 from tests.support.effort import examples
 from tests.support.faultfs import Fault
+from tests.support.page_cache import make_cold, make_warm
 from tests.support.threads import in_threads
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def test_tensors_may_be_written_to_and_the_file_stays(
     path: pathlib.Path, tensors: dict[str, torch.Tensor], state: str
 ) -> None:
     if state != "cold":
-        make_warm(path, 0, -1 if state == "warm" else 11 * MIB)
+        make_warm(path, 0, 0 if state == "warm" else 11 * MIB)
     before = path.read_bytes() if state == "warm" else None
     for tensor in ours.load_file(path).values():
         tensor.zero_()

@@ -27,8 +27,6 @@ from tests.safetensors.files import (
     assert_same,
     counting,
     descriptors_of,
-    make_cold,
-    make_warm,
     saved,
     tensor_of,
     written,
@@ -37,6 +35,7 @@ from tests.support import interrupts
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.forks import passes_in_child
 from tests.support.leaks import settled
+from tests.support.page_cache import make_cold, make_warm
 
 if TYPE_CHECKING:
     from tests.support.data import RandomBytes

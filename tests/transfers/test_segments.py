@@ -115,7 +115,7 @@ def test_any_segments_are_filled_and_gaps_passed_over(
     data = joined(wanted)
     path.write_bytes(OUTSIDE[:1] * offset + data + OUTSIDE)
     if not cached:
-        page_cache.drop(path)
+        page_cache.make_cold(path)
     targets: list[Any] = [
         array.nbytes if gap else aligned(array.nbytes, misalignment)
         for array, gap, (_, misalignment) in zip(wanted, gaps, pieces, strict=False)

@@ -52,7 +52,7 @@ def write_by_turns(engine: str, directory: str, other: str, order: str) -> None:
         os.close(reader)
         os.close(writer)
         assert_equal(contents(path), data)
-        page_cache.drop(path)  # with EIO where the kernel itself saw what it must not
+        page_cache.make_cold(path)  # with EIO where the kernel itself saw what it must not
         assert_equal(contents(path), data)
 
 

@@ -116,7 +116,7 @@ def test_an_error_of_cufile_is_reported_with_its_text(
         ("cuFileWrite", lambda: gds.sync_pwrite(array, path)),
         ("cuFileRead", lambda: (gds.async_pread(array, path), gds.wait())),
     ):
-        page_cache.drop(path)  # what is cached is read from there
+        page_cache.make_cold(path)  # what is cached is read from there
         driver.fail(function, code, after=after)
         with pytest.raises(tensorferry.StorageError, match=f"cuFile error {code}") as caught:
             call()
