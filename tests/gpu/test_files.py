@@ -114,7 +114,7 @@ def test_any_part_of_a_file_is_read_wherever_its_bytes_are(
             "the first half": (half, 0),
             "the second half": (0, max(1, half)),
         }
-        page_cache.drop(path, *dropped[cached])
+        page_cache.make_cold(path, *dropped[cached])
     with tensorferry.open(path, engine=engine, block_size=block_size, direct=direct) as file:
         found = [Amid(gpu, nbytes, place), Amid(gpu, nbytes, place + 1)]
         file.read(found[0].array, offset)
