@@ -36,7 +36,7 @@ class Steps:
     """Counts steps, two for each call: before it and after it."""
 
     def __init__(self, die_at: int | None = None) -> None:
-        self.count = 0
+        self.names: list[str] = []  # of the call that each step is before or after
         self._lock = threading.Lock()  # the save's threads take steps as well
         self._die_at = die_at
 
@@ -47,16 +47,16 @@ class Steps:
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:
-            self.step()
+            self.step(function.__name__)
             result = function(*arguments, **options)
-            self.step()
+            self.step(function.__name__)
             return result
 
         return counted
 
-    def step(self) -> None:
+    def step(self, name: str) -> None:
         """Count, and die if the time has come."""
         with self._lock:
-            if self.count == self._die_at:
+            if len(self.names) == self._die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.count += 1
+            self.names.append(name)
