@@ -285,9 +285,14 @@ def test_the_command_converts_both_ways_and_says_so(directory: pathlib.Path) -> 
     assert told["nbytes"] >= sum(tensor.nbytes for tensor in state_of().values())
     assert told["seconds"] > 0
     assert_same(read_checkpoint(directory / "back", state_of()), state_of())
-    command = [sys.executable, "-m", "tensorferry", "convert", arguments[0], directory / "split"]
-    subprocess.run([*command, "--to", "safetensors", "--max-shard", "10MB"], check=True)
-    assert_same(loaded(directory / "split"), state_of())
+    for to in ("dcp", "safetensors"):
+        command = [sys.executable, "-m", "tensorferry", "convert", arguments[0], directory / to]
+        ended = subprocess.run(
+            [*command, "--to", to, "--max-shard", "10MB"], check=True, capture_output=True
+        )
+        assert not ended.stderr
+    assert_same(read_checkpoint(directory / "dcp", state_of()), state_of())
+    assert_same(loaded(directory / "safetensors"), state_of())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -149,7 +150,10 @@ def convert(
         looking_at_checkpoints("SOURCE"),
         _leaving_for_target(target),
         bytes_bar("converting") as progress,
+        warnings.catch_warnings(),
     ):
+        # What torch says to each save by one process, which this is on purpose.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         from tensorferry.checkpoint.tools.convert import convert
 
         moved = convert(
