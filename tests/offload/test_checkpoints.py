@@ -100,6 +100,34 @@ def test_a_parameter_without_a_step_has_no_state_when_restored(directory: Path) 
     first.close()
 
 
+def test_state_without_bytes_is_restored(directory: Path) -> None:
+    """A rank may have nothing of a group's parameters, or of any."""
+
+    def groups(*shapes: tuple[int, ...]) -> list[dict[str, Any]]:
+        return [{"params": parameters([shape])} for shape in shapes]
+
+    for number, shapes in enumerate([[(0,)], [(0, 5), (300,), (0,)]]):
+        folder = directory / str(number)
+        kept = offloaded(groups(*shapes), folder / "state")
+        committed = offloaded(groups(*shapes), folder / "committed", commit="step")
+        for each in (kept, committed):
+            step(each, 0)
+        kept.checkpoint(folder / "kept")
+        committed.close()
+        resumed = offloaded(groups(*shapes), folder / "committed", commit="step")
+        assert resumed.resume() == 1
+        restored = offloaded(
+            [{"params": copies(each["params"])} for each in kept.param_groups], folder / "restored"
+        )
+        assert restored.restore(folder / "kept") == 1
+        for each in (kept, resumed, restored):
+            step(each, 1)
+        for each in (resumed, restored):
+            assert_same(each, kept)
+            each.close()
+        kept.close()
+
+
 def test_what_does_not_fit_is_refused_and_nothing_has_changed(directory: Path) -> None:
     kept = directory / "kept"
     first = offloaded(parameters(), directory)

@@ -114,10 +114,19 @@ def test_single_elements_may_have_any_strides(directory: Path) -> None:
     pair.assert_same()
 
 
-def test_state_that_an_optimizer_begins_with_may_be_of_a_scalar_first(directory: Path) -> None:
-    shapes: list[tuple[int, ...]] = [(), (5000,), (70, 80)]
-    pair = Pair(directory, torch.optim.Adagrad, lambda: parameters(shapes))
+@pytest.mark.parametrize("shapes", [[(), (5000,), (70, 80)], [()], [(0,), ()]])
+def test_state_that_an_optimizer_begins_with_may_be_of_scalars(
+    directory: Path, shapes: list[tuple[int, ...]]
+) -> None:
+    def make(params: Params) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(params, initial_accumulator_value=0.5)
+
+    pair = Pair(directory, make, lambda: parameters(shapes))
     pair.step(0, 1, 2)
+    for optimizer in (pair.plain, pair.ours):
+        for more in ((), (300,), (20, 30)):
+            optimizer.add_param_group({"params": parameters([more]), "lr": 0.5})
+    pair.step(3, 4)
     pair.assert_same()
 
 
@@ -125,6 +134,8 @@ def test_parameters_without_elements(directory: Path) -> None:
     pair = Pair(directory, torch.optim.AdamW, lambda: parameters([(0,), (3, 0, 2), (5000,), ()]))
     pair.step(0, 1)
     pair.assert_same()
+    with pytest.raises(offload.NotSeparableError, match=r"shape \(0,\) raised ZeroDivisionError"):
+        Pair(directory / "other", torch.optim.Adafactor, lambda: parameters([(0,)]))
 
 
 def test_a_parameter_that_is_laid_out_anew_is_refused_and_its_state_is_whole(

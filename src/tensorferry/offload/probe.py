@@ -47,6 +47,9 @@ _CUTS_OF_LARGE = (0, GRANULE, 11 * GRANULE, None)
 
 _SMALL_ELEMENTS = 64
 
+# What the constructor makes of this shape has the parameter's; it is no likely shape of anything else.
+_EXAMPLE_SHAPE = (3,)
+
 # Classes of tensors whose elements are all there is of them.
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
 
@@ -191,8 +194,10 @@ class Probe:
         self._known_elements: dict[Any, bool] = {}
         # Whether it steps parameters that have no gradient, too.
         self.steps_all = False
-        # Adagrad's constructor makes state, and its step wants it.
-        self._begins_with_state = bool(optimizer.state) and _constructor_makes_state(optimizer)
+        # Adagrad's constructor makes state, and its step wants it: what it is for an example. Kept, since the
+        # optimizer's own is given away.
+        self._example = torch.zeros(_EXAMPLE_SHAPE)
+        self._begun = _begun_for(self._example, optimizer)
 
     def _refuse_other_holders(self) -> None:
         """Refuse an optimizer that reaches its parameters by other ways than its groups: it would step them all.
@@ -302,6 +307,11 @@ class Probe:
         """Return what a parameter's state looks like after some steps: with tensors whose values mean nothing.
 
         Where the optimizer lets it, on torch's meta device, so that it takes no memory.
+
+        Raises
+        ------
+        NotSeparableError
+            It does not step a parameter of this shape.
         """
         key = (pattern(group, numbers=True), dtype, param.device, param.shape, param.stride())
         if key not in self._known_states:
@@ -309,7 +319,13 @@ class Probe:
                 state = self._state_on("meta", group, param, dtype)
             except Exception:  # whatever an optimizer does that needs values
                 device = "cpu" if self._on_host else param.device
-                state = self._state_on(device, group, param, dtype)
+                try:
+                    state = self._state_on(device, group, param, dtype)
+                except Exception as error:
+                    raise NotSeparableError(
+                        f"{self._name} cannot be offloaded: a step of it on a parameter of shape {tuple(param.shape)} "
+                        f"raised {type(error).__name__}: {error}"
+                    ) from error
             self._known_states[key] = _pytree.tree_map(
                 lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, state
             )
@@ -516,7 +532,7 @@ class Probe:
             (param, state), *_ = self._run(group, params, without)[0]
         except Exception:  # then it does in memory, too
             return False
-        return not same(param, params[0]) or (bool(state) and not self._begins_with_state)
+        return not same(param, params[0]) or (bool(state) and self._begun is None)
 
     def _twin(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Return a twin that can change nothing of the optimizer's."""
@@ -544,12 +560,8 @@ class Probe:
 
     def _begin(self, twin: Optimizer, scratch: torch.Tensor) -> None:
         """Give a scratch parameter the state that the optimizer gave its own when it was made, if it does so."""
-        if self._begins_with_state:
-            begun = list(self._optimizer.state.items())
-            # Of one without dimensions nobody can tell what has its shape.
-            shaped = (each for each in begun if each[0].dim() and each[0].numel())
-            param, state = next(shaped, begun[0])
-            twin.state[scratch] = _begun_like(state, param, scratch)
+        if self._begun is not None:
+            twin.state[scratch] = _begun_like(self._begun, self._example, scratch)
 
 
 def _is_plain(value: Any) -> bool:
@@ -593,14 +605,31 @@ def _begun_like(state: dict[str, Any], param: torch.Tensor, other: torch.Tensor)
     return {key: _pytree.tree_map(like, value) for key, value in state.items()}
 
 
-def _constructor_makes_state(optimizer: Optimizer) -> bool:
-    """Try it with a parameter of one element."""
-    scratch = torch.nn.Parameter(torch.zeros(1))
+def _begun_for(example: torch.Tensor, optimizer: Optimizer) -> dict[str, Any] | None:
+    """Return the state that an optimizer's constructor gives a parameter like the example; None if it gives none."""
+    if not optimizer.state:
+        return None
+    scratch = torch.nn.Parameter(example.clone())
     try:
         made: Any = type(optimizer)([scratch])  # type: ignore[call-arg]
     except Exception:  # arguments that have no default
-        return False
-    return bool(made.state)
+        return None
+    if not made.state:
+        return None
+    begun = list(optimizer.state.items())
+    param, state = next((each for each in begun if each[0].dim() and each[0].numel()), begun[0])
+    if param.dim():
+        return _begun_like(state, param, example)
+    # Of one without dimensions it tells nothing that a value has its shape, but what was just made does.
+    of_scratch = made.state[scratch]
+    return {
+        key: leaf.expand(_EXAMPLE_SHAPE).clone()
+        if isinstance(leaf, torch.Tensor)
+        and isinstance(of_scratch.get(key), torch.Tensor)
+        and of_scratch[key].shape == _EXAMPLE_SHAPE
+        else copy.deepcopy(leaf)
+        for key, leaf in state.items()
+    }
 
 
 def pattern(group: dict[str, Any], *, numbers: bool = False) -> tuple[Any, ...]:

@@ -241,8 +241,8 @@ class Saved:
             )
         begin, end = _extent(unit)
         for at, field in enumerate(unit.fields):
-            if not _has_field(first, field.leaf):
-                continue
+            if not _has_field(first, field.leaf) or not field.nbytes:
+                continue  # a bucket without bytes is not stored
             elements = _elements(memory, field)
             for number, old in found:
                 there = _elements(self._bucket(number), old.fields[at])
