@@ -134,6 +134,15 @@ def test_parameters_without_elements(directory: Path) -> None:
     pair = Pair(directory, torch.optim.AdamW, lambda: parameters([(0,), (3, 0, 2), (5000,), ()]))
     pair.step(0, 1)
     pair.assert_same()
+    alone = Pair(directory / "alone", torch.optim.AdamW, lambda: parameters([(0,)]))
+    alone.step(0)
+    for optimizer in (alone.plain, alone.ours):  # more than the budget: nothing stays in memory
+        optimizer.add_param_group({"params": parameters([(300, 400)])})
+        [(_, state)] = optimizer.state.items()
+        assert state["exp_avg"].shape == (0,)
+        assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 1
+    alone.step(1)
+    alone.assert_same()
     with pytest.raises(offload.NotSeparableError, match=r"shape \(0,\) raised ZeroDivisionError"):
         Pair(directory / "other", torch.optim.Adafactor, lambda: parameters([(0,)]))
 

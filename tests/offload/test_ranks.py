@@ -141,6 +141,46 @@ def test_other_numbers_of_ranks_go_on_from_a_checkpoint(directory, ranks):
         assert after != wanted
 
 
+def with_nothing_on_a_rank(
+    rank: int, directory: str, name: str, shapes: list[tuple[int, int]]
+) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from tensorferry.offload import offload_optimizer
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def made() -> torch.optim.Optimizer:
+        tensors = [torch.full(shape, 2.0) for shape in shapes]
+        params = [torch.nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in tensors]
+        return getattr(torch.optim, name)([{"params": [param]} for param in params])
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> list[bytes]:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            grad = torch.arange(1.0, param.numel() + 1).view(param.shape).pow(number)
+            param.grad = distribute_tensor(grad, mesh, [Shard(0)])
+        optimizer.step()
+        return [bytes_of(param.to_local()) for param in params]
+
+    plain = made()
+    ours = offload_optimizer(made(), f"{directory}/{rank}", memory_budget="8MiB")
+    for number in range(2):
+        assert step(plain, number) == step(ours, number)
+    ours.checkpoint(f"{directory}/kept-{rank}")
+    assert ours.restore(f"{directory}/kept-{rank}") == 2
+    for number in range(2, 4):
+        assert step(plain, number) == step(ours, number)
+    ours.close()
+
+
+@pytest.mark.parametrize("shapes", [[(1, 500)], [(1, 500), (7, 300)]])
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
+def test_a_rank_may_have_nothing_of_a_parameter(directory, name, shapes):
+    call_on_ranks(2, with_nothing_on_a_rank, str(directory), name, shapes)
+
+
 def refused_on_a_rank(rank: int, directory: str) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

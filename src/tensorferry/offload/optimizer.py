@@ -27,8 +27,8 @@ from tensorferry.offload.plan import (
     Unit,
     check_params,
     choose_slots,
-    local_of,
 )
+from tensorferry.offload.probe import local_of
 from tensorferry.offload.residency import Residency
 from tensorferry.offload.saved import Saved, to_record
 from tensorferry.offload.staging import Staging
@@ -845,7 +845,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     if memory is None:
                         memory = torch.empty(bucket.nbytes, dtype=torch.uint8)
                         self._drain(residency)
-                        self._store.read(bucket.name, memory).result()
+                        if bucket.nbytes:
+                            self._store.read(bucket.name, memory).result()
                     held[bucket.index] = memory
                 return held[bucket.index]
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree
 
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError
-from tensorferry.offload.probe import GRANULE
+from tensorferry.offload.probe import GRANULE, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -215,12 +215,6 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     marks = torch.zeros(count, dtype=torch.bool)
     marks.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, or the tensor itself."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
 
 
 class Planner:

@@ -113,6 +113,12 @@ def _contained(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, set) else value
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or the tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
 def bare_step(optimizer: Optimizer) -> None:
     """Step an optimizer without the profiler's entry and the hooks that torch puts around it."""
     step: Any = type(optimizer).step
@@ -616,7 +622,10 @@ def _begun_for(example: torch.Tensor, optimizer: Optimizer) -> dict[str, Any] | 
         return None
     if not made.state:
         return None
-    begun = list(optimizer.state.items())
+    begun = [
+        (local_of(param), _pytree.tree_map_only(torch.Tensor, local_of, state))
+        for param, state in optimizer.state.items()
+    ]
     param, state = next((each for each in begun if each[0].dim() and each[0].numel()), begun[0])
     if param.dim():
         return _begun_like(state, param, example)

@@ -15,7 +15,8 @@ import torch
 
 from tensorferry.arrays import tensor_bytes
 from tensorferry.errors import StorageError
-from tensorferry.offload.plan import Bucket, Field, Unit, flatten, local_of, unflatten
+from tensorferry.offload.plan import Bucket, Field, Unit, flatten, unflatten
+from tensorferry.offload.probe import local_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

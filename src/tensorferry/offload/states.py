@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorferry.offload import probe as probing
-from tensorferry.offload.plan import PAGE_NBYTES, flatten, local_of, unflatten
+from tensorferry.offload.plan import PAGE_NBYTES, flatten, unflatten
+from tensorferry.offload.probe import local_of
 from tensorferry.offload.stepping import elements_of
 
 if TYPE_CHECKING:

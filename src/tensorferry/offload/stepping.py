@@ -18,7 +18,8 @@ import torch
 
 from tensorferry.offload import probe as probing
 from tensorferry.offload.errors import NotSeparableError
-from tensorferry.offload.plan import flatten, local_of, unflatten
+from tensorferry.offload.plan import flatten, unflatten
+from tensorferry.offload.probe import local_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
