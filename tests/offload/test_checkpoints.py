@@ -100,6 +100,30 @@ def test_a_parameter_without_a_step_has_no_state_when_restored(directory: Path) 
     first.close()
 
 
+@pytest.mark.parametrize("commit", ["none", "step"])
+@pytest.mark.parametrize("first", [False, True], ids=["kept-with", "loaded-with"])
+def test_a_schedule_may_be_made_before_or_after(directory: Path, commit: Any, first: bool) -> None:
+    """It keeps values in the groups: what is loaded then has others than the optimizer that loads it."""
+
+    def made(with_schedule: bool) -> offload.OffloadedOptimizer:
+        optimizer = offloaded(parameters(), directory / "state", commit=commit)
+        if with_schedule:
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return optimizer
+
+    kept = made(not first)
+    step(kept, 0)
+    kept.checkpoint(directory / "kept")
+    wanted = copy.deepcopy(kept.state_dict())
+    kept.close()
+    again = made(first)
+    assert (again.restore(directory / "kept") if commit == "none" else again.resume()) == 1
+    assert same(again.state_dict(), wanted)
+    torch.optim.lr_scheduler.StepLR(again, 1)
+    step(again, 1)
+    again.close()
+
+
 def test_state_without_bytes_is_restored(directory: Path) -> None:
     """A rank may have nothing of a group's parameters, or of any."""
 
@@ -128,6 +152,88 @@ def test_state_without_bytes_is_restored(directory: Path) -> None:
         kept.close()
 
 
+class MaybeWhole(torch.optim.Optimizer):
+    """Momentum, in steps that depend on each element or on whole parameters: as its attribute has it."""
+
+    def __init__(self, params: Any, *, whole: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.whole = whole
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                state["steps"] = state.get("steps", 0) + 1
+                mean = state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                param.data.sub_(mean / mean.norm() if self.whole else mean, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("commit", ["none", "step"])
+@pytest.mark.parametrize("was_whole", [False, True])
+def test_parameters_may_have_been_cut_where_they_are_whole_now(
+    directory: Path, commit: Any, was_whole: bool
+) -> None:
+    """What small ones have is in buckets where they may be cut, and in memory where they may not."""
+
+    def made(whole: bool) -> offload.OffloadedOptimizer:
+        optimizer = MaybeWhole(
+            parameters([(400000,), (17,), (64, 64), (), (300, 900)]), whole=whole
+        )
+        return offload.offload_optimizer(
+            optimizer, directory / "state", memory_budget=6 << 20, commit=commit
+        )
+
+    kept = made(was_whole)
+    for number in range(2):
+        step(kept, number, without=[4] if number else [0, 4])
+    if commit == "none":
+        kept.checkpoint(directory / "kept")
+    expected = copy.deepcopy(kept.state_dict())
+    kept.close()
+    again = made(not was_whole)
+    assert (again.restore(directory / "kept") if commit == "none" else again.resume()) == 2
+    assert same(again.state_dict(), expected)
+    for number in range(2, 4):
+        step(again, number)
+    assert again.stats()["written_nbytes"] > 0
+    in_memory = MaybeWhole(copies(params_of(kept)), whole=not was_whole)
+    in_memory.load_state_dict(expected)
+    for number in range(2, 4):
+        step(in_memory, number)
+    if commit == "step":
+        assert_equal(params_of(in_memory), params_of(again))
+    assert same(again.state_dict(), in_memory.state_dict())
+    again.close()
+
+
+@pytest.mark.parametrize("name", ["kept", "committed"])
+def test_parameters_that_lie_otherwise_in_memory_are_refused(directory: Path, name: str) -> None:
+    """Pieces are ranges of memory."""
+
+    def made(memory_format: torch.memory_format) -> offload.OffloadedOptimizer:
+        params = parameters([(64, 64, 16, 16)])
+        params[0].data = params[0].data.contiguous(memory_format=memory_format)
+        commit: Any = "step" if name == "committed" else "none"
+        return offloaded(params, directory / "state", 3 << 20, commit=commit)
+
+    kept = made(torch.channels_last)
+    step(kept, 0)
+    if name == "kept":
+        kept.checkpoint(directory / name)
+    wanted = copy.deepcopy(kept.state_dict())
+    kept.close()
+    other = made(torch.contiguous_format)
+    with pytest.raises(
+        ValueError, match=r"parameter 0 has strides of \(16384, 1, 1024, 64\) there"
+    ):
+        other.restore(directory / name) if name == "kept" else other.resume()
+    other.close()
+    again = made(torch.channels_last)
+    assert (again.restore(directory / name) if name == "kept" else again.resume()) == 1
+    assert same(again.state_dict(), wanted)
+    again.close()
+
+
 def test_what_does_not_fit_is_refused_and_nothing_has_changed(directory: Path) -> None:
     kept = directory / "kept"
     first = offloaded(parameters(), directory)
@@ -140,7 +246,7 @@ def test_what_does_not_fit_is_refused_and_nothing_has_changed(directory: Path) -
     other = offload.offload_optimizer(
         torch.optim.SGD(parameters(), momentum=0.9), directory, memory_budget=SOME
     )
-    with pytest.raises(ValueError, match="1 groups of AdamW"):
+    with pytest.raises(ValueError, match="of AdamW there, without the 'dampening' of SGD"):
         other.restore(kept)
     other.close()
     fewer = offloaded(parameters()[:3], directory)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tensorferry.offload import NotSeparableError, offload_optimizer
-from tests.offload.twins import ByNorm
+from tests.offload import twins
+from tests.offload.twins import ByNorm, Gradients, parameters
 from tests.support import required
 
 if TYPE_CHECKING:
@@ -75,6 +76,30 @@ def test_rate_of_zero_hides_nothing(directory: pathlib.Path) -> None:
     train(plain, optimizers[0], 4, schedules[0])
     train(offloaded, on_drives, 4, schedules[1])
     assert_same(plain, offloaded)
+    on_drives.close()
+
+
+@pytest.mark.parametrize("kind", [ByNorm, torch.optim.Adafactor])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rate", [1e-3, 1e-8, 1e-45])
+def test_a_small_rate_hides_nothing(
+    directory: pathlib.Path, kind: Any, dtype: Any, rate: float
+) -> None:
+    """Beside large parameters what it moves is rounded away; beside small ones, or once it has grown, it is not."""
+    shapes = [(600007,)] * 4
+    plain, offloaded = [
+        [torch.nn.Parameter((param.detach() * 0.03).to(dtype)) for param in parameters(shapes)]
+        for _ in range(2)
+    ]
+    optimizer = kind(plain, lr=rate)
+    budget = 3 * 600007 * dtype.itemsize + (64 << 10)
+    on_drives = offload_optimizer(kind(offloaded, lr=rate), directory, memory_budget=budget)
+    gradients = Gradients(plain, offloaded)
+    twins.train(gradients, optimizer, on_drives)
+    for each in (optimizer, on_drives):
+        each.param_groups[0]["lr"] = 0.03
+    twins.train(gradients, optimizer, on_drives)
+    twins.assert_equal(plain, offloaded)
     on_drives.close()
 
 

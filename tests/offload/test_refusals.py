@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tensorferry.offload import MemoryBudgetError, NotSeparableError, offload_optimizer
+from tensorferry.offload.probe import same
 from tests.offload.twins import SMALL, Gradients, adamw, assert_equal, copies, parameters, train
 from tests.support.forks import passes_in_child
 
@@ -144,3 +145,33 @@ def test_groups_that_the_budget_cannot_take(offloaded, budget):
     assert len(drive.param_groups) == 1
     train(gradients, drive)
     assert drive.stats()["memory_nbytes"] <= budget
+
+
+def test_a_group_that_could_not_be_loaded_again_is_not_added(offloaded):
+    """A budget for exactly what there was: empty parameters take none, but for their places."""
+    first = parameters([(847,), (3,)])
+    with pytest.raises(MemoryBudgetError) as caught:
+        offloaded(adamw(first), 100)
+    drive = offloaded(adamw(first), caught.value.needed_nbytes)
+    try:
+        drive.add_param_group({"params": parameters([(0,)])})
+    except MemoryBudgetError:
+        assert len(drive.param_groups) == 1
+    drive.load_state_dict(drive.state_dict())
+
+
+def test_values_for_whose_state_there_is_no_room_are_not_loaded(offloaded):
+    """Nothing has changed: neither groups, nor how state lies."""
+    params = parameters([(847,), (400, 30)])
+    with pytest.raises(MemoryBudgetError) as caught:
+        offloaded(adamw(params), 100)
+    drive = offloaded(adamw(params), caught.value.needed_nbytes)
+    gradients = Gradients(params)
+    train(gradients, drive)
+    before = copy.deepcopy(drive.state_dict())
+    saved = copy.deepcopy(before)
+    saved["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(MemoryBudgetError):
+        drive.load_state_dict(saved)
+    assert same(drive.state_dict(), before)
+    train(gradients, drive)

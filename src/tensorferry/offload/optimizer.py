@@ -107,7 +107,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._seconds = self._waited_seconds = 0.0
         self._incomplete = False  # a load has failed half way
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._plan()
+        self._install(*self._planned_for(self.param_groups))
         # One list and one set of hooks: what was registered before is called once a step.
         optimizer.param_groups = self.param_groups
         for name in probing.HOOKS:
@@ -501,6 +501,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         saved.check_groups(self.param_groups)
         twin = probing.twin_of(self._inner, list(self.param_groups))
         twin.load_state_dict({"state": {}, "param_groups": saved.groups})
+        saved.check_values(twin)
         slots, buckets = self._planned_for(twin.param_groups)
         params = [param for group in twin.param_groups for param in group["params"]]
         saved.check(params, buckets)
@@ -509,7 +510,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._install(slots, buckets)
 
         def fill(unit: Unit, memory: torch.Tensor) -> bool:
-            filled = saved.fill(unit, memory)
+            filled = saved.fill(unit, memory, self._device_of_step(unit.param))
             if filled and with_params:
                 set_param(unit, memory)
             return filled
@@ -556,8 +557,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises
         ------
-        ValueError
-            It is not of an optimizer with such parameters; nothing has changed.
+        ValueError, MemoryBudgetError
+            It is not of an optimizer with such parameters, or wants more memory; nothing has changed.
         StorageError
             The state could not be stored; what the optimizer had before is gone.
         """
@@ -576,6 +577,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 if number in saved:
                     pieces = self._located.units.get(self._index[param], [])
                     checked_state(number, param, pieces, saved[number])
+            planned = self._planned_for(twin.param_groups)
             self.param_groups = self._inner.param_groups = twin.param_groups
             of_group = {param: group for group in self.param_groups for param in group["params"]}
             number_of = dict(zip(params, numbers, strict=True))
@@ -585,7 +587,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 return None if not state else self._cast(of_group[param], param, state)
 
             self._sweep = None
-            self._plan()
+            self._install(*planned)
             self._fill(loaded)
             for after in self._optimizer_load_state_dict_post_hooks.values():
                 after(self)
@@ -601,7 +603,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _cast(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> Any:
         local = local_of(param)
         dtype = self._planner.step_dtype(param)
-        device = torch.device("cpu") if self._step_device == "cpu" else local.device
+        device = self._device_of_step(param)
         alike = (
             local
             if (local.dtype, local.device) == (dtype, device)
@@ -637,6 +639,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             try:
                 check_params(self.param_groups)
                 self._planner.check_together(self.param_groups)
+                # What is loaded later is planned anew, and must have room, too.
+                choose_slots(self._budget_nbytes, *self._planner.measure(self.param_groups))
                 self._planner.extend(
                     buckets, [(len(self.param_groups) - 1, group)], known, self._slots.nbytes
                 )
@@ -719,11 +723,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         return self._residency
 
-    def _plan(self) -> None:
-        """Decide which state lies where; what there was is forgotten."""
-        self._install(*self._planned_for(self.param_groups))
-
     def _planned_for(self, groups: list[dict[str, Any]]) -> tuple[Slots, list[Bucket]]:
+        """Decide which state lies where."""
         for number, group in enumerate(groups):
             if group.get("differentiable"):
                 raise NotSeparableError(
@@ -741,6 +742,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return slots, buckets
 
     def _install(self, slots: Slots, buckets: list[Bucket]) -> None:
+        """Let state lie so; what there was is forgotten."""
         # Its memory must be free before there is other; where that cannot be had the optimizer is closed.
         before, self._residency = self._residency, None
         if before is not None:
@@ -759,6 +761,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         residency.add(buckets)
         self._slots, self._buckets, self._residency = slots, buckets, residency
         self._note_params()
+
+    def _device_of_step(self, param: torch.Tensor) -> torch.device:
+        return torch.device("cpu") if self._step_device == "cpu" else local_of(param).device
 
     def _device_to_stage_on(self) -> torch.device | None:
         """Return the device that steps, where that is not the host."""

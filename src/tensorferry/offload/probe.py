@@ -53,8 +53,11 @@ _EXAMPLE_SHAPE = (3,)
 # Classes of tensors whose elements are all there is of them.
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
 
-# What a group is tried with while its rate is 0, as at the beginning of a warm-up: nothing would move.
+# What a group is tried with while its rate is smaller, as at the beginning of a warm-up: nothing would move.
 _RATE = 1e-3
+
+# How large the elements of parameters are, one after the other: what a step does is rounded away where they are large.
+_MAGNITUDES = (1.0, 1.0, 1e-1, 1.0, 1e-2, 1e-4, 1e-6, 0.0)
 
 # What users registered is called for the wrapper, once a step, not for pieces.
 HOOKS = (
@@ -141,11 +144,11 @@ def values_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moving(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's values with a rate that is not 0: what a step of 0 does shows nothing of one that moves."""
+    """Return a group's values with a rate at which steps can be told apart, if it has none."""
     rate = values.get("lr")
-    if isinstance(rate, torch.Tensor) and rate.numel() == 1 and rate.item() == 0:
+    if isinstance(rate, torch.Tensor) and rate.numel() == 1 and abs(rate.item()) < _RATE:
         values["lr"] = torch.full_like(rate, _RATE)
-    elif isinstance(rate, (int, float)) and rate == 0:
+    elif isinstance(rate, (int, float)) and abs(rate) < _RATE:
         values["lr"] = _RATE
     return values
 
@@ -288,12 +291,8 @@ class Probe:
             example = group["params"][0]
             device = "cpu" if self._on_host else example.device
             shape = _shape_of(example.dim())
-            full = torch.complex64 if example.dtype.is_complex else torch.float32
-            values = [
-                torch.randn(shape, generator=make, dtype=full).to(example.dtype).to(device)
-                for _ in range(1 + _STEPS)
-            ]
-            scratch.append(_Member(group, values[0], values[1:]))
+            values = [_random(shape, example.dtype, make).to(device) for _ in range(1 + _STEPS)]
+            scratch.append(_Member(group, _of_magnitudes(values[0]), values[1:]))
         for one, own in (scratch, scratch[::-1]):
             other = one._replace(group=_others_like(one.group))
             try:
@@ -361,14 +360,13 @@ class Probe:
         make = torch.Generator().manual_seed(7)
 
         def some(shape: tuple[int, ...], scale: float) -> torch.Tensor:
-            full = torch.complex64 if dtype.is_complex else torch.float32
-            values = torch.randn(shape, generator=make, dtype=full) * scale
-            return values.to(dtype).to("cpu" if self._on_host else example.device)
+            device = "cpu" if self._on_host else example.device
+            return _random(shape, dtype, make, scale).to(device)
 
         # Two of each shape, with gradients of different sizes: what depends on all of them shows.
         # One of them lies on its side: what depends on the proportions shows, too.
         shapes = [shape for each in shapes for shape in (each, each[::-1])]
-        params = [some(shape, 0.5) for shape in shapes]
+        params = [_of_magnitudes(some(shape, 0.5)) for shape in shapes]
         grads = [
             [some(shape, 10.0 ** (index + power)) for index, shape in enumerate(shapes)]
             for power in _POWERS
@@ -427,7 +425,7 @@ class Probe:
         if found is None and group.get("fused"):
             found = self._in_pieces(group, params, grads, whole, _CUTS)
         if found is not None:
-            large = [some(_LARGE, 0.5)]
+            large = [_of_magnitudes(some(_LARGE, 0.5))]
             large_grads = [[some(_LARGE, 10.0**step)] for step in range(_STEPS)]
             whole, _ = self._run(group, large, large_grads)
             of_large = self._in_pieces(group, large, large_grads, whole, _CUTS_OF_LARGE)
@@ -660,6 +658,20 @@ def _kind(value: Any, numbers: bool) -> Any:
         return bool(value.any()) if value.device.type == "cpu" else True
     zero = isinstance(value, float) or (isinstance(value, int) and not numbers)
     return bool(value) if zero else repr(value)
+
+
+def _random(
+    shape: tuple[int, ...], dtype: torch.dtype, make: torch.Generator, scale: float = 1.0
+) -> torch.Tensor:
+    full = torch.complex64 if dtype.is_complex else torch.float32
+    return (torch.randn(shape, generator=make, dtype=full) * scale).to(dtype)
+
+
+def _of_magnitudes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose elements have all magnitudes, of the parameter's own down to none."""
+    scales = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=tensor.device)
+    repeated = scales.repeat(-(-tensor.numel() // len(scales)))[: tensor.numel()]
+    return (tensor * repeated.view(tensor.shape)).to(tensor.dtype)
 
 
 def _turned(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,7 @@ def to_record(
         "optimizer": name,
         "groups": groups,
         "params": [(tuple(local_of(param).shape), _name_of(param.dtype)) for param in params],
+        "strides": [tuple(local_of(param).stride()) for param in params],
         "buckets": json.dumps(layout),
         "states": states.all,
     }
@@ -142,6 +143,11 @@ class Saved:
             self.optimizer = str(record["optimizer"])
             self.groups: list[dict[str, Any]] = [dict(group) for group in record["groups"]]
             self.params = [(tuple(shape), str(dtype)) for shape, dtype in record["params"]]
+            self._strides = [tuple(strides) for strides in record.get("strides", ())]
+            if self._strides and list(map(len, self._strides)) != [
+                len(of) for of, _ in self.params
+            ]:
+                raise ValueError("other numbers of strides than of dimensions")
             self._units = self._read_units(json.loads(record["buckets"]), list(record["states"]))
         except StorageError:
             raise
@@ -152,7 +158,7 @@ class Saved:
         self._held: dict[int, torch.Tensor] = {}
 
     def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Refuse what does not have groups of the same kind.
+        """Refuse what does not have as many groups of as many parameters.
 
         Raises
         ------
@@ -165,12 +171,24 @@ class Saved:
             raise ValueError(
                 f"{self._path!r} has groups of {theirs} parameters, and this optimizer has {counts}"
             )
-        mine = [sorted(key for key in group if key != "param_names") for group in groups]
-        if mine != [sorted(group) for group in self.groups]:
-            raise ValueError(
-                f"{self._path!r} has {len(self.groups)} groups of {self.optimizer} there, and these are {len(groups)} "
-                "of another optimizer, or with other values"
-            )
+
+    def check_values(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse groups that lack a value which an optimizer has in each, now that it has loaded them.
+
+        More of them do no harm: schedulers keep theirs there, too, and may be made before a state is loaded or after.
+
+        Raises
+        ------
+        ValueError
+            It is of another optimizer.
+        """
+        # torch adds "differentiable" to the defaults of any optimizer that has loaded.
+        for name in sorted(optimizer.defaults.keys() - {"differentiable"}):
+            if any(name not in group for group in optimizer.param_groups):
+                raise ValueError(
+                    f"{self._path!r} has groups of {self.optimizer} there, without the {name!r} of "
+                    f"{type(optimizer).__name__}"
+                )
 
     def check(self, params: Sequence[torch.Tensor], buckets: Sequence[Bucket]) -> None:
         """Refuse what is not the state of such parameters, planned so.
@@ -190,45 +208,70 @@ class Saved:
                 )
         for bucket in buckets:
             for unit in bucket.units:
-                for at, field in enumerate(unit.fields):
-                    for _, old in self._overlapping(unit):
-                        if _has_field(old, field.leaf):
-                            self._check_field(unit, field, old, at)
+                for _, old in self._overlapping(unit):
+                    self._check_unit(unit, old)
 
-    def _check_field(self, unit: Unit, field: Field, old: Unit, at: int) -> None:
-        there = old.fields[at] if at < len(old.fields) else None
-        alike = there is not None and (there.name, there.dtype, there.leaf) == (
-            field.name,
-            field.dtype,
-            field.leaf,
-        )
-        if alike and unit.stop is None and old.stop is None:
-            assert there is not None
-            alike = there.shape == field.shape and there.stride == field.stride
-        if not alike:
+    def _check_unit(self, unit: Unit, old: Unit) -> None:
+        """Refuse what this unit could not have whole; parameters may be cut there and not here, or otherwise."""
+        whole = unit.stop is None and old.stop is None
+        if not whole and not self._laid_out_alike(unit):
             raise ValueError(
-                f"{self._path!r}: the state of parameter {unit.index} has no {field.name!r} of {field.dtype} there; it "
-                "is of another optimizer, or was made with another master_dtype or commit"
+                f"{self._path!r}: parameter {unit.index} has strides of {self._strides[unit.index]} there, and of "
+                f"{unit.layout} here; what helps: load it in the memory format that it had"
+            )
+        if _has_field(old, 0) and old.spec != unit.expected:
+            raise ValueError(
+                f"{self._path!r}: the state of parameter {unit.index} is {old.spec} there, and {unit.expected} here; "
+                "it is of another optimizer"
+            )
+        missing = [
+            field
+            for field in unit.fields
+            if _has_field(old, field.leaf) and not _is_there(unit, field, old)
+        ]
+        missing += [
+            field
+            for field in old.fields
+            if _has_field(old, field.leaf)
+            and field.name != "param"
+            and _field_of(unit, field) is None
+            and (field.leaf is None or not whole)
+        ]
+        for field in missing:
+            raise ValueError(
+                f"{self._path!r}: the state of parameter {unit.index} has no {field.name!r} of {field.dtype} there, "
+                "or none here; it is of another optimizer, or was made with another master_dtype or commit"
             )
 
-    def fill(self, unit: Unit, memory: torch.Tensor) -> bool:
+    def _laid_out_alike(self, unit: Unit) -> bool:
+        if not self._strides:  # it is older than that these are written
+            return True
+        shape, _ = self.params[unit.index]
+        strides = zip(shape, self._strides[unit.index], unit.layout, strict=True)
+        return all(length == 1 or there == here for length, there, here in strides)
+
+    def fill(self, unit: Unit, memory: torch.Tensor, device: torch.device) -> bool:
         """Give a unit the state that it has there, read and verified; return whether it has any.
+
+        What is in a bucket there and in none here goes to ``device``, where the unit is stepped.
 
         Raises
         ------
         StorageError
             It cannot be read, or is damaged.
         """
+        has_own = any(field.leaf is None for field in unit.fields)
         found = [
             (number, old)
             for number, old in self._overlapping(unit)
-            if old.leaves is not None or old.own
+            if old.born or (has_own and old.own)
         ]
         if not found:
             unit.leaves, unit.own = None, False
             return False
-        first = found[0][1]
-        unit.spec, unit.stray, unit.own = first.spec, first.stray, all(old.own for _, old in found)
+        first_number, first = found[0]
+        unit.spec, unit.stray = first.spec, first.stray
+        unit.own = has_own and all(old.own for _, old in found)
         unit.leaves = first.leaves and [
             leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in first.leaves
         ]
@@ -240,22 +283,43 @@ class Saved:
                 "saved with",
                 self._path,
             )
+        for field in unit.fields:
+            if _has_field(first, field.leaf):
+                self._fill_field(unit, field, memory, found)
+        for field in first.fields:
+            if field.leaf is None or not _has_field(first, 0) or _field_of(unit, field):
+                continue
+            assert unit.leaves is not None
+            bucket = (
+                self._bucket(first_number) if field.nbytes else torch.empty(0, dtype=torch.uint8)
+            )
+            unit.leaves[field.leaf] = field.view(bucket).to(device, copy=True)
+        return True
+
+    def _fill_field(
+        self, unit: Unit, field: Field, memory: torch.Tensor, found: list[tuple[int, Unit]]
+    ) -> None:
+        if field.leaf is not None:
+            assert unit.leaves is not None
+            unit.leaves[field.leaf] = None
         begin, end = _extent(unit)
-        for at, field in enumerate(unit.fields):
-            if not _has_field(first, field.leaf) or not field.nbytes:
-                continue  # a bucket without bytes is not stored
-            elements = _elements(memory, field)
-            for number, old in found:
-                there = _elements(self._bucket(number), old.fields[at])
-                if unit.stop is None and old.stop is None:
-                    elements.copy_(there)
-                    continue
+        elements = _elements(memory, field)
+        for number, old in found:
+            there = _field_of(old, field)
+            if there is None:  # it was small
+                assert old.leaves is not None
+                assert field.leaf is not None
+                field.view(memory).copy_(old.leaves[field.leaf])
+            elif not field.nbytes:
+                pass  # a bucket without bytes is not stored
+            elif unit.stop is None and old.stop is None:
+                elements.copy_(_elements(self._bucket(number), there))
+            else:
                 old_begin, old_end = _extent(old)
                 low, high = max(begin, old_begin), min(end, old_end)
                 elements[low - begin : high - begin].copy_(
-                    there[low - old_begin : high - old_begin]
+                    _elements(self._bucket(number), there)[low - old_begin : high - old_begin]
                 )
-        return True
 
     def close(self) -> None:
         """Let go of the store."""
@@ -309,6 +373,11 @@ class Saved:
                 unit.stray, unit.own = bool(told["stray"]), bool(told["own"])
                 if told["state"] is not None:
                     unit.leaves, unit.spec = flatten(states[told["state"]])
+                    for field in unit.fields:
+                        if field.leaf not in (None, *range(len(unit.leaves))):
+                            raise ValueError(
+                                f"{field.name!r} of parameter {index} is no leaf of it"
+                            )
                 used |= any(_has_field(unit, field.leaf) for field in unit.fields)
                 units.setdefault(index, []).append((number, unit))
             name = Bucket(number).name
@@ -321,6 +390,38 @@ class Saved:
 def _has_field(unit: Unit, leaf: int | None) -> bool:
     """Return whether a unit's bucket has a value for one of its fields."""
     return unit.own if leaf is None else unit.born and not unit.stray
+
+
+def _field_of(unit: Unit, field: Field) -> Field | None:
+    """Return a unit's field for what another unit's field has."""
+    for own in unit.fields:
+        if own.leaf == field.leaf and (own.leaf is not None or own.name == field.name):
+            return own
+    return None
+
+
+def _is_there(unit: Unit, field: Field, old: Unit) -> bool:
+    """Return whether an old unit has what a unit's field takes, as a field or as a small tensor beside its bucket."""
+    there = _field_of(old, field)
+    if unit.stop is not None or old.stop is not None:
+        return (
+            there is not None
+            and there.dtype == field.dtype
+            and [math.prod(each.shape) for each in (field, there)] == [_count(unit), _count(old)]
+        )
+    if there is not None:
+        return there._replace(name="", offset=0) == field._replace(name="", offset=0)
+    leaf = None if field.leaf is None or old.leaves is None else old.leaves[field.leaf]
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.dtype == field.dtype
+        and tuple(leaf.shape) == field.shape
+    )
+
+
+def _count(unit: Unit) -> int:
+    begin, end = _extent(unit)
+    return end - begin
 
 
 def _extent(unit: Unit) -> tuple[int, int]:
