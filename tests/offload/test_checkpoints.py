@@ -124,6 +124,68 @@ def test_a_schedule_may_be_made_before_or_after(directory: Path, commit: Any, fi
     again.close()
 
 
+@pytest.mark.parametrize("loaded", ["restored", "resumed"])
+def test_a_parameter_that_was_committed_without_a_step_has_no_state_either(
+    directory: Path, loaded: str
+) -> None:
+    """Its bucket has its value all the same."""
+
+    def made() -> offload.OffloadedOptimizer:
+        return offloaded(
+            parameters(dtype=torch.bfloat16),
+            directory / "state",
+            master_dtype=torch.float32,
+            commit="step",
+        )
+
+    first = made()
+    step(first, 0, without=[3])
+    first.checkpoint(directory / "kept")
+    wanted = copy.deepcopy(first.state_dict())
+    first.close()
+    again = made()
+    if loaded == "restored":
+        again.discard_committed()
+        again.restore(directory / "kept")
+    else:
+        again.resume()
+        assert_equal(params_of(first), params_of(again))
+    assert same(again.state_dict(), wanted)
+    for number in range(1, 3):
+        step(again, number)
+    again.close()
+    third = made()
+    assert third.resume() == 3
+    assert_equal(params_of(again), params_of(third))
+    third.close()
+
+
+@pytest.mark.parametrize("shape", [(17,), (5000,)])
+@pytest.mark.parametrize("kept_with", [None, torch.float32])
+def test_state_of_another_master_dtype_is_refused(
+    directory: Path, shape: tuple[int, ...], kept_with: Any
+) -> None:
+    """Where it is small, and in no bucket, too."""
+
+    def made(master_dtype: Any) -> offload.OffloadedOptimizer:
+        optimizer = MaybeWhole(parameters([shape], torch.bfloat16), whole=True)
+        return offload.offload_optimizer(
+            optimizer, directory, memory_budget=SOME, master_dtype=master_dtype
+        )
+
+    first = made(kept_with)
+    step(first, 0)
+    first.checkpoint(directory / "kept")
+    first.close()
+    other = made(None if kept_with else torch.float32)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match="what helps: the master_dtype of then"):
+        other.restore(directory / "kept")
+    assert same(other.state_dict(), before)
+    step(other, 0)
+    other.close()
+
+
 def test_state_without_bytes_is_restored(directory: Path) -> None:
     """A rank may have nothing of a group's parameters, or of any."""
 

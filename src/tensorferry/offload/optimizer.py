@@ -428,7 +428,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Returns
         -------
         int or None
-            The step; None, and nothing has changed, where nothing was committed.
+            The step; None, and nothing has changed, where nothing was committed, or ``commit`` is "none" here.
 
         Raises
         ------

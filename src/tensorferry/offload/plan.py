@@ -78,6 +78,7 @@ class Unit:
     expected: Any = None  # the spec that the fields are for
     cuttable: bool = False
     numel: int = 0  # of the parameter, this rank's part
+    dtype: torch.dtype | None = None  # of what is stepped for it
     layout: tuple[
         int, ...
     ] = ()  # its strides when this was planned, which the order of elements is
@@ -343,7 +344,9 @@ class Planner:
                 )
             yield self._whole(index, number, group, param, dtype)
             return
-        whole = Unit(index, number, param, numel=local.numel(), layout=tuple(local.stride()))
+        whole = Unit(
+            index, number, param, numel=local.numel(), dtype=dtype, layout=tuple(local.stride())
+        )
         stride = _dense_stride(local)
         whole.expected = tuple(state)
         for name, leaf, leaf_dtype in self._element_fields(state, param, dtype):
@@ -361,7 +364,7 @@ class Planner:
             if room < _MIN_PIECE_NBYTES:
                 room = slot_nbytes
             elements = min(_elements_in(room, element_nbytes, len(whole.fields)), count - start)
-            piece = Unit(index, number, param, start, start + elements, numel=count)
+            piece = Unit(index, number, param, start, start + elements, numel=count, dtype=dtype)
             piece.expected, piece.cuttable, piece.layout = whole.expected, True, whole.layout
             piece.fields = [each._replace(shape=(elements,), stride=(1,)) for each in whole.fields]
             yield piece
@@ -392,7 +395,9 @@ class Planner:
     ) -> Unit:
         """Return the unit of a parameter that cannot be cut."""
         local = local_of(param)
-        unit = Unit(index, number, param, numel=local.numel(), layout=tuple(local.stride()))
+        unit = Unit(
+            index, number, param, numel=local.numel(), dtype=dtype, layout=tuple(local.stride())
+        )
         leaves, unit.expected = flatten(self._probe.state_of(group, local, dtype))
         for name, leaf, leaf_dtype in self._element_fields({}, param, dtype):
             unit.fields.append(

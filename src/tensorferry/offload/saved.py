@@ -113,6 +113,7 @@ def _described(unit: Unit, states: _States) -> dict[str, Any]:
         "param": unit.index,
         "start": unit.start,
         "stop": unit.stop,
+        "dtype": None if unit.dtype is None else _name_of(unit.dtype),
         "fields": [
             (each.leaf, each.name, each.offset, _name_of(each.dtype), each.shape, each.stride)
             for each in unit.fields
@@ -120,6 +121,7 @@ def _described(unit: Unit, states: _States) -> dict[str, Any]:
         "state": None if unit.leaves is None else states.number_of(unit),
         "stray": unit.stray,
         "own": unit.own or unit.noted,
+        "noted": unit.noted and not unit.own,
     }
 
 
@@ -219,6 +221,11 @@ class Saved:
                 f"{self._path!r}: parameter {unit.index} has strides of {self._strides[unit.index]} there, and of "
                 f"{unit.layout} here; what helps: load it in the memory format that it had"
             )
+        if old.born and old.dtype not in (None, unit.dtype):
+            raise ValueError(
+                f"{self._path!r}: parameter {unit.index} was stepped as {old.dtype} there, and is as {unit.dtype} "
+                "here; what helps: the master_dtype of then"
+            )
         if _has_field(old, 0) and old.spec != unit.expected:
             raise ValueError(
                 f"{self._path!r}: the state of parameter {unit.index} is {old.spec} there, and {unit.expected} here; "
@@ -271,7 +278,7 @@ class Saved:
             return False
         first_number, first = found[0]
         unit.spec, unit.stray = first.spec, first.stray
-        unit.own = has_own and all(old.own for _, old in found)
+        unit.own = has_own and all(old.own and not old.noted for _, old in found)
         unit.leaves = first.leaves and [
             leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in first.leaves
         ]
@@ -371,6 +378,9 @@ class Saved:
                         raise ValueError(f"{name!r} of parameter {index} lies outside its bucket")
                     unit.fields.append(field)
                 unit.stray, unit.own = bool(told["stray"]), bool(told["own"])
+                # Older ones do not tell.
+                unit.noted = bool(told.get("noted"))
+                unit.dtype = _dtype_of(told["dtype"]) if told.get("dtype") else None
                 if told["state"] is not None:
                     unit.leaves, unit.spec = flatten(states[told["state"]])
                     for field in unit.fields:
