@@ -103,6 +103,23 @@ def test_a_small_rate_hides_nothing(
     on_drives.close()
 
 
+class QuietAtFirst(ByNorm):
+    """No parameter moves in the first five steps, as in RAdam's without momentum."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["lr"] *= group["steps"] > 5
+        super().step(closure)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def test_what_begins_only_after_some_steps_is_tried(directory: pathlib.Path) -> None:
+    assert_exact(QuietAtFirst, directory, steps=8, budget=16 << 20)
+
+
 class WithTable(torch.optim.SGD):
     """A table among its attributes, moved to where the parameter is: bitsandbytes' optimizers have such."""
 

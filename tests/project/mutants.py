@@ -64,6 +64,14 @@ MUTANTS = [
         "tests/offload/test_libraries.py::test_a_small_rate_hides_nothing",
     ),
     _mutant(
+        "optimizers-are-tried-for-three-steps",
+        _EXACT,
+        "src/tensorferry/offload/probe.py",
+        "_POWERS = (0, -1, 1, 0, 0, 0, 0, 0)",
+        "_POWERS = (0, -1, 1)",
+        "tests/offload/test_libraries.py::test_what_begins_only_after_some_steps_is_tried",
+    ),
+    _mutant(
         "what-was-in-a-bucket-and-has-none-now-is-lost",
         _EXACT,
         "src/tensorferry/offload/saved.py",

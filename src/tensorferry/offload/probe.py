@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 # Pieces begin at multiples of this many elements: whole pages, whatever the dtype, and no vector unit's tail within.
 GRANULE = 4096
 
-# Gradients become smaller, and larger than all before: some are limited by what has been (StableAdamW, AdaNorm).
-_POWERS = (0, -1, 1)
+# Gradients become smaller, and larger than all before: some are limited by what has been (StableAdamW, AdaNorm). More
+# steps follow, since some begin otherwise than they go on (RAdam's first five do not adapt, or change nothing at all).
+_POWERS = (0, -1, 1, 0, 0, 0, 0, 0)
 _STEPS = len(_POWERS)
 
 _SHAPES = {0: (), 1: (7680,), 2: (60, 128), 3: (8, 20, 48), 4: (8, 4, 5, 48)}
@@ -426,7 +427,7 @@ class Probe:
             found = self._in_pieces(group, params, grads, whole, _CUTS)
         if found is not None:
             large = [_of_magnitudes(some(_LARGE, 0.5))]
-            large_grads = [[some(_LARGE, 10.0**step)] for step in range(_STEPS)]
+            large_grads = [[some(_LARGE, 10.0**power)] for power in _POWERS]
             whole, _ = self._run(group, large, large_grads)
             of_large = self._in_pieces(group, large, large_grads, whole, _CUTS_OF_LARGE)
             found = of_large if of_large == found or not found else None
