@@ -54,7 +54,14 @@ deeds = st.sampled_from(["step", "step", "step", "state_dict", "load", "checkpoi
     at_end=st.lists(faults, max_size=2),
 )
 def test_any_faults_change_nothing(faultfs, make, of, budget, commit, life, at_end):
-    root = tempfile.mkdtemp(dir=faultfs.path)
+    with tempfile.TemporaryDirectory(dir=faultfs.path) as root:
+        try:
+            live(faultfs, root, make, of, budget, commit, life, at_end)
+        finally:
+            faultfs.clear()
+
+
+def live(faultfs, root, make, of, budget, commit, life, at_end):
     numbers = itertools.count()
 
     def offloaded(params):
