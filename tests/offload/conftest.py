@@ -1,4 +1,4 @@
-"""Slots so small that a few hundred kilobytes of state are many buckets."""
+"""Optimizers that are offloaded to the disk, stepped by one thread."""
 
 import importlib.util
 
@@ -6,14 +6,6 @@ import pytest
 
 # All of this needs torch, which the project's tests can do without.
 collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_*.py"]
-
-
-@pytest.fixture(autouse=True)
-def _small_slots(monkeypatch):
-    from tensorferry.offload import plan
-
-    monkeypatch.setattr(plan, "_MIN_SLOT_NBYTES", 64 << 10)
-    monkeypatch.setattr(plan, "_MIN_PIECE_NBYTES", 32 << 10)
 
 
 @pytest.fixture(autouse=True)

@@ -264,9 +264,10 @@ class Replacing(torch.optim.Optimizer):
 
 
 def test_replaced_late_and_nested_state_and_counters(offloaded):
-    shapes = [(50, 100), (17,), (64, 64), (5000,)]
+    shapes = [(100, 150), (17,), (164, 64), (15000,)]
     wanted, params = parameters(shapes), parameters(shapes)
-    memory, drive = Replacing(wanted), offloaded(Replacing(params), 240 << 10)
+    memory, drive = Replacing(wanted), offloaded(Replacing(params), 300 << 10)
+    assert drive.stats()["memory_nbytes"] < drive.stats()["state_nbytes"]
     gradients = Gradients(wanted, params, missing=lambda step, index: (step + index) % 4 == 3)
     train(gradients, memory, drive, steps=6)
     assert_equal(wanted, params)

@@ -1,6 +1,7 @@
 """Two ranks whose parameters are sharded by FSDP2: each has the state of its shards on its drive."""
 
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,8 @@ class Training:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        from tensorferry.offload import offload_optimizer, plan
+        from tensorferry.offload import offload_optimizer
 
-        plan._MIN_SLOT_NBYTES, plan._MIN_PIECE_NBYTES = 64 << 10, 32 << 10
         mesh = init_device_mesh("cpu", (ranks,))
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(
@@ -124,6 +124,91 @@ def go_on_on_a_rank(
     for seed in range(3, 6):
         training.step(seed)
     return [loaded, training.whole()]
+
+
+PLACEMENTS = ("replicated", "rows", "columns")
+
+
+def train_placed_on_a_rank(
+    rank: int, ranks: int, directory: str, weight: str, batch: str, decay: float
+) -> Any:
+    """Train a weight that is placed in one way by a batch that is placed in another, in memory and offloaded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from tensorferry.offload import NotSeparableError, offload_optimizer
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    of = dict(zip(PLACEMENTS, ([Replicate()], [Shard(0)], [Shard(1)]), strict=True))
+    ends = []
+    for offloaded in (False, True):
+        random = torch.Generator().manual_seed(0)
+        params = [
+            torch.nn.Parameter(distribute_tensor(torch.randn(shape, generator=random), mesh, how))
+            for shape, how in (((256, 257), of[weight]), ((257,), of["replicated"]))
+        ]
+        optimizer: Any = torch.optim.Adam(params, lr=1e-2, weight_decay=decay)
+        if offloaded:
+            path = f"{directory}/{weight}-{batch}-{decay}-{rank}"
+            optimizer = offload_optimizer(optimizer, path, memory_budget=200 << 10)
+        for seed in range(3):
+            random = torch.Generator().manual_seed(100 + seed)
+            given = distribute_tensor(torch.randn(8, 256, generator=random), mesh, of[batch])
+            (given @ params[0] + params[1]).square().mean().backward()
+            try:
+                optimizer.step()
+            except NotSeparableError as error:
+                assert offloaded
+                assert optimizer.steps == 0
+                return str(error)
+            optimizer.zero_grad()
+        ends.append([bytes_of(param.to_local()) for param in params])
+    assert ends[0] == ends[1]
+    return None
+
+
+@pytest.mark.parametrize("weight", PLACEMENTS)
+@pytest.mark.parametrize("batch", PLACEMENTS[:2])
+def test_gradients_that_are_placed_otherwise_are_as_in_memory(directory, weight, batch):
+    """A sum over ranks is made before the step; where torch makes it later, and it shows, the step is refused."""
+    arguments = (2, str(directory), weight, batch)
+    assert call_on_ranks(2, train_placed_on_a_rank, *arguments, 0.0) == [None, None]
+    found = call_on_ranks(2, train_placed_on_a_rank, *arguments, 0.1)
+    assert found[0] == found[1]
+    assert found[0] is None or "before it is placed so" in found[0]
+    assert (found[0] is not None) == (weight == "replicated" and batch == "rows")
+
+
+def commit_on_a_rank(rank: int, directory: str, steps: tuple[int, int]) -> Any:
+    """Resume what was committed, then commit some steps; return what was resumed."""
+    from tensorferry.offload import offload_optimizer
+
+    params = [torch.nn.Parameter(torch.full((300, 10), 1.0))]
+    optimizer = offload_optimizer(
+        torch.optim.SGD(params, 0.1, momentum=0.9), directory, memory_budget="1MiB", commit="step"
+    )
+    try:
+        resumed: Any = optimizer.resume()
+    except RuntimeError as error:
+        resumed = str(error)
+        optimizer.discard_committed()
+        assert torch.equal(params[0], torch.full((300, 10), 1.0))
+    for _ in range(steps[rank]):
+        params[0].grad = torch.ones_like(params[0])
+        optimizer.step()
+    optimizer.close()
+    return resumed
+
+
+def test_ranks_that_have_committed_different_steps_all_refuse_to_resume(directory):
+    def run(*steps: int) -> list[Any]:
+        return call_on_ranks(2, commit_on_a_rank, str(directory), steps)
+
+    assert run(2, 2) == [None, None]
+    assert run(1, 0) == [2, 2]
+    found = run(0, 0)
+    assert found[0] == found[1]
+    assert "rank 0: 3, rank 1: 2" in found[0]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tensorferry.offload import MemoryBudgetError, NotSeparableError, offload_optimizer
-from tensorferry.offload.probe import same
+from tensorferry.offload.counted import same
 from tests.offload.twins import SMALL, Gradients, adamw, assert_equal, copies, parameters, train
 from tests.support.forks import passes_in_child
 
@@ -42,7 +42,7 @@ class Noisy(torch.optim.Optimizer):
     [
         (torch.optim.LBFGS, "LBFGS cannot"),
         (torch.optim.SparseAdam, "dense gradients"),
-        (Together, "'d' depends on the gradients of several"),
+        (Together, r"\['d'\] depends on the gradients of several"),
         (Noisy, "random"),
         (lambda params: torch.optim.AdamW(params, differentiable=True), "differentiable"),
     ],

@@ -9,7 +9,7 @@ import torch
 
 from tensorferry import offload
 from tensorferry.offload import optimizer as optimizers
-from tensorferry.offload.probe import same
+from tensorferry.offload.counted import same
 from tests.offload.numbered import (
     ALL,
     SOME,
@@ -82,12 +82,12 @@ def test_masters_are_stepped_on_the_device(directory: Path) -> None:
 def test_step_device_reaches_the_steps(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
 
-    class Told(optimizers.Step):
+    class Told(optimizers.Lender):
         def __init__(self, *arguments: Any, on_host: bool) -> None:
             told.append(on_host)
             super().__init__(*arguments, on_host=on_host)
 
-    monkeypatch.setattr(optimizers, "Step", Told)
+    monkeypatch.setattr(optimizers, "Lender", Told)
     for device in ("cpu", "param"):
         with_us, expected = offloaded(parameters(), directory, step_device=device), in_memory(1)
         step(with_us, 0)

@@ -1,5 +1,6 @@
 """State dicts in both directions, snapshots, and what is read of one parameter."""
 
+import collections
 import io
 
 import pytest
@@ -53,11 +54,31 @@ def test_a_saved_state_dict_can_be_changed_and_written(offloaded):
     assert_same_state(memory, other)
 
 
-def test_state_of_one_parameter_is_a_copy(offloaded):
-    wanted, params, memory, drive = pair(offloaded)
+def resets(state):
+    for value in state.values():
+        value.zero_()
+
+
+def resets_by_item(state):
+    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def counts_anew(state):
+    state["step"] = torch.tensor(1.0)
+
+
+def is_cleared(state):
+    state.clear()
+
+
+@pytest.mark.parametrize("budget", [SMALL, 16 << 20])
+@pytest.mark.parametrize("change", [resets, resets_by_item, counts_anew, is_cleared])
+def test_what_is_written_into_state_counts(offloaded, change, budget):
+    wanted, params, memory, drive = pair(offloaded, budget=budget)
     assert len(drive.state) == 0
     assert drive.state[params[0]] == {}
-    train(Gradients(wanted, params, missing=lambda _, index: index == 1), memory, drive)
+    gradients = Gradients(wanted, params, missing=lambda _, index: index == 1)
+    train(gradients, memory, drive)
     assert params[0] in drive.state
     assert params[1] not in drive.state
     assert list(drive.state) == [each for each in params if each is not params[1]]
@@ -66,8 +87,56 @@ def test_state_of_one_parameter_is_a_copy(offloaded):
         assert state.keys() == memory.state.get(left, {}).keys()
         for key, value in memory.state.get(left, {}).items():
             assert torch.equal(state[key], value)
-            state[key].zero_()
+    for index in (0, 2, 4):
+        change(memory.state[wanted[index]])
+        change(drive.state[params[index]])
+    train(gradients, memory, drive, steps=2)
+    assert_equal(wanted, params)
     assert_same_state(memory, drive)
+
+
+@pytest.mark.parametrize("budget", [SMALL, 16 << 20])
+def test_all_state_is_written_replaced_and_deleted(offloaded, budget):
+    wanted, params, memory, drive = pair(offloaded, budget=budget)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive)
+    for optimizer in (memory, drive):
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.mul_(0.5)
+    train(gradients, memory, drive)
+    assert_same_state(memory, drive)
+    for optimizer, each in ((memory, wanted), (drive, params)):
+        optimizer.state[each[8]] = {
+            key: value * 2 for key, value in optimizer.state[each[4]].items()
+        }
+        del optimizer.state[each[5]]
+    train(gradients, memory, drive)
+    assert_equal(wanted, params)
+    for optimizer in (memory, drive):
+        optimizer.state = {}
+        assert len(optimizer.state) == 0
+    memory.state = collections.defaultdict(dict)
+    train(gradients, memory, drive)
+    assert_equal(wanted, params)
+    assert_same_state(memory, drive)
+
+
+def test_what_cannot_count_raises_where_it_is_written_or_at_the_next_step(offloaded):
+    wanted, params, memory, drive = pair(offloaded)
+    train(Gradients(wanted, params), memory, drive)
+    with pytest.raises(ValueError, match="'ema', a Tensor"):
+        drive.state[params[0]] = {**drive.state[params[0]], "ema": torch.zeros(60, 100)}
+    with pytest.raises(KeyError, match="parameter"):
+        drive.state[torch.zeros(3)] = {}
+    earlier = drive.state[params[0]]["exp_avg"]
+    train(Gradients(wanted, params), memory, drive, steps=1)
+    earlier.zero_()
+    with pytest.raises(RuntimeError, match="before an earlier step"):
+        drive.step()
+    memory.step()
+    drive.step()
+    assert_equal(wanted, params)
 
 
 def test_a_state_in_memory_is_taken_over(offloaded):

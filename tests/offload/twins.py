@@ -2,7 +2,7 @@
 
 import torch
 
-from tensorferry.offload.probe import same
+from tensorferry.offload.counted import same
 
 # As many elements in all as make several slots, and none too large for one where parameters must stay whole.
 SMALL = 192 << 10  # a budget of several slots, for less than half of their state

@@ -9,7 +9,7 @@ import torch
 
 from tensorferry.errors import StorageError
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError, OffloadError
-from tensorferry.offload.optimizer import OffloadedOptimizer, of_this_rank
+from tensorferry.offload.optimizer import OffloadedOptimizer, of_this_rank, refused_step
 from tensorferry.offload.plan import check_params
 from tensorferry.offload.saved import Saved
 from tensorferry.offload.weights import WeightsMap, WeightStream, stream_weights
@@ -92,7 +92,7 @@ def offload_optimizer(
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: {type(optimizer).__name__} is no torch.optim.Optimizer")
-    if isinstance(optimizer, OffloadedOptimizer):
+    if isinstance(optimizer, OffloadedOptimizer) or vars(optimizer).get("step") is refused_step:
         raise ValueError("optimizer: it is offloaded already")
     nbytes = checked_nbytes(memory_budget, "memory_budget")
     endurance_nbytes = None if endurance is None else checked_nbytes(endurance, "endurance")

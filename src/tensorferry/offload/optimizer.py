@@ -3,57 +3,57 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import threading
 import time
 import warnings
+import weakref
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+from torch._compile import _disable_dynamo
+from torch.utils import _pytree
 
 from tensorferry import _core
 from tensorferry.errors import StorageError
-from tensorferry.offload import probe as probing
-from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError, OffloadError
+from tensorferry.offload import plan
+from tensorferry.offload.counted import HOOKS
+from tensorferry.offload.errors import OffloadError
 from tensorferry.offload.interrupts import Interrupts
-from tensorferry.offload.plan import (
-    MIN_SLOTS,
-    UNCUT_NBYTES,
-    Bucket,
-    Planner,
-    Slots,
-    Unit,
-    check_params,
-    choose_slots,
-)
-from tensorferry.offload.probe import local_of
+from tensorferry.offload.lending import Lender, class_method
+from tensorferry.offload.plan import MASTER, Bucket, Planner, Unit, check_params, local_of
+from tensorferry.offload.probe import Probe, pattern
 from tensorferry.offload.residency import Residency
-from tensorferry.offload.saved import Saved, to_record
+from tensorferry.offload.saved import Saved, pack, packed_params, to_record
 from tensorferry.offload.staging import Staging
 from tensorferry.offload.states import (
-    MASTER,
     Copied,
-    Located,
     Mapped,
-    StateView,
+    UnplannedError,
     cast_like_torch,
-    checked_state,
+    is_planned,
+    like_param,
     put_state,
     state_of,
+    twin_of,
 )
-from tensorferry.offload.stepping import Step, note_param, set_param
 from tensorferry.offload.threads import StepThreads
-from tensorferry.store import TensorStore
+from tensorferry.offload.view import Given, StateView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from tensorferry.store import TensorStore
     from tensorferry.transfers import Path
 
-# Below, steps are too short for anybody to mind.
+# Below, steps are too short for a warning to matter.
 _WORTH_TELLING_NBYTES = 64 << 20
+
+# What passes through memory while all state is there already: more than this beside the budget is too much.
+_MAX_BESIDE_NBYTES = 64 << 20
 
 Commit: TypeAlias = Literal["none", "step", "fsync"]
 StepDevice: TypeAlias = Literal["param", "cpu"]
@@ -64,7 +64,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     It is a ``torch.optim.Optimizer``: schedulers, ``GradScaler``, clipping, hooks and closures take it as it is, and
     ``param_groups`` are those of the optimizer it was made of. It has the same state, too, by :attr:`state` and
-    :meth:`state_dict`, as copies.
+    :meth:`state_dict`.
     """
 
     def __init__(
@@ -85,59 +85,107 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self._generation = _core.fork_generation()
         self._interrupts = Interrupts()
-        self._planner = Planner(
-            probing.Probe(optimizer, on_host=step_device == "cpu"),
-            master_dtype=master_dtype,
-            with_params=commit != "none",
-        )
-        self._step_device = step_device
-        self._staging: Staging | None = None
-        self._stepped: list[int] = []
-        self._threads = StepThreads()
         self._commit = commit
         self._endurance_nbytes = endurance_nbytes
         self._committed = True  # whether the last whole step is
         self._earlier = earlier  # what was committed here before
+        self._threads = StepThreads()
         self._warned = False
         self._buckets: list[Bucket] = []
-        self._slots = Slots(0, 0)
+        self._pieces: dict[torch.Tensor, list[tuple[Bucket, Unit]]] = {}
         self._residency: Residency | None = None
+        self._staging: Staging | None = None
+        self._at_home = False  # all state is the optimizer's own, in memory
         self._sweep: _Sweep | None = None
+        self._given = Given(self._put_back)
+        self._patterns: list[Any] = []
+        self._others: dict[Any, Any] = {}  # entries of a loaded state that are of no parameter
+        self._maps_state = False
         self._steps = 0
         self._seconds = self._waited_seconds = 0.0
         self._incomplete = False  # a load has failed half way
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._install(*self._planned_for(self.param_groups))
+        self._lender = Lender(
+            optimizer,
+            lambda param: master_dtype or param.dtype,
+            on_host=step_device == "cpu",
+        )
+        self._step_device = step_device
+        self._probe = Probe(optimizer, self._lender)
+        self._planner = Planner(self._probe, master_dtype)
         # One list and one set of hooks: what was registered before is called once a step.
+        kept = optimizer.param_groups
         optimizer.param_groups = self.param_groups
-        for name in probing.HOOKS:
+        try:
+            self._install(self._planned())
+            self._fill(self._state_before)
+        except BaseException:
+            optimizer.param_groups = kept
+            raise
+        for name in HOOKS:
             if hasattr(optimizer, name):  # the same: handles of hooks must be able to remove them
                 setattr(self, name, getattr(optimizer, name))
         if hasattr(optimizer, "_step_supports_amp_scaling"):
             self._step_supports_amp_scaling = optimizer._step_supports_amp_scaling
-        self._fill(self._state_before)
-        optimizer.state = defaultdict(dict)
+        if not self._at_home:
+            optimizer.state = defaultdict(dict)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Let the methods of the optimizer itself act on what is offloaded, or raise."""
+        own = weakref.ref(self)
+
+        def forwarded(name: str) -> Any:
+            there = own()
+            if there is None:
+                raise RuntimeError(
+                    f"{name}(): the offloaded optimizer that this one was made into is gone"
+                )
+            return there._apply(name)
+
+        inner = vars(self._inner)
+        inner["step"] = refused_step
+        for name in ("train", "eval"):
+            if callable(getattr(type(self._inner), name, None)):
+                inner[name] = functools.partial(forwarded, name)
+                setattr(self, name, functools.partial(forwarded, name))
 
     # Stepping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have gradients. What it changes is written behind, while training goes on.
 
-        Ctrl-C is heard when the step is whole; a second one ends the wait for a drive that does not answer.
+        Ctrl-C, and other signals that have handlers in Python, are heard when the step is whole; a second Ctrl-C ends
+        the wait for a drive that does not answer. With ``commit="step"`` what hooks of the step have changed is
+        committed, too.
 
         Raises
         ------
         OffloadError
             Something could not be read or written: :meth:`retry` goes on.
+        NotSeparableError
+            The optimizer did what its trial did not show; the step is half done.
         TypeError, ValueError
             A gradient is sparse, or a parameter has another size than when it was added.
         """
+        loss = self._hooked_step(*(() if closure is None else (closure,)))
+        if self._commit != "none" and not self._committed:
+            with self._locked():
+                self._commit_step(self._usable())
+        return loss
+
+    # torch puts hooks around what is not marked so: here they are inside, before the commit.
+    step = _disable_dynamo(step)
+    step.hooked = True  # type: ignore[attr-defined]
+
+    @torch.optim.Optimizer.profile_hook_step
+    def _hooked_step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._locked():
-            residency = self._usable()
+            self._usable()
             if self._sweep is not None:
                 raise self._half_done("a step before it failed")
             if self._earlier is not None:
@@ -152,17 +200,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             }
             if "found_inf" in scaling and scaling["found_inf"].item():
                 return loss
-            order = self._order()
-            try:
-                with self._interrupts.deferred():
-                    residency.check()
-            except StorageError as error:
-                raise self._not_stored() from error
-            step = Step(self._inner, self.param_groups, scaling, on_host=self._step_device == "cpu")
-            self._go_on(residency, _Sweep(order[::-1] if self._steps % 2 else order, step))
-            self._commit_step(residency)
+            self._given.settle()
+            self._check_step()
+            residency = self._usable()
+            with self._storing():
+                residency.check()
+            order = self._order(lambda param: self._lender.alone or param.grad is not None)
+            self._go_on(residency, _Sweep(order, class_method(self._inner), scaling))
+            vars(self._inner)["_opt_called"] = True  # for schedulers that were made of it
             self._warn_of_drive()
         return loss
+
+    def _apply(self, name: str) -> None:
+        """Call another method of the optimizer's for all parameters: train(), eval()."""
+        with self._locked():
+            residency = self._readable()
+            self._given.settle()
+            order = self._order(lambda _: True)
+            alone, self._lender.alone = self._lender.alone, True
+            try:
+                sweep = _Sweep(order, class_method(self._inner, name), {}, is_step=False)
+                self._go_on(residency, sweep)
+            finally:
+                self._lender.alone = alone
 
     def retry(self) -> None:
         """Go on where a failure stopped: finish the step that is half done, and write what could not be written.
@@ -172,7 +232,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises
         ------
         OffloadError
-            It failed again.
+            It failed again; or gradients have changed, so that the step cannot be finished.
         """
         with self._locked():
             residency = self._usable()
@@ -181,8 +241,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if self._sweep is not None:
                 if self._sweep.broken:
                     raise self._half_done("the optimizer raised in the middle of it")
+                changed = self._sweep.changed_gradient(self._buckets)
+                if changed is not None:
+                    raise self._half_done(
+                        f"the gradient of a parameter of shape {tuple(changed.shape)} is not the one that it had"
+                    )
                 self._go_on(residency, self._sweep)
-            self._flush(residency)
+            with self._storing():
+                residency.flush()
             self._commit_step(residency)
 
     @property
@@ -199,11 +265,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             ``steps``, ``step_seconds`` (in all), ``wait_seconds`` (of these, waiting for drives), ``drive_share`` (the
             ratio of both), ``endurance_share`` (of the drive's endurance, written by this optimizer; None if not told),
             ``read_nbytes`` and ``written_nbytes``, ``state_nbytes`` (all state that is swapped),
-            ``memory_nbytes`` (in slots), ``buckets``, and the ``store``'s own.
+            ``memory_nbytes`` (what of it may be in memory at a time), ``buckets``, and the ``store``'s own.
         """
         with self._locked():
             residency = self._usable()
             moved = residency.counters
+            total = self._total_nbytes()
             return {
                 "steps": self._steps,
                 "step_seconds": self._seconds,
@@ -214,30 +281,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 else None,
                 "read_nbytes": moved.read_nbytes,
                 "written_nbytes": moved.written_nbytes,
-                "state_nbytes": sum(bucket.nbytes for bucket in self._buckets),
-                "memory_nbytes": residency.nbytes,
+                "state_nbytes": total,
+                "memory_nbytes": total if self._at_home else residency.nbytes,
                 "buckets": len(self._buckets),
                 "store": self._store.stats(),
             }
 
-    def _order(self) -> list[int]:
-        """Return the buckets that a step concerns, or refuse it before anything has changed."""
-        with_gradient = set()
+    def _order(self, wanted: Callable[[torch.Tensor], bool]) -> list[int]:
+        """Return the buckets of parameters, forwards and backwards in turns: the last ones are still in memory."""
+        if self._at_home:
+            return []
+        order = [
+            bucket.index
+            for bucket in self._buckets
+            if any(wanted(unit.param) for unit in bucket.units)
+        ]
+        return order[::-1] if self._steps % 2 else order
+
+    def _check_step(self) -> None:
+        """Refuse a step before anything has changed."""
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
-                if param.grad is None:
-                    if self._planner.steps_all:
-                        raise ValueError(
-                            f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} has no gradient, and "
-                            f"{type(self._inner).__name__} steps it all the same; give it one of zeros"
-                        )
-                    continue
-                if param.grad.is_sparse:
-                    raise TypeError(
-                        f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} has a sparse gradient; "
-                        "offloaded optimizers step dense ones (remedy: sparse=False in nn.Embedding)"
-                    )
-                planned = self._planned.get(param)
+                planned = self._shapes.get(param)
                 now = number, param.shape, param.dtype, param.stride()
                 if planned != now:
                     names = ("group", "shape", "dtype", "strides")
@@ -246,72 +311,126 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                         f"param_groups[{number}]: a parameter has changed: {_described(names, now)}; it was {was} when "
                         "it was added; make a new optimizer, or add_param_group()"
                     )
-                with_gradient.add(param)
-        if sum(len(group["params"]) for group in self.param_groups) != len(self._planned):
+                placements: Any = getattr(param.grad, "placements", None)
+                if placements not in (None, getattr(param, "placements", None)):
+                    self._probe.check_placed(group, param, param.grad)
+                if param.grad is not None and param.grad.layout != torch.strided:
+                    raise TypeError(
+                        f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} has a sparse gradient; "
+                        "offloaded optimizers step dense ones (remedy: sparse=False in nn.Embedding)"
+                    )
+        if sum(len(group["params"]) for group in self.param_groups) != len(self._shapes):
             raise ValueError(
                 "param_groups: parameters have been taken away; make a new optimizer without them"
             )
-        self._check_values()
-        return [
-            bucket.index
-            for bucket in self._buckets
-            if any(unit.param in with_gradient for unit in bucket.units)
-        ]
+        self._check_gradients()
+        patterns = self._patterns_now()
+        if patterns != self._patterns:
+            self._plan_anew()
+            self._patterns = patterns
 
-    def _check_values(self) -> None:
-        """Refuse groups with values that the state was not planned for."""
+    def _check_gradients(self) -> None:
+        """Refuse a step for which parameters lack gradients that the optimizer needs to step them one by one."""
+        if self._probe.gradients == "any":
+            return
+        with_state = {id(param) for param in self._params_with_state()}
         for number, group in enumerate(self.param_groups):
-            pattern = probing.pattern(group)
-            params = [param for param in group["params"] if param in self._index]
-            if self._patterns.get(number) == pattern or not params:
-                continue
-            units = [self._located.units[self._index[param]][0][1] for param in params]
-            exact, well = self._planner.agrees({**group, "params": params}, units)
-            before = dict(self._patterns.get(number, ()))
-            changed = ", ".join(key for key, value in pattern if before.get(key) != value)
-            if not exact:
+            for param in group["params"]:
+                late = id(param) not in with_state and with_state
+                if param.grad is None and (self._probe.gradients == "always" or not with_state):
+                    what = "has no gradient"
+                elif param.grad is not None and late:
+                    what = "has its first gradient after others have had theirs"
+                else:
+                    continue
                 raise ValueError(
-                    f"param_groups[{number}]: {changed} has changed, and parameters can be cut no more; "
-                    "load_state_dict(state_dict()) lays their state out anew"
+                    f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} {what}, and then a step of "
+                    f"{type(self._inner).__name__} fails, or treats others otherwise; what would help: a gradient of "
+                    "zeros, or foreach=False and fused=False where the optimizer has these"
                 )
-            if not well:
-                warnings.warn(
-                    f"param_groups[{number}]: {changed} has changed, and with it which state there is. What is new "
-                    "stays in memory, beside the memory_budget, until load_state_dict(state_dict()) lays it out anew",
-                    RuntimeWarning,
-                    stacklevel=5,  # beyond what torch puts around step()
-                )
-            self._patterns[number] = pattern
+
+    def _patterns_now(self) -> list[Any]:
+        return [pattern(group, numbers=True) for group in self.param_groups]
+
+    def _plan_anew(self) -> None:
+        """Lay state out as the groups' new values want it, if they want another state than before."""
+        planned = self._planned()
+        if _kinds(planned) == _kinds(self._buckets):
+            return
+        states = self._mapped_state()
+        self._install(planned)
+        self._fill(lambda param: states.get(param))
 
     def _go_on(self, residency: Residency, sweep: _Sweep) -> None:
         """Step the buckets that are left."""
-        with self._interrupts.deferred(), self._timed(residency):
+        with self._interrupts.deferred(), self._timed(residency), self._scaled(sweep):
             self._sweep = sweep
             try:
-                residency.begin(sweep.order[sweep.done :])
-                with self._threads.limited() if self._by_elements else contextlib.nullcontext():
-                    for portion in self._portions(residency, sweep.order[sweep.done :]):
-                        parts = [(self._buckets[at], residency.acquire(at)) for at in portion]
-                        sweep.broken = True
-                        self._run(sweep.step, parts, lasting=residency.holds_all)
-                        sweep.broken = False
-                        sweep.done += len(portion)
-                        self._release(residency, 1)
-                self._release(residency, 0)
+                if self._at_home:
+                    sweep.broken = True
+                    self._lender.call_at_home(sweep.function)
+                else:
+                    limited = (
+                        self._threads.limited() if self._by_elements else contextlib.nullcontext()
+                    )
+                    with limited:
+                        self._step_buckets(residency, sweep)
             except StorageError as error:
-                self._release(residency, 0)
                 raise self._half_done(str(error)) from error
             except BaseException:
-                self._release(residency, 0)
                 if sweep.done == 0 and not sweep.broken:
                     self._sweep = None  # nothing has changed
                 raise
-            sweep.broken = True
-            sweep.step.run_rest()
-            sweep.step.finish()
             self._sweep = None
-            self._steps += 1
-            self._committed = False
+            self._patterns = self._patterns_now()
+            if sweep.is_step:
+                self._steps += 1
+                self._committed = False
+
+    def _step_buckets(self, residency: Residency, sweep: _Sweep) -> None:
+        lender = self._lender
+        sweep.snapshot = lender.begin(sweep.snapshot)
+        whole = False
+        try:
+            sweep.note_gradients(lender.gradients())
+            left = sweep.order[sweep.done :]
+            residency.begin(left)
+            try:
+                for index in left:
+                    bucket, memory = self._buckets[index], residency.acquire(index)
+                    here = memory if self._staging is None else self._staging.load(memory)
+                    sweep.broken = True
+                    lender.call(
+                        bucket.units, here, sweep.function, check=sweep.is_checked(self._steps)
+                    )
+                    sweep.broken = False
+                    sweep.done += 1
+                    sweep.note_gradients(lender.gradients(bucket.units))
+                    if self._staging is None:
+                        residency.release(index, dirty=True)
+                        continue
+                    self._staging.store(index, here, memory)
+                    for stored in self._staging.stored(but=1):
+                        residency.release(stored, dirty=True)
+            finally:
+                for stored in self._staging.stored() if self._staging is not None else ():
+                    residency.release(stored, dirty=True)
+            if not sweep.order:  # there are no gradients, but groups may count their steps
+                sweep.broken = True
+                lender.call([], torch.empty(0, dtype=torch.uint8), sweep.function)
+            whole = True
+        finally:
+            lender.end(undone=not whole)
+
+    @contextlib.contextmanager
+    def _scaled(self, sweep: _Sweep) -> Iterator[None]:
+        """Let the optimizer have what GradScaler leaves for those that unscale gradients themselves."""
+        vars(self._inner).update(sweep.scaling)
+        try:
+            yield
+        finally:
+            for name in sweep.scaling:
+                vars(self._inner).pop(name, None)
 
     @contextlib.contextmanager
     def _timed(self, residency: Residency) -> Iterator[None]:
@@ -325,41 +444,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._threads.note(seconds, waited)
             self._seconds += seconds
             self._waited_seconds += waited
-
-    def _portions(self, residency: Residency, order: list[int]) -> list[list[int]]:
-        """Return which buckets are stepped by one call: more than one only if that takes no more memory."""
-        if (
-            residency.holds_all
-            and self._stepped_in_place
-            and all(group.get("fused") for group in self.param_groups)
-            and all(
-                unit.born or unit.param.grad is None
-                for index in order
-                for unit in self._buckets[index].units
-            )
-        ):
-            return [sorted(order)] if order else []
-        return [[index] for index in order]
-
-    def _run(self, step: Step, parts: list[tuple[Bucket, torch.Tensor]], *, lasting: bool) -> None:
-        """Step buckets: in their slots, or on the parameters' device."""
-        if self._staging is None:
-            step.run(parts, lasting=lasting)
-            self._stepped = [bucket.index for bucket, _ in parts]
-            return
-        for bucket, memory in parts:
-            here = self._staging.load(memory)
-            step.run([(bucket, here)])
-            self._staging.store(bucket.index, here, memory)
-
-    def _release(self, residency: Residency, on_their_way: int) -> None:
-        """Release what has been stepped and is in its slot; some may still be on their way to theirs."""
-        if self._staging is not None:
-            stepped = self._staging.stored(but=on_their_way)
-        else:
-            stepped, self._stepped = iter(self._stepped), []
-        for index in stepped:
-            residency.release(index, dirty=True)
 
     # Checkpoints
 
@@ -386,14 +470,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         with self._locked():
             residency = self._readable()
+            self._settle_and_store(residency)
             record = self._record()
-            self._flush(residency)
             self._store.snapshot(of_this_rank(path), record)
 
     def restore(self, path: Path | Sequence[Path]) -> int:
         """Have the state, and the groups' values, of a :meth:`checkpoint`; parameters stay as they are.
 
-        Every byte is verified. The memory budget, and with it how the state is cut, may be another.
+        Every byte is verified. It takes no memory beside the budget, which may be another than that of then.
 
         Returns
         -------
@@ -404,6 +488,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ------
         ValueError
             It is of other parameters, or of another optimizer; nothing has changed.
+        MemoryBudgetError
+            It has pieces of state for which the budget is too small; nothing has changed.
         StorageError
             It is not there, cannot be read or is damaged. If that shows late, the state is not usable before another
             restore() or load_state_dict().
@@ -411,7 +497,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self._locked():
             self._usable(loading=True)
             paths = of_this_rank(path)
-            store = TensorStore.open(paths)
+            store = type(self._store).open(paths)
             try:
                 return self._load(Saved(store, paths[0]), with_params=False)
             finally:
@@ -425,6 +511,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def resume(self) -> int | None:
         """Go on from what an earlier run has committed: parameters, state and groups' values are those of that step.
 
+        Where ``torch.distributed`` is in use, all ranks call it, and go on from the same step.
+
         Returns
         -------
         int or None
@@ -434,11 +522,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ------
         ValueError
             It is of other parameters, or of another optimizer; nothing has changed.
+        RuntimeError
+            Ranks have committed different steps; nothing has changed on any of them.
         StorageError
             It cannot be read, or is damaged; it is still there.
         """
         with self._locked():
             self._usable(loading=True)
+            if self._commit != "none":
+                _check_ranks(self.committed_step)
             if self._earlier is None:
                 return None
             steps = self._load(self._earlier, with_params=True)
@@ -453,20 +545,31 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 earlier.close()
 
     def _record(self) -> bytes:
-        params = list(self._index)  # as they were when they were added, whatever their order is now
+        places = {param: index for index, param in enumerate(self._shapes)}
         groups = []
         for group in self.param_groups:
-            indices = [self._index[param] for param in group["params"]]
-            groups.append({**probing.values_of(group), "params": indices})
-        return to_record(self._steps, type(self._inner).__name__, groups, params, self._buckets)
+            values = {key: value for key, value in group.items() if key != "param_names"}
+            groups.append({**values, "params": [places[param] for param in group["params"]]})
+        return to_record(
+            self._steps, type(self._inner).__name__, groups, list(self._shapes), self._buckets
+        )
 
     def _commit_step(self, residency: Residency) -> None:
-        if self._commit == "none" or self._committed:
+        """Commit state, and parameters as they are now: hooks may have changed them since they were stepped."""
+        if self._commit == "none" or self._committed or self._sweep is not None:
             return
-        self._note_unstepped(residency)
-        self._flush(residency)
+        self._settle_and_store(residency)
         try:
-            self._store.commit(self._record(), sync=self._commit == "fsync")
+            with self._interrupts.deferred():
+                tickets = []
+                for name, members in packed_params(list(self._shapes)):
+                    # Two on their way at a time: some are copies.
+                    tickets.append(self._store.write(name, pack(members)))
+                    if len(tickets) > 1:
+                        tickets.pop(0).result()
+                for ticket in tickets:
+                    ticket.result()
+                self._store.commit(self._record(), sync=self._commit == "fsync")
         except StorageError as error:
             raise OffloadError(
                 f"step {self._steps} is whole, but could not be committed; retry() tries it again",
@@ -475,54 +578,64 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             ) from error
         self._committed = True
 
-    def _note_unstepped(self, residency: Residency) -> None:
-        """Have parameters that have not been stepped yet in their buckets, once."""
-        buckets = [
-            bucket
-            for bucket in self._buckets
-            if any(not (unit.own or unit.noted) for unit in bucket.units)
-        ]
-        if not buckets:
-            return
-        try:
-            with self._interrupts.deferred():
-                residency.begin([bucket.index for bucket in buckets])
-                for bucket in buckets:
-                    memory = residency.acquire(bucket.index)
-                    for unit in bucket.units:
-                        if not unit.own:
-                            note_param(unit, memory)
-                            unit.noted = True
-                    residency.release(bucket.index, dirty=True)
-        except StorageError as error:
-            raise self._not_stored() from error
-
     def _load(self, saved: Saved, *, with_params: bool) -> int:
         saved.check_groups(self.param_groups)
-        twin = probing.twin_of(self._inner, list(self.param_groups))
+        twin = twin_of(self._inner, list(self.param_groups))
         twin.load_state_dict({"state": {}, "param_groups": saved.groups})
         saved.check_values(twin)
-        slots, buckets = self._planned_for(twin.param_groups)
         params = [param for group in twin.param_groups for param in group["params"]]
-        saved.check(params, buckets)
-        self.param_groups = self._inner.param_groups = twin.param_groups
+        saved.check_params(params, [self._planner.step_dtype(param) for param in params])
+        with self._groups_of(twin):
+            if saved.optimizer == type(self._inner).__name__:
+                self._probe.note_begun(
+                    {param: saved.state_like(index) for index, param in enumerate(params)}
+                )
+            planned = self._planned()
+            group_of = {param: group for group in twin.param_groups for param in group["params"]}
+            buckets = saved.layout(
+                params,
+                planned,
+                lambda param: self._probe.may_be_cut(
+                    group_of[param], param, self._planner.step_dtype(param)
+                ),
+                type(self._inner).__name__,
+            )
+            plan.check_budget(self._budget_nbytes, buckets, self._at_once())
+        self._have_groups(twin)
         self._sweep = None
-        self._install(slots, buckets)
-
-        def fill(unit: Unit, memory: torch.Tensor) -> bool:
-            filled = saved.fill(unit, memory, self._device_of_step(unit.param))
-            if filled and with_params:
-                set_param(unit, memory)
-            return filled
-
-        self._fill_by(fill)
+        self._install(buckets)
+        residency = self._usable(loading=True)
+        self._incomplete = True
+        with self._interrupts.deferred():
+            residency.begin([bucket.index for bucket in buckets], fresh=True)
+            for bucket in buckets:
+                memory = residency.acquire(bucket.index)
+                saved.read(bucket, memory)
+                residency.release(bucket.index, dirty=True)
+            if with_params:
+                saved.set_params(params)
+            self._bring_home()
+            self._incomplete = False
         self._steps = saved.steps
         return saved.steps
 
+    @contextlib.contextmanager
+    def _groups_of(self, twin: torch.optim.Optimizer) -> Iterator[None]:
+        """Plan with other groups, for a while."""
+        kept = self.param_groups
+        self.param_groups = self._inner.param_groups = twin.param_groups
+        try:
+            yield
+        finally:
+            self.param_groups = self._inner.param_groups = kept
+
+    def _have_groups(self, twin: torch.optim.Optimizer) -> None:
+        self.param_groups = self._inner.param_groups = twin.param_groups
+
     def _warn_of_drive(self) -> None:
-        if self._warned or self._steps < 5 or not self._slots.count:
+        if self._warned or self._steps < 5 or self._at_home:
             return
-        total = sum(bucket.nbytes for bucket in self._buckets)
+        total = self._total_nbytes()
         if total < _WORTH_TELLING_NBYTES:
             return
         share = self._waited_seconds / max(self._seconds, 1e-9)
@@ -533,22 +646,37 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"{total} bytes of state fit the memory_budget. Each byte more is one that is not moved; with {total} "
                 "nothing is",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     # State
 
     @property  # type: ignore[override]
-    def state(self) -> StateView:
-        """The state by parameter, as copies; ``state[param]`` reads one parameter's."""
-        return StateView(self._params_with_state, self._state_of_one, self._mapped_state)
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """The state by parameter. ``state[param]`` reads one parameter's, with its master, if it has one, as "master".
+
+        What is written into it, in place too, counts as in memory, if it is written before the next step; later the
+        same tensors are an earlier step's, and a write to one of them makes the next step raise RuntimeError.
+        """
+        return StateView(self)
 
     @state.setter
     def state(self, value: Any) -> None:
-        if value:
-            raise AttributeError(
-                "state: it is on drives and cannot be assigned; use load_state_dict()"
-            )
+        if self._residency is not None:
+            with self._locked():
+                StateView(self).replace(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch's optimizers have it: a snapshot, whose tensors are mapped from the drive.
+
+        They take no memory of their own, and stay as they are while training goes on.
+        """
+        with self._locked():
+            self._maps_state = True
+            try:
+                return super().state_dict()
+            finally:
+                self._maps_state = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch's optimizers have it: of this optimizer, or of the one it was made of.
@@ -569,51 +697,68 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 state_dict = before(self, state_dict) or state_dict
             saved = state_dict["state"]
             # Groups as torch does it, without any state.
-            twin = probing.twin_of(self._inner, list(self.param_groups))
+            twin = twin_of(self._inner, list(self.param_groups))
             twin.load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
             params = [param for group in twin.param_groups for param in group["params"]]
-            for number, param in zip(numbers, params, strict=True):
-                if number in saved:
-                    pieces = self._located.units.get(self._index[param], [])
-                    checked_state(number, param, pieces, saved[number])
-            planned = self._planned_for(twin.param_groups)
-            self.param_groups = self._inner.param_groups = twin.param_groups
+            for number in numbers:
+                if not isinstance(saved.get(number, {}), dict):
+                    raise ValueError(
+                        f"state_dict: the state of parameter {number} is a {type(saved[number]).__name__}, not a dict"
+                    )
+            states = {
+                param: saved[number]
+                for number, param in zip(numbers, params, strict=True)
+                if number in saved
+            }
+            with self._groups_of(twin):
+                planned = self._planned()
+                pieces = _by_param(planned)
+                known = [
+                    is_planned(number, pieces[param], saved[number])
+                    for number, param in zip(numbers, params, strict=True)
+                    if number in saved
+                ]
+                if not all(known):  # it is made once, in the first step, say
+                    self._probe.note_begun(states)
+                    planned = self._planned()
+            self._have_groups(twin)
             of_group = {param: group for group in self.param_groups for param in group["params"]}
             number_of = dict(zip(params, numbers, strict=True))
 
-            def loaded(_: int, param: torch.Tensor) -> Any:
+            def loaded(param: torch.Tensor) -> Any:
                 state = saved.get(number_of[param])
                 return None if not state else self._cast(of_group[param], param, state)
 
             self._sweep = None
-            self._install(*planned)
+            self._install(planned)
             self._fill(loaded)
+            self._others = {
+                key: value for key, value in saved.items() if key not in number_of.values()
+            }
             for after in self._optimizer_load_state_dict_post_hooks.values():
                 after(self)
 
-    def _state_before(self, _: int, param: torch.Tensor) -> Any:
+    def _state_before(self, param: torch.Tensor) -> Any:
         """Return a parameter's state in memory as what is stepped for it has it."""
         state = self._inner.state.get(param)
         if not state or self._planner.step_dtype(param) == param.dtype:
             return state
-        group = self.param_groups[self._planned[param][0]]
+        group = next(
+            group for group in self.param_groups if any(each is param for each in group["params"])
+        )
         return self._cast(group, param, state)
 
     def _cast(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> Any:
-        local = local_of(param)
-        dtype = self._planner.step_dtype(param)
-        device = self._device_of_step(param)
-        alike = (
-            local
-            if (local.dtype, local.device) == (dtype, device)
-            else torch.empty((), dtype=dtype, device=device)
-        )
+        target = self._lender.target_of(param)
+        alike = torch.empty((), dtype=target.dtype, device=target.device)
+        if target is param:
+            alike = param
         state = {
             key: local_of(value) if isinstance(value, torch.Tensor) else value
             for key, value in state.items()
         }
-        master = state.pop(MASTER, None)
+        master = state.pop(MASTER, None) if self._planner.step_dtype(param) != param.dtype else None
         cast = cast_like_torch(self._inner, group, alike, state)
         return {**cast, MASTER: master} if master is not None else cast
 
@@ -629,44 +774,39 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         with self._locked():
-            residency = self._usable()
-            if self._sweep is not None:
-                raise self._half_done("a step before failed")
-            super().add_param_group(param_group)
+            residency = self._readable()
+            self._given.settle()
+            self._inner.add_param_group(param_group)
             group = self.param_groups[-1]
-            known = sum(len(each["params"]) for each in self.param_groups[:-1])
-            buckets = list(self._buckets)
             try:
                 check_params(self.param_groups)
-                self._planner.check_together(self.param_groups)
-                # What is loaded later is planned anew, and must have room, too.
-                choose_slots(self._budget_nbytes, *self._planner.measure(self.param_groups))
-                self._planner.extend(
-                    buckets, [(len(self.param_groups) - 1, group)], known, self._slots.nbytes
+                self._probe.note_begun(
+                    {param: self._inner.state.get(param) for param in group["params"]}
                 )
-                added = buckets[len(self._buckets) :]
-                total = sum(bucket.nbytes for bucket in buckets)
-                slots = self._slots
-                if slots.count or total > self._budget_nbytes:
-                    slots = Slots(self._budget_nbytes // slots.nbytes, slots.nbytes)
-                    largest = max((bucket.nbytes for bucket in buckets), default=0)
-                    if slots.count < MIN_SLOTS or largest > slots.nbytes:
-                        raise MemoryBudgetError(
-                            f"memory_budget: {self._budget_nbytes} bytes, in slots of {slots.nbytes}, cannot take this "
-                            f"group: its state and that before have {total} bytes, {largest} of them in one piece; "
-                            "make a new optimizer with all groups",
-                            total,
-                        )
+                self._probe.try_together(self.param_groups)
+                added = self._planner.pack([group], len(self._shapes), len(self._buckets))
+                buckets = [*self._buckets, *added]
+                plan.check_budget(self._budget_nbytes, buckets, self._at_once())
+                leaves_home = self._at_home and not self._fits_at_home(buckets)
                 with self._interrupts.deferred():
-                    if slots.count != self._slots.count:
-                        residency.confine(slots)
-                        self._slots = slots
+                    if leaves_home:
+                        self._store_home(residency)
+                    stays = self._at_home and not leaves_home
+                    residency.resize(self._memory_for(buckets, at_home=stays))
                     residency.add(added)
             except BaseException:
                 self.param_groups.pop()
+                for param in group["params"]:
+                    self._inner.state.pop(param, None)
                 raise
+            begun = {param: self._inner.state.pop(param, None) for param in group["params"]}
+            if leaves_home:
+                self._at_home = False
+                self._inner.state = defaultdict(dict)
+                self._lender.masters.clear()
             self._buckets = buckets
             self._note_params()
+            self._fill(begun.get, [bucket.index for bucket in added])
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -685,7 +825,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         with self._locked():
             residency = self._usable()
-            self._drain(residency)
+            with self._storing():
+                residency.drain()
 
     def close(self) -> None:
         """Give the memory and the space on drives back; the state is lost unless it has been saved."""
@@ -700,8 +841,273 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 residency.settle()
             finally:
                 for bucket in self._buckets:
-                    bucket.forget_views()
+                    for unit in bucket.units:
+                        unit.forget_views()
+                self._inner.state = defaultdict(dict)
                 self._store.close()
+
+    # Where state is
+
+    def _planned(self) -> list[Bucket]:
+        """Decide which state lies where, for the groups as they are now."""
+        check_params(self.param_groups)
+        self._probe.try_together(self.param_groups)
+        buckets = self._planner.pack(self.param_groups)
+        plan.check_budget(self._budget_nbytes, buckets, self._at_once())
+        return buckets
+
+    def _at_once(self) -> int:
+        """Return how many buckets are in memory at a time, at least: copies of them may be on their way to a GPU."""
+        return 1 if self._device_to_stage_on() is None else plan.MIN_BUCKETS
+
+    def _memory_for(self, buckets: Sequence[Bucket], *, at_home: bool) -> int:
+        needed = plan.needed_nbytes(buckets, self._at_once())
+        if at_home:
+            return needed
+        total = sum(plan.paged(bucket.nbytes) for bucket in buckets)
+        return min(self._budget_nbytes // plan.PAGE_NBYTES * plan.PAGE_NBYTES, total)
+
+    def _fits_at_home(self, buckets: Sequence[Bucket]) -> bool:
+        total = sum(bucket.nbytes for bucket in buckets)
+        beside = plan.needed_nbytes(buckets)
+        return (
+            self._device_to_stage_on() is None
+            and total + max(beside - _MAX_BESIDE_NBYTES, 0) <= self._budget_nbytes
+        )
+
+    def _total_nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self._buckets)
+
+    def _install(self, buckets: list[Bucket]) -> None:
+        """Let state lie so; what there was is forgotten."""
+        # Its memory must be free before there is other; where that cannot be had the optimizer is closed.
+        before, self._residency = self._residency, None
+        if before is not None:
+            before.forget()
+            self._inner.state = defaultdict(dict)
+            self._lender.masters.clear()
+        del before
+        self._given.forget()
+        device = self._device_to_stage_on()
+        self._at_home = self._fits_at_home(buckets)
+        residency = Residency(
+            self._store,
+            self._memory_for(buckets, at_home=self._at_home),
+            all_in_flight=self._commit != "none",
+            gpu=-1 if device is None or device.type != "cuda" else device.index or 0,
+        )
+        if not self._at_home:
+            residency.touch()
+        if device is not None and buckets:
+            self._staging = Staging(device, max(bucket.nbytes for bucket in buckets))
+        residency.interrupted = self._interrupts.insisted
+        residency.add(buckets)
+        self._buckets, self._residency = buckets, residency
+        self._note_params()
+
+    def _device_to_stage_on(self) -> torch.device | None:
+        """Return the device that steps, where that is not the host."""
+        devices: set[torch.device] = {
+            param.device for group in self.param_groups for param in group["params"]
+        }
+        if self._step_device == "cpu" or all(device.type == "cpu" for device in devices):
+            return None
+        if len(devices) > 1:
+            raise ValueError(
+                f'step_device: parameters are on {sorted(map(str, devices))}; "param" needs one device for all of them'
+            )
+        return devices.pop()
+
+    def _note_params(self) -> None:
+        self._shapes = {
+            param: (number, param.shape, param.dtype, param.stride())
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+        }
+        self._patterns = self._patterns_now()
+        self._pieces = _by_param(self._buckets)
+        # Then how the work is divided among threads changes no result.
+        self._by_elements = (
+            not self._at_home
+            and self._staging is None
+            and all(
+                self._probe.may_be_cut(group, param, self._planner.step_dtype(param))
+                for group in self.param_groups
+                for param in group["params"]
+                if local_of(param).numel() > 1
+            )
+        )
+
+    def _fill(
+        self, states: Callable[[torch.Tensor], Any], indices: Iterable[int] | None = None
+    ) -> None:
+        """Give parameters the states that they are to have; one without has none."""
+        residency = self._usable(loading=True)
+        buckets = self._buckets if indices is None else [self._buckets[at] for at in indices]
+        self._incomplete = True
+        with self._interrupts.deferred():
+            if self._at_home:
+                for param in _by_param(buckets):
+                    self._put_home(param, states(param))
+            else:
+                self._fill_buckets(residency, buckets, states)
+            self._incomplete = False
+
+    def _fill_buckets(
+        self,
+        residency: Residency,
+        buckets: Sequence[Bucket],
+        states: Callable[[torch.Tensor], Any],
+    ) -> None:
+        """Put states into buckets; those that no unit has anything in stay as they are."""
+        current: tuple[Any, Any] = (None, None)
+        residency.begin([bucket.index for bucket in buckets], fresh=True)
+        for bucket in buckets:
+            memory = residency.acquire(bucket.index)
+            filled = False
+            for unit in bucket.units:
+                if current[0] is not unit.param:
+                    current = unit.param, states(unit.param)
+                if current[1] is None:
+                    unit.forget()
+                    continue
+                filled = True
+                put_state(unit, current[1], memory)
+            residency.release(bucket.index, dirty=filled)
+
+    # At home: the state is the optimizer's own, and is put into buckets only to be saved
+
+    def _put_home(self, param: torch.Tensor, state: dict[Any, Any] | None) -> None:
+        target = self._lender.target_of(param)
+        self._inner.state.pop(target, None)
+        self._inner.state.pop(param, None)
+        if not state:
+            return
+        state = dict(state)
+        if self._planner.step_dtype(param) != param.dtype:
+            self._lender.set_master(param, state.pop(MASTER, None))
+        if state:
+            self._inner.state[target] = _pytree.tree_map(_own, state)
+
+    def _state_at_home(self, param: torch.Tensor) -> dict[Any, Any] | None:
+        target = self._lender.target_of(param)
+        state = self._inner.state.get(target)
+        if param in self._lender.masters:
+            return {**(state or {}), MASTER: target.detach()}
+        return state or None
+
+    def _store_home(self, residency: Residency) -> None:
+        """Put the state that is in memory into buckets, and store these."""
+        try:
+            self._fill_buckets(residency, self._buckets, self._state_at_home)
+        except UnplannedError:  # there is other state than was planned: a user's, say
+            self._probe.note_begun({param: self._state_at_home(param) for param in self._shapes})
+            planned = self._planner.pack(self.param_groups)
+            residency.forget()
+            residency.resize(self._memory_for(planned, at_home=True))
+            residency.add(planned)
+            self._buckets = planned
+            self._note_params()
+            self._fill_buckets(residency, planned, self._state_at_home)
+
+    def _bring_home(self) -> None:
+        """Have state in memory that has just been put into buckets."""
+        if self._at_home:
+            for param, pieces in self._pieces.items():
+                self._put_home(param, state_of(pieces, self._copied()))
+
+    def _settle_and_store(self, residency: Residency) -> None:
+        self._given.settle()
+        with self._storing():
+            if self._at_home:
+                self._store_home(residency)
+            residency.flush()
+
+    # What users see of it, and write into it
+
+    def _params_with_state(self) -> list[torch.Tensor]:
+        if self._at_home:
+            return [param for param in self._shapes if self._state_at_home(param)]
+        return [
+            param for param, pieces in self._pieces.items() if any(unit.kept for _, unit in pieces)
+        ]
+
+    def _copied(self) -> Copied:
+        """Return what reads fields of buckets, one bucket at a time."""
+        residency = self._usable(loading=True)
+        held: dict[int, torch.Tensor] = {}
+
+        def read(bucket: Bucket) -> torch.Tensor:
+            if bucket.index not in held:
+                held.clear()
+                memory = residency.bytes_of(bucket.index)
+                if memory is None:
+                    memory = torch.empty(bucket.nbytes, dtype=torch.uint8)
+                    with self._storing():
+                        residency.drain()
+                    if bucket.nbytes:
+                        self._store.read(bucket.name, memory).result()
+                held[bucket.index] = memory
+            return held[bucket.index]
+
+        return Copied(read)
+
+    def _state_of_one(self, param: torch.Tensor) -> dict[Any, Any]:
+        """Return the state of a parameter, to be written into."""
+        with self._locked():
+            self._readable()
+            if param not in self._shapes:
+                return {}
+            if self._at_home and self._lender.is_direct(param):
+                state: dict[Any, Any] = self._inner.state[param]
+                return state
+            return self._given.state_of(param, self._read_one)
+
+    def _read_one(self, param: torch.Tensor) -> dict[Any, Any]:
+        if self._at_home:
+            local = local_of(param)
+            copied: dict[Any, Any] = _pytree.tree_map(
+                lambda leaf: like_param(_own(leaf), param, local), self._state_at_home(param) or {}
+            )
+            return copied
+        pieces = self._pieces[param]
+        if not any(unit.kept for _, unit in pieces):
+            return {}
+        return state_of(pieces, self._copied())
+
+    def _put_back(self, param: torch.Tensor, state: dict[Any, Any] | None) -> None:
+        """Have a state that a user has written, or none."""
+        residency = self._usable()
+        if self._at_home:
+            self._put_home(param, state)
+            return
+        buckets = [bucket for bucket, _ in self._pieces[param]]
+        with self._interrupts.deferred():
+            residency.begin([bucket.index for bucket in buckets])
+            for bucket, unit in self._pieces[param]:
+                memory = residency.acquire(bucket.index)
+                try:
+                    if state:
+                        put_state(unit, state, memory)
+                    else:
+                        unit.forget()
+                except UnplannedError as error:
+                    raise ValueError(
+                        f"state: that of a parameter of shape {tuple(param.shape)} has been given {error}, and the "
+                        "optimizer makes no such state"
+                    ) from None
+                finally:
+                    residency.release(bucket.index, dirty=True)
+
+    def _mapped_state(self) -> dict[Any, Any]:
+        with self._locked():
+            residency = self._readable()
+            self._settle_and_store(residency)
+            source = Mapped(self._store)
+            mapped = {
+                param: state_of(self._pieces[param], source) for param in self._params_with_state()
+            }
+            return {**mapped, **self._others}
 
     # Steps
 
@@ -723,167 +1129,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         return self._residency
 
-    def _planned_for(self, groups: list[dict[str, Any]]) -> tuple[Slots, list[Bucket]]:
-        """Decide which state lies where."""
-        for number, group in enumerate(groups):
-            if group.get("differentiable"):
-                raise NotSeparableError(
-                    f"param_groups[{number}]: differentiable=True keeps all state for autograd; it cannot be offloaded"
-                )
-        self._planner.check_together(groups)
-        total, whole = self._planner.measure(groups)
-        slots = choose_slots(self._budget_nbytes, total, whole)
-        buckets = self._planner.pack(groups, slots.nbytes)
-        packed = sum(bucket.nbytes for bucket in buckets)
-        if not slots.count and packed > self._budget_nbytes:
-            # Cutting takes padding, too: the budget has room for all as it is, but not so cut.
-            buckets = self._planner.pack(groups, UNCUT_NBYTES)
-        assert not slots.count or all(bucket.nbytes <= slots.nbytes for bucket in buckets)
-        return slots, buckets
-
-    def _install(self, slots: Slots, buckets: list[Bucket]) -> None:
-        """Let state lie so; what there was is forgotten."""
-        # Its memory must be free before there is other; where that cannot be had the optimizer is closed.
-        before, self._residency = self._residency, None
-        if before is not None:
-            before.forget()
-        del before
-        device = self._device_to_stage_on()
-        residency = Residency(
-            self._store,
-            slots,
-            all_in_flight=self._commit != "none",
-            gpu=-1 if device is None or device.type != "cuda" else device.index or 0,
-        )
-        if device is not None and buckets:
-            self._staging = Staging(device, max(bucket.nbytes for bucket in buckets))
-        residency.interrupted = self._interrupts.insisted
-        residency.add(buckets)
-        self._slots, self._buckets, self._residency = slots, buckets, residency
-        self._note_params()
-
-    def _device_of_step(self, param: torch.Tensor) -> torch.device:
-        return torch.device("cpu") if self._step_device == "cpu" else local_of(param).device
-
-    def _device_to_stage_on(self) -> torch.device | None:
-        """Return the device that steps, where that is not the host."""
-        devices: set[torch.device] = {
-            param.device for group in self.param_groups for param in group["params"]
-        }
-        if self._step_device == "cpu" or all(device.type == "cpu" for device in devices):
-            return None
-        if len(devices) > 1:
-            raise ValueError(
-                f'step_device: parameters are on {sorted(map(str, devices))}; "param" needs one device for all of them'
-            )
-        return devices.pop()
-
-    def _note_params(self) -> None:
-        params = [param for group in self.param_groups for param in group["params"]]
-        self._index = {param: index for index, param in enumerate(params)}
-        self._patterns = {
-            number: probing.pattern(group) for number, group in enumerate(self.param_groups)
-        }
-        self._planned = {
-            param: (number, param.shape, param.dtype, param.stride())
-            for number, group in enumerate(self.param_groups)
-            for param in group["params"]
-        }
-        # Nothing is copied for a step of all at once.
-        self._stepped_in_place = all(
-            param.device.type == "cpu" and self._planner.step_dtype(param) == param.dtype
-            for param in params
-        )
-        # Then how the work is divided changes no result.
-        self._by_elements = self._staging is None and all(
-            unit.cuttable for bucket in self._buckets for unit in bucket.units
-        )
-        self._located = Located(self._buckets)
-
-    def _fill(self, states: Callable[[int, torch.Tensor], Any]) -> None:
-        """Give units the states that their parameters have; a parameter without one has none."""
-        current: tuple[int, Any] = (-1, None)
-
-        def fill(unit: Unit, memory: torch.Tensor) -> bool:
-            nonlocal current
-            if current[0] != unit.index:
-                current = unit.index, states(unit.index, unit.param)
-            if not current[1]:
-                return False
-            put_state(unit, current[1], memory)
-            return True
-
-        self._fill_by(fill)
-
-    def _fill_by(self, fill: Callable[[Unit, torch.Tensor], bool]) -> None:
-        """Fill all buckets, unit by unit; those in which no unit had anything stay as they are."""
-        residency = self._usable(loading=True)
-        self._incomplete = True
-        with self._interrupts.deferred():
-            residency.begin([bucket.index for bucket in self._buckets])
-            for bucket in self._buckets:
-                memory = residency.acquire(bucket.index, fresh=True)
-                filled = [fill(unit, memory) for unit in bucket.units]
-                residency.release(bucket.index, dirty=any(filled))
-            self._incomplete = False
-
-    def _params_with_state(self) -> list[torch.Tensor]:
-        return [
-            param
-            for group in self.param_groups
-            for param in group["params"]
-            if any(unit.kept for _, unit in self._located.units.get(self._index[param], ()))
-        ]
-
-    def _state_of_one(self, param: torch.Tensor) -> dict[str, Any]:
-        with self._locked():
-            residency = self._readable()
-            pieces = self._located.units.get(self._index[param], [])
-            if not any(unit.kept for _, unit in pieces):
-                return {}
-            held: dict[int, torch.Tensor] = {}
-
-            def read(bucket: Bucket) -> torch.Tensor:
-                if bucket.index not in held:
-                    held.clear()  # one at a time
-                    memory = residency.slot_of(bucket.index)
-                    if memory is None:
-                        memory = torch.empty(bucket.nbytes, dtype=torch.uint8)
-                        self._drain(residency)
-                        if bucket.nbytes:
-                            self._store.read(bucket.name, memory).result()
-                    held[bucket.index] = memory
-                return held[bucket.index]
-
-            return state_of(pieces, Copied(read))
-
-    def _mapped_state(self) -> dict[torch.Tensor, Any]:
-        with self._locked():
-            residency = self._readable()
-            self._flush(residency)
-            source = Mapped(self._store)
-            return {
-                param: state_of(self._located.units[self._index[param]], source)
-                for param in self._params_with_state()
-            }
-
     def _readable(self) -> Residency:
         residency = self._usable()
         if self._sweep is not None:
             raise self._half_done("a step before failed")
         return residency
 
-    def _flush(self, residency: Residency) -> None:
+    @contextlib.contextmanager
+    def _storing(self) -> Iterator[None]:
+        """Hold signals back, and say of a failure that nothing is lost."""
         try:
             with self._interrupts.deferred():
-                residency.flush()
-        except StorageError as error:
-            raise self._not_stored() from error
-
-    def _drain(self, residency: Residency) -> None:
-        try:
-            with self._interrupts.deferred():
-                residency.drain()
+                yield
         except StorageError as error:
             raise self._not_stored() from error
 
@@ -912,6 +1169,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         )
 
 
+def refused_step(*_: Any, **__: Any) -> Any:
+    """Raise: it is the step() of an optimizer that has been offloaded."""
+    raise RuntimeError(
+        "step(): this optimizer has been offloaded; call step() of what offload_optimizer() has returned"
+    )
+
+
+# Schedulers that were made of the optimizer itself look for this.
+refused_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def _own(leaf: Any) -> Any:
+    """Return a leaf of a state that has memory of its own."""
+    return local_of(leaf).detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
 def _described(names: Sequence[str], values: Sequence[Any]) -> str:
     return ", ".join(
         f"{name} {tuple(value) if isinstance(value, torch.Size) else value}"
@@ -919,14 +1192,98 @@ def _described(names: Sequence[str], values: Sequence[Any]) -> str:
     )
 
 
+def _by_param(buckets: Sequence[Bucket]) -> dict[torch.Tensor, list[tuple[Bucket, Unit]]]:
+    """Return the units of each parameter."""
+    found: dict[torch.Tensor, list[tuple[Bucket, Unit]]] = {}
+    for bucket in buckets:
+        for unit in bucket.units:
+            found.setdefault(unit.param, []).append((bucket, unit))
+    return found
+
+
+def _kinds(buckets: Sequence[Bucket]) -> list[Any]:
+    """Return what of a plan decides whether state can stay where it is."""
+    return [
+        (
+            unit.index,
+            unit.stop is None,
+            [
+                (each.name, each.dtype, each.shape if unit.stop is None else ())
+                for each in unit.fields
+            ],
+        )
+        for bucket in buckets
+        for unit in bucket.units
+        if not unit.start
+    ]
+
+
 class _Sweep:
     """A step's way through buckets."""
 
-    def __init__(self, order: list[int], step: Step) -> None:
+    def __init__(
+        self,
+        order: list[int],
+        function: Callable[[], Any],
+        scaling: dict[str, Any],
+        *,
+        is_step: bool = True,
+    ) -> None:
         self.order = order
-        self.step = step
+        self.function = function
+        self.scaling = scaling
+        self.is_step = is_step
         self.done = 0
         self.broken = False  # in the middle of a bucket
+        self.snapshot: Any = None  # of what the step began with
+        self._gradients: dict[torch.Tensor, Any] = {}
+
+    def is_checked(self, steps: int) -> bool:
+        """Return whether the next bucket is one of those that are stepped twice, in two ways, and compared."""
+        # One bucket in the steps 1, 2, 4, 8, ... and another one each time.
+        return (
+            bool(self.order)
+            and not steps & (steps - 1)
+            and (self.done == steps.bit_length() % len(self.order))
+        )
+
+    def note_gradients(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Note gradients as they are, which those of a retry must be."""
+        for param, grad in gradients:
+            self._gradients[param] = None if grad is None else (weakref.ref(grad), grad._version)
+
+    def changed_gradient(self, buckets: Sequence[Bucket]) -> torch.Tensor | None:
+        """Return a parameter of what is left whose gradient is another one, or was written to."""
+        for index in self.order[self.done :]:
+            for unit in buckets[index].units:
+                noted, grad = self._gradients.get(unit.param), unit.param.grad
+                if (noted is None) != (grad is None):
+                    return unit.param
+                if noted is not None and grad is not None:
+                    known, version = noted
+                    if known() is not grad or grad._version != version:
+                        return unit.param
+        return None
+
+
+def _check_ranks(step: int | None) -> None:
+    """Refuse to resume where ranks have committed different steps, or some have none.
+
+    Raises
+    ------
+    RuntimeError
+        It has the step of each rank; it is raised on all of them.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    steps: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(steps, step)
+    if len(set(steps)) > 1:
+        told = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(steps))
+        raise RuntimeError(
+            f"ranks have committed different steps ({told}), and cannot go on together. What helps: restore a "
+            "checkpoint that all have, or discard_committed() on all of them"
+        )
 
 
 def of_this_rank(path: Path | Sequence[Path]) -> list[str]:

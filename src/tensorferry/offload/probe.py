@@ -1,643 +1,674 @@
-"""What an optimizer's step does to its parameters, found by trying it on small ones and never assumed.
+"""What an optimizer's step does to its parameters: read from the operations that it calls, and tried.
 
-A step is *separable* if each parameter's update depends on that parameter, its gradient, its state and its group's
-values alone: then parameters may be stepped one after the other, and their state need not be in memory together. It is
-*element-wise* if the same holds for every element: then a parameter may be cut anywhere.
+A step is *separable* if each parameter's update depends on that parameter, its gradient, its state and the values of
+groups and attributes alone: then parameters may be stepped one after the other, and their state need not be in memory
+together. It is *element-wise* if the same holds for every element: then a parameter may be cut.
 
-The probe steps a twin of the optimizer, of the same class with the same values, on some hundred thousand elements:
-together, each by itself, and in pieces. What is equal bit for bit is taken as equal.
+The trial lends the optimizer the user's own parameters, with small data, and steps some of them together and then one
+after the other as real steps do: with gradients that come and go, that are large, infinite and NaN. Results must be
+equal bit for bit. A parameter may be cut only where the operations of its step are all known to treat each element by
+itself (`dryrun`), and pieces of various lengths have arrived at the same bits as the whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import math
-from collections import OrderedDict, defaultdict, deque
+import itertools
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils import _pytree
 
-from tensorferry.arrays import tensor_bytes
+from tensorferry.offload.counted import ATOMS, Snapshot, differing, frozen, reaches_tensor, same
+from tensorferry.offload.dryrun import Found, dry_run, same_trace
 from tensorferry.offload.errors import NotSeparableError
+from tensorferry.offload.lending import Lender, class_method
+from tensorferry.offload.plan import GRANULE, SMALL_NBYTES, flatten, local_of, names_in
+from tensorferry.offload.states import CLASSES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from torch.optim import Optimizer
+# Powers of ten of gradients in the steps of a trial. They become smaller, and larger than all before: some are limited
+# by what has been. More steps follow, since some begin otherwise than they go on (RAdam's first five do not adapt).
+_POWERS = (0, -1, 1, 0, 0, 4, 0, -6, 0, 0)
 
-# Pieces begin at multiples of this many elements: whole pages, whatever the dtype, and no vector unit's tail within.
-GRANULE = 4096
-
-# Gradients become smaller, and larger than all before: some are limited by what has been (StableAdamW, AdaNorm). More
-# steps follow, since some begin otherwise than they go on (RAdam's first five do not adapt, or change nothing at all).
-_POWERS = (0, -1, 1, 0, 0, 0, 0, 0)
-_STEPS = len(_POWERS)
-
-_SHAPES = {0: (), 1: (7680,), 2: (60, 128), 3: (8, 20, 48), 4: (8, 4, 5, 48)}
-_CUTS = (0, GRANULE, None)
-
-# Kernels of torch's round the elements that do not fill a vector otherwise than the rest, for bfloat16 for one, and
-# such are wherever a thread ends. Pieces of odd lengths show it.
-_ODD_CUTS = (*range(0, 7680, 509), None)
-
-# Fused kernels let threads end at cache lines, so that cutting at granules is safe all the same. That is tried with
-# enough elements for several threads (32,768 each), of a length that no number of threads divides into vectors.
-_LARGE = (131101,)
-_CUTS_OF_LARGE = (0, GRANULE, 11 * GRANULE, None)
-
-_SMALL_ELEMENTS = 64
-
-# What the constructor makes of this shape has the parameter's; it is no likely shape of anything else.
-_EXAMPLE_SHAPE = (3,)
-
-# Classes of tensors whose elements are all there is of them.
-_CLASSES = (torch.Tensor, torch.nn.Parameter)
-
-# What a group is tried with while its rate is smaller, as at the beginning of a warm-up: nothing would move.
-_RATE = 1e-3
+# No parameter of a trial is longer in any dimension: steps that take roots of matrices take long.
+_MAX_LENGTHS = {1: 64, 2: 24, 3: 8}
+_MAX_TRIED = 24
 
 # How large the elements of parameters are, one after the other: what a step does is rounded away where they are large.
 _MAGNITUDES = (1.0, 1.0, 1e-1, 1.0, 1e-2, 1e-4, 1e-6, 0.0)
 
-# What users registered is called for the wrapper, once a step, not for pieces.
-HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+# What a group is tried with while its rate is smaller, as at the beginning of a warm-up: nothing would move.
+_RATE = 1e-3
 
-
-# Attributes that every optimizer has: they are replaced, or are not of the step.
-_OF_TORCH = ("defaults", "state", "param_groups", *HOOKS)
-
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
-
-
-class _Member(NamedTuple):
-    """A group with one small parameter, and its gradients."""
-
-    group: dict[str, Any]
-    param: torch.Tensor
-    grads: list[torch.Tensor]
-
-
-class Behaviour(NamedTuple):
-    """How the parameters of a group may be stepped.
-
-    ``element_state`` has, for each entry of an element-wise optimizer's state in its order, the dtype of what has an
-    element for each of the parameter's, and None for anything else. It is None where parameters must stay whole.
-    """
-
-    element_state: dict[str, torch.dtype | None] | None
-
-
-def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return an optimizer that steps as another does, with groups of its own, no state and no hooks."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update({name: _contained(value) for name, value in vars(optimizer).items()})
-    for hooks in HOOKS:
-        twin.__dict__[hooks] = OrderedDict()
-    twin.param_groups = groups
-    twin.state = defaultdict(dict)
-    return twin
-
-
-def _contained(value: Any) -> Any:
-    """Return an attribute whose containers a twin may change; what they contain is shared."""
-    if isinstance(value, list) and type(value) is list:
-        return [_contained(each) for each in value]
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        copied.update({key: _contained(each) for key, each in value.items()})
-        return copied
-    return copy.copy(value) if isinstance(value, set) else value
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, or the tensor itself."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
-def bare_step(optimizer: Optimizer) -> None:
-    """Step an optimizer without the profiler's entry and the hooks that torch puts around it."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    step(optimizer)
-
-
-def values_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's values, all but its parameters; what could be changed in place is copied."""
-    return {
-        key: value.clone()
-        if isinstance(value, torch.Tensor)
-        else value
-        if isinstance(value, (int, float, str, tuple, type(None)))
-        else copy.deepcopy(value)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-
-
-def _moving(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's values with a rate at which steps can be told apart, if it has none."""
-    rate = values.get("lr")
-    if isinstance(rate, torch.Tensor) and rate.numel() == 1 and abs(rate.item()) < _RATE:
-        values["lr"] = torch.full_like(rate, _RATE)
-    elif isinstance(rate, (int, float)) and abs(rate) < _RATE:
-        values["lr"] = _RATE
-    return values
-
-
-def scalars_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return those of an optimizer's own attributes that a step may count in."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, (int, float, str, type(None)))
-    }
-
-
-def same(left: Any, right: Any) -> bool:
-    """Return whether two values are equal, tensors bit for bit."""
-    if left is right:
-        return True
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return (
-            isinstance(left, torch.Tensor)
-            and isinstance(right, torch.Tensor)
-            and left.dtype == right.dtype
-            and left.shape == right.shape
-            and same_bits(left, right)
-        )
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, deque) and isinstance(right, deque):
-        return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
-        return math.isnan(right)
-    return bool(left == right)
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape have the same bytes: NaNs are equal, 0.0 and -0.0 are not."""
-    return torch.equal(tensor_bytes(left.contiguous()), tensor_bytes(right.contiguous()))
+# Kernels of torch's round the elements that do not fill a vector otherwise than the rest, for bfloat16 for one, and
+# such are wherever a thread ends. Pieces of odd lengths show it. Fused kernels let threads end at cache lines; for
+# these cutting at granules is tried, with enough elements for several threads (32,768 each).
+_CUT_NUMEL, _ODD_CUTS = 7680, (*range(0, 7680, 509), 7680)
+_LARGE_NUMEL, _LARGE_CUTS = 131101, (0, GRANULE, 11 * GRANULE, 131101)
 
 
 class Probe:
-    """Finds out how an optimizer may be stepped. What it has found of one group serves others like it."""
+    """Finds out how an optimizer may be stepped.
 
-    def __init__(self, optimizer: Optimizer, *, on_host: bool = False) -> None:
+    Raises
+    ------
+    NotSeparableError
+        It may do what cannot be seen.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, lender: Lender) -> None:
         self._optimizer = optimizer
-        self._on_host = on_host
+        self._lender = lender
         self._name = type(optimizer).__name__
-        self._refuse_other_holders()
-        self._known: dict[Any, Behaviour] = {}
-        self._known_states: dict[Any, Any] = {}
-        self._known_elements: dict[Any, bool] = {}
-        # Whether it steps parameters that have no gradient, too.
-        self.steps_all = False
-        # Adagrad's constructor makes state, and its step wants it: what it is for an example. Kept, since the
-        # optimizer's own is given away.
-        self._example = torch.zeros(_EXAMPLE_SHAPE)
-        self._begun = _begun_for(self._example, optimizer)
-
-    def _refuse_other_holders(self) -> None:
-        """Refuse an optimizer that reaches its parameters by other ways than its groups: it would step them all.
-
-        Raises
-        ------
-        NotSeparableError
-            The way.
-        """
-        own = {id(param) for group in self._optimizer.param_groups for param in group["params"]}
-        for name, value in vars(self._optimizer).items():
-            if isinstance(value, torch.optim.Optimizer):
-                raise NotSeparableError(
-                    f"{self._name} cannot be offloaded: it hands its steps to another optimizer (its attribute "
-                    f"{name!r}, of class {type(value).__name__}). What would help: offload that one, and make a "
-                    f"{self._name} of what offload_optimizer() returns"
-                )
-            if name in ("param_groups", "state", "defaults") or not isinstance(
-                value, (list, tuple, dict)
-            ):
-                continue
-            if any(id(leaf) in own for leaf in _pytree.tree_leaves(value)):
-                raise NotSeparableError(
-                    f"{self._name} cannot be offloaded: it keeps parameters in its attribute {name!r}, and may step "
-                    "them whatever its groups have"
-                )
-
-    def behaviour(
-        self, group: dict[str, Any], params: Sequence[torch.Tensor], dtype: torch.dtype
-    ) -> Behaviour:
-        """Return how parameters of a group, of one dtype, may be stepped.
-
-        Raises
-        ------
-        NotSeparableError
-            They cannot be stepped one by one, or not at all.
-        """
-        dimensions = sorted({param.dim() for param in params})
-        key = (pattern(group, numbers=True), dtype, params[0].device, tuple(dimensions))
-        if key not in self._known:
-            shapes = [_shape_of(dimension) for dimension in dimensions]
-            self._known[key] = self._try(group, shapes, dtype, params[0])
-        return self._known[key]
-
-    def has_elements(
-        self,
-        group: dict[str, Any],
-        param: torch.Tensor,
-        dtype: torch.dtype,
-        state: dict[str, torch.dtype | None],
-    ) -> bool:
-        """Return whether a parameter of this very shape has the state that small ones have, as far as can be told."""
-        key = (pattern(group, numbers=True), dtype, param.shape)
-        if key not in self._known_elements:
-            small = param.numel() <= _LARGE[0]
-            try:
-                found = self._state_on(param.device if small else "meta", group, param, dtype)
-            except Exception:  # it needs values
-                self._known_elements[key] = True
-            else:
-                self._known_elements[key] = tuple(found) == tuple(state) and all(
-                    leaf_dtype is None
-                    or (found[name].shape, found[name].dtype) == (param.shape, leaf_dtype)
-                    for name, leaf_dtype in state.items()
-                )
-        return self._known_elements[key]
-
-    def check_together(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Try whether a group's step depends on another group's values.
-
-        Raises
-        ------
-        NotSeparableError
-            It does.
-        """
-        groups = [group for group in groups if group["params"]]
-        if len(groups) < 2:
-            return
-        make = torch.Generator().manual_seed(8)
-        scratch = []
-        for group in (groups[0], groups[-1]):
-            example = group["params"][0]
-            device = "cpu" if self._on_host else example.device
-            shape = _shape_of(example.dim())
-            values = [_random(shape, example.dtype, make).to(device) for _ in range(1 + _STEPS)]
-            scratch.append(_Member(group, _of_magnitudes(values[0]), values[1:]))
-        for one, own in (scratch, scratch[::-1]):
-            other = one._replace(group=_others_like(one.group))
-            try:
-                alone = self._run_groups([own])[0]
-                beside = self._run_groups([other, own])[1]
-                behind = self._run_groups([own, other])[0]
-            except (
-                Exception
-            ):  # values that do not go together; each group by itself is tried elsewhere
-                return
-            if not same(alone, beside) or not same(alone, behind):
-                raise NotSeparableError(
-                    f"{self._name} cannot be offloaded exactly: its step of one group depends on another group's values"
-                )
-
-    def state_of(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> Any:
-        """Return what a parameter's state looks like after some steps: with tensors whose values mean nothing.
-
-        Where the optimizer lets it, on torch's meta device, so that it takes no memory.
-
-        Raises
-        ------
-        NotSeparableError
-            It does not step a parameter of this shape.
-        """
-        key = (pattern(group, numbers=True), dtype, param.device, param.shape, param.stride())
-        if key not in self._known_states:
-            try:
-                state = self._state_on("meta", group, param, dtype)
-            except Exception:  # whatever an optimizer does that needs values
-                device = "cpu" if self._on_host else param.device
-                try:
-                    state = self._state_on(device, group, param, dtype)
-                except Exception as error:
-                    raise NotSeparableError(
-                        f"{self._name} cannot be offloaded: a step of it on a parameter of shape {tuple(param.shape)} "
-                        f"raised {type(error).__name__}: {error}"
-                    ) from error
-            self._known_states[key] = _pytree.tree_map(
-                lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, state
-            )
-        return self._known_states[key]
-
-    def _state_on(
-        self, device: Any, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype
-    ) -> Any:
-        scratch = torch.nn.Parameter(
-            torch.empty_strided(param.shape, param.stride(), dtype=dtype, device=device).zero_()
+        self._refuse_own_step()
+        self._knows_params = Snapshot(optimizer).knows_params
+        self._found: dict[Any, Found] = {}
+        self._placed: dict[Any, bool] = {}
+        self._pieces: dict[Any, Found | None] = {}  # of what may be cut, whatever its shape
+        #: When parameters may be without a gradient: any time, only from the second step on, or never.
+        self.gradients = "any"
+        self._shrunk = True
+        # The optimizer's own state is given away; what a parameter begins with is kept for later groups.
+        self._begun: dict[torch.Tensor, Any] = {}
+        self.note_begun(
+            {
+                param: optimizer.state.get(param)
+                for group in optimizer.param_groups
+                for param in group["params"]
+            }
         )
-        twin = self._twin([{**_moving(values_of(group)), "params": [scratch]}])
-        self._begin(twin, scratch)
-        with torch.device(device):  # for what it makes without looking where the parameter is
-            for _ in range(2):
-                scratch.grad = torch.zeros_like(scratch)
-                bare_step(twin)
-        return twin.state[scratch]
 
-    def _try(
+    def note_begun(self, states: Mapping[torch.Tensor, Any]) -> None:
+        """Note what state parameters have already: an optimizer may make it once, and never again."""
+        for param, state in states.items():
+            if state or param not in self._begun:
+                self._begun[param] = _small_state(state or {}, local_of(param))
+
+    def _refuse_own_step(self) -> None:
+        step: Any = vars(self._optimizer).get("step")
+        while getattr(step, "_wrapped_by_lr_sched", False):
+            step = getattr(
+                step, "__wrapped__", None
+            )  # a scheduler's, which notes that it was called
+        own: Any = type(self._optimizer).step
+        if step is not None and getattr(step, "__func__", step) is not own:
+            raise NotSeparableError(
+                f"{self._name} cannot be offloaded: a step() was set on this very object, and what it does beside that "
+                "of its class cannot be seen. What would help: hooks (register_step_pre_hook), or a class of your own"
+            )
+
+    # How parameters are stepped, each by itself
+
+    def behaviour(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> Found:
+        """Return how a parameter of a group is stepped as one of a dtype.
+
+        Raises
+        ------
+        NotSeparableError
+            It cannot be stepped, or its state cannot be stored.
+        """
+        key = self._key(group, param, dtype)
+        if key not in self._found:
+            local = local_of(param)
+            found = self._tried_dry(param, local.shape, local.stride())
+            if found is not None and found.reads:
+                # What it does next depends on values: it may skip gradients that are not finite, say. State is what it
+                # makes either way.
+                other = self._tried_dry(param, local.shape, local.stride(), answer=False)
+                if other is not None:
+                    found = found._replace(state={**other.state, **found.state})
+            if found is None:
+                found = Found(self._stepped_alone(param), False, [])
+            self._refuse_state(found.state)
+            self._found[key] = found
+        return self._found[key]
+
+    def may_be_cut(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Return whether a parameter may be stepped in pieces."""
+        whole = self.behaviour(group, param, dtype)
+        if not whole.pointwise or not local_of(param).numel():
+            return False
+        values, (_, device, _, _, grad_dtype), *more = self._key(group, param, dtype)
+        key = (values, dtype, device, grad_dtype, *more)
+        if key not in self._pieces:
+            piece = self._tried_dry(param, (GRANULE,), (1,))
+            agrees = piece is not None and piece.pointwise and self._pieces_agree(group, param)
+            self._pieces[key] = piece if agrees else None
+        piece = self._pieces[key]
+        return (
+            piece is not None
+            and same_trace(whole.trace, piece.trace)
+            and _cut_alike(whole.state, local_of(param).shape, piece.state)
+        )
+
+    def _key(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> Any:
+        local = local_of(param)
+        attributes = tuple(
+            (name, value if isinstance(value, ATOMS) else id(value))
+            for name, value in sorted(vars(param).items())
+        )
+        return (
+            pattern(group, numbers=True),
+            (dtype, local.device, local.shape, local.stride(), _grad_dtype(param)),
+            attributes,
+            id(param) if self._knows_params else None,
+            _kind_of(self._begun.get(param)),
+        )
+
+    def _tried_dry(
         self,
-        group: dict[str, Any],
-        shapes: list[tuple[int, ...]],
-        dtype: torch.dtype,
-        example: torch.Tensor,
-    ) -> Behaviour:
-        make = torch.Generator().manual_seed(7)
+        param: torch.Tensor,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        *,
+        answer: bool = True,
+    ) -> Found | None:
+        target = self._lender.target_of(param)
+        device = target.device if target.device.type == "cpu" else torch.device("meta")
+        # Its memory is never touched, so that it takes none.
+        data = torch.empty_strided(shape, stride, dtype=target.dtype, device=device)
+        if (
+            data.device != target.device
+        ):  # on the device meta: no parameter of the user's can be there
+            target = torch.nn.Parameter(data)
+            target.__dict__.update(vars(param))
+        with self._lent({param: (target, data)}, only=[param]) as optimizer:
+            target.grad = torch.empty_like(data, dtype=_grad_dtype(param, target))
+            with torch.device(data.device) if data.is_meta else contextlib.nullcontext():
+                return dry_run(
+                    class_method(optimizer),
+                    target,
+                    lambda: optimizer.state.get(target, {}),
+                    answer=answer,
+                )
 
-        def some(shape: tuple[int, ...], scale: float) -> torch.Tensor:
-            device = "cpu" if self._on_host else example.device
-            return _random(shape, dtype, make, scale).to(device)
+    def _stepped_alone(self, param: torch.Tensor) -> dict[Any, Any]:
+        """Return the state that a parameter has after two real steps with no movement."""
+        target, local = self._lender.target_of(param), local_of(param)
+        data = torch.zeros_like(local, dtype=target.dtype, device=target.device)
+        with self._lent({param: (target, data)}, only=[param]) as optimizer:
+            try:
+                for _ in range(2):
+                    target.grad = torch.zeros_like(data, dtype=_grad_dtype(param, target))
+                    class_method(optimizer)()
+            except Exception as error:
+                raise NotSeparableError(
+                    f"{self._name} cannot be offloaded: a step of it on a parameter of shape {tuple(local.shape)} "
+                    f"raised {type(error).__name__}: {error}"
+                ) from error
+            state: dict[Any, Any] = _pytree.tree_map(
+                lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf,
+                dict(optimizer.state.get(target, {})),
+            )
+            return state
 
-        # Two of each shape, with gradients of different sizes: what depends on all of them shows.
-        # One of them lies on its side: what depends on the proportions shows, too.
-        shapes = [shape for each in shapes for shape in (each, each[::-1])]
-        params = [_of_magnitudes(some(shape, 0.5)) for shape in shapes]
-        grads = [
-            [some(shape, 10.0 ** (index + power)) for index, shape in enumerate(shapes)]
-            for power in _POWERS
-        ]
-        # What some do only where a gradient is at right angles to its parameter (AdamP) must show, too.
-        grads[0] = [
-            _turned(param) * 10.0**index if param.dim() else grads[0][index]
-            for index, param in enumerate(params)
-        ]
+    def _refuse_state(self, state: dict[Any, Any]) -> None:
+        leaves, spec = flatten(state)
+        for name, leaf in zip(names_in(spec), leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                if type(leaf) not in CLASSES:
+                    raise NotSeparableError(
+                        f"{self._name} cannot be offloaded: state[{name!r}] is a {type(leaf).__name__}, and only plain "
+                        "tensors can be stored"
+                    )
+            elif not isinstance(leaf, ATOMS) and reaches_tensor(leaf):
+                raise NotSeparableError(
+                    f"{self._name} cannot be offloaded: state[{name!r}] is a {type(leaf).__name__} that holds tensors, "
+                    "and only tensors in dicts, lists, tuples and deques can be stored"
+                )
 
+    # How they are stepped together
+
+    def try_together(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Step some parameters together, and one after the other; decide how they are lent.
+
+        Raises
+        ------
+        NotSeparableError
+            The results differ, or the step cannot be tried.
+        """
+        tried = _chosen(groups)
+        why: list[str] = []
+        for self.gradients in ("any", "from the first step", "always") if tried else ():
+            # Some know of the parameters' shapes.
+            for self._shrunk in (True, False):
+                try:
+                    whole = self._whole(tried)
+                except NotSeparableError:
+                    raise
+                except Exception as error:
+                    why.append(
+                        f": a step of it on {len(tried)} small parameters, without a closure and with dense gradients, "
+                        f"raised {type(error).__name__}: {error}"
+                    )
+                    continue
+                differs = self._differs_apart(tried, whole)
+                if differs is None:
+                    return
+                why.append(f" exactly: {differs}")
+                break
+        if why:
+            why.sort(key=lambda each: not each.startswith(" exactly"))
+            raise NotSeparableError(
+                f"{self._name} cannot be offloaded{why[0]}. What would help: an optimizer whose step treats each "
+                "parameter by itself"
+            )
+
+    def _whole(self, tried: Sequence[torch.Tensor]) -> list[Any]:
+        """Step parameters together, twice."""
         random_before = torch.get_rng_state()
         try:
-            whole, whole_values = self._run(group, params, grads)
-            again, _ = self._run(group, params, grads)
-            apart, _ = self._run(group, params, grads, apart=True)
-        except NotSeparableError:
-            raise
-        except Exception as error:
-            raise NotSeparableError(
-                f"{self._name} cannot be offloaded: a step of it on {len(shapes)} small parameters, without a closure "
-                f"and with dense gradients, raised {type(error).__name__}: {error}"
-            ) from error
-        if not torch.equal(torch.get_rng_state(), random_before):
+            whole = self._trial(tried, "together")
+        finally:
+            moved = not torch.equal(torch.get_rng_state(), random_before)
             torch.set_rng_state(random_before)
+        if moved:
             raise NotSeparableError(
                 f"{self._name} cannot be offloaded: its step draws random numbers, so that the result depends on the "
                 "order in which parameters are stepped"
             )
-        if not same(whole, again):
+        if not same(whole, self._trial(tried, "together")):
             raise NotSeparableError(
                 f"{self._name} cannot be offloaded exactly: its step gives another result each time (fused SGD of some "
-                "releases of torch does so with bfloat16: it reads memory that nobody has set)"
+                "releases of torch does so with bfloat16: it reads memory that nothing has been written to)"
             )
-        for index in range(len(params)):
-            alone, values = self._run(
-                group, params[index : index + 1], [at[index : index + 1] for at in grads]
-            )
-            differing = _differing(whole_values, values)
-            if differing is not None:
-                raise NotSeparableError(
-                    f"{self._name} cannot be offloaded exactly: {differing} depends on the gradients of several "
-                    "parameters at once. What would help: an optimizer whose step treats each parameter by itself"
-                )
-            if not same(whole[index], alone[0]):
-                raise NotSeparableError(
-                    f"{self._name} cannot be offloaded exactly: a parameter stepped by itself differs from the same "
-                    "stepped together with others"
-                )
-        if not same(whole, apart):
-            raise NotSeparableError(
-                f"{self._name} cannot be offloaded exactly: it depends on how often it has stepped, or what, by "
-                f"attributes that are no plain numbers ({', '.join(self._changeable(self._optimizer))})"
-            )
-        self.steps_all |= self._steps_without_gradients(group, params, grads)
-        found = self._in_pieces(group, params, grads, whole, _ODD_CUTS)
-        if found is None and group.get("fused"):
-            found = self._in_pieces(group, params, grads, whole, _CUTS)
-        if found is not None:
-            large = [_of_magnitudes(some(_LARGE, 0.5))]
-            large_grads = [[some(_LARGE, 10.0**power)] for power in _POWERS]
-            whole, _ = self._run(group, large, large_grads)
-            of_large = self._in_pieces(group, large, large_grads, whole, _CUTS_OF_LARGE)
-            found = of_large if of_large == found or not found else None
-        return Behaviour(found)
+        return whole
 
-    def _in_pieces(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        grads: list[list[torch.Tensor]],
-        whole: list[tuple[torch.Tensor, Any]],
-        cuts: Sequence[int | None],
-    ) -> dict[str, torch.dtype | None] | None:
-        """Return what is said at Behaviour, by stepping pieces of each parameter."""
-        found: list[dict[str, torch.dtype | None]] = []
-        for index, param in enumerate(params):
-            if param.dim() == 0:  # nothing to cut
+    def _differs_apart(self, tried: Sequence[torch.Tensor], whole: list[Any]) -> str | None:
+        """Step parameters one after the other; return what differs, or None and lend them so from now on."""
+        found: list[str] = []
+        for alone in (False, True):
+            try:
+                apart = self._trial(tried, "alone" if alone else "apart")
+            except NotSeparableError as error:
+                found.insert(0, str(error))
                 continue
-            pieces = []
-            for piece in map(slice, cuts, cuts[1:]):
-                piece_grads = [[at[index].reshape(-1)[piece]] for at in grads]
-                try:
-                    stepped, _ = self._run(group, [param.reshape(-1)[piece]], piece_grads)
-                except Exception:  # it wants matrices, say
-                    return None
-                pieces.append(stepped[0])
-            param_whole, state_whole = whole[index]
-            joined = torch.cat([piece for piece, _ in pieces]).view(param_whole.shape)
-            states = [state for _, state in pieces]
-            if not same(joined, param_whole):
+            except Exception as error:
+                found.append(f"one parameter by itself raised {type(error).__name__}: {error}")
+                continue
+            if same(whole, apart):
+                self._lender.alone = alone
                 return None
-            kinds = _element_state(state_whole, states, param_whole)
-            if kinds is None:
-                return None
-            found.append(kinds)
-        if not found:
-            return {}
-        return found[0] if all(kinds == found[0] for kinds in found) else None
+            name = differing(whole[-1], apart[-1])
+            found.insert(
+                0,
+                f"{name} depends on the gradients of several parameters at once"
+                if name is not None
+                else "a parameter stepped by itself differs from the same stepped together with others",
+            )
+        return found[0]
 
-    def _run(
+    def _trial(self, tried: Sequence[torch.Tensor], how: str) -> list[Any]:
+        """Step parameters with small data; return what has become of them, step by step, and the values at the end."""
+        make = torch.Generator().manual_seed(7)
+        lent = {}
+        for param in tried:
+            target, local = self._lender.target_of(param), local_of(param)
+            shape = _shrunk(local.shape) if self._shrunk else tuple(local.shape)
+            lent[param] = target, _of_magnitudes(_random(shape, target, make, 0.5))
+        results: list[Any] = []
+        only = tried if self.gradients == "always" else None
+        with self._lent(lent, only, draws=True) as optimizer:
+            step = class_method(optimizer)
+            all_params = [group["params"] for group in optimizer.param_groups]
+            for number, power in enumerate(_POWERS):
+                begin = Snapshot(optimizer)
+                grads = [
+                    self._gradient(at, number, data, _grad_dtype(param, target), power, make)
+                    for at, (param, (target, data)) in enumerate(lent.items())
+                ]
+                targets = [target for target, _ in lent.values()]
+                after: Any = None
+                for portion in _portions(how, grads):
+                    if after is not None:
+                        begin.restore()
+                    for at, target in enumerate(targets):
+                        target.grad = grads[at] if at in portion else None
+                    if how == "alone":
+                        [at] = portion
+                        for group, params in zip(optimizer.param_groups, all_params, strict=True):
+                            group["params"] = [each for each in params if each is targets[at]]
+                    step()
+                    begin.check_large()
+                    left = begin.frozen()
+                    name = None if after is None else differing(after, left)
+                    if name is not None:
+                        raise NotSeparableError(
+                            f"{name} depends on the gradients of several parameters at once"
+                        )
+                    after = left
+                for group, params in zip(optimizer.param_groups, all_params, strict=True):
+                    group["params"] = params
+                self._refuse_shared_state(optimizer, targets)
+                results.append(
+                    [
+                        (
+                            target.detach().clone(),
+                            frozen(optimizer.state.get(target, {})),
+                        )
+                        for target in targets
+                    ]
+                )
+                results.append(after)
+        return results
+
+    def _gradient(
         self,
-        group: dict[str, Any],
-        params: Sequence[torch.Tensor],
-        grads: Sequence[Sequence[torch.Tensor]],
-        *,
-        apart: bool = False,
-    ) -> tuple[list[tuple[torch.Tensor, Any]], dict[str, Any]]:
-        """Step copies of parameters; return them with their states, and the group's and optimizer's values.
+        at: int,
+        number: int,
+        data: torch.Tensor,
+        dtype: torch.dtype,
+        power: int,
+        make: torch.Generator,
+    ) -> torch.Tensor | None:
+        """Return a parameter's gradient in a step of a trial."""
+        scale = 10.0 ** (power + at % 5)
+        grad = _random(tuple(data.shape), data, make, scale).to(dtype)
+        if number == 0 and data.dim() and data.numel() % 2 == 0 and not data.is_complex():
+            # What some do only where a gradient is at right angles to its parameter (AdamP) shows.
+            pairs = data.reshape(-1, 2)
+            turned = torch.stack((pairs[:, 1], -pairs[:, 0]), 1).reshape(data.shape)
+            grad = (turned * 10.0 ** (at % 5)).to(dtype)
+        late = self.gradients == "any" and at % 4 == 1 and number < 3
+        goes = self.gradients != "always" and number and (number + at) % 4 == 3
+        if late or goes:
+            return None
+        if grad.is_floating_point() and grad.numel() and number == len(_POWERS) - 2 and at % 3 == 0:
+            grad.view(-1)[0] = float("inf")
+        if grad.is_floating_point() and grad.numel() and number == len(_POWERS) - 1 and at % 3 == 2:
+            grad.view(-1)[0] = float("nan")
+        return grad
 
-        With ``apart`` they are stepped one after the other, as if each was in a bucket of its own.
+    def _refuse_shared_state(
+        self, optimizer: torch.optim.Optimizer, targets: Sequence[torch.Tensor]
+    ) -> None:
+        known = {id(target) for target in targets}
+        for key, state in optimizer.state.items():
+            if id(key) not in known and state:
+                what = (
+                    f"no parameter, {key!r}"
+                    if not isinstance(key, torch.Tensor)
+                    else "parameters without gradients"
+                )
+                raise NotSeparableError(
+                    f"{self._name} cannot be offloaded: it has state of {what}, which would change with every piece of "
+                    "a step"
+                )
+
+    # Gradients that are not placed as their parameter
+
+    def check_placed(self, group: dict[str, Any], param: Any, grad: Any) -> None:
+        """Try whether a gradient may be placed as its parameter before the step. All ranks call it alike.
+
+        torch does so where an operation needs it. Some come before, on a sum that is still to be made: a weight decay
+        that is added to the gradient is then rounded otherwise.
+
+        Raises
+        ------
+        NotSeparableError
+            It may not.
         """
-        copies = [torch.nn.Parameter(param.clone()) for param in params]
-        twin = self._twin([{**_moving(values_of(group)), "params": copies}])
-        for param in copies:
-            self._begin(twin, param)
-        for step_grads in grads:
-            for param, grad in zip(copies, step_grads, strict=True):
-                param.grad = None if grad is None else grad.clone()
-            if not apart:
-                bare_step(twin)
-                continue
-            before, numbers = values_of(twin.param_groups[0]), scalars_of(twin)
-            for param in copies:
-                vars(twin).update(numbers)
-                twin.param_groups = [{**values_of(before), "params": [param]}]
-                bare_step(twin)
-            twin.param_groups[0]["params"] = copies
-        values = {
-            **{f"its attribute {name!r}": value for name, value in scalars_of(twin).items()},
-            **{f"its group's {key!r}": v for key, v in values_of(twin.param_groups[0]).items()},
-        }
-        shared = [key for key in twin.state if not isinstance(key, torch.Tensor)]
-        if shared:
+        key = (pattern(group), param.dtype, param.placements, grad.placements)
+        if key not in self._placed:
+            self._placed[key] = self._is_placed_first(param, grad)
+        if not self._placed[key] or not self.behaviour(group, param, param.dtype).pointwise:
             raise NotSeparableError(
-                f"{self._name} cannot be offloaded: it has state of no parameter, {shared[0]!r}, which would change "
-                "with every piece of a step"
+                f"{self._name} cannot be offloaded exactly: a gradient is placed {grad.placements} where its parameter "
+                f"is placed {param.placements}, and the step does something with it before it is placed so, too. What "
+                "would help: grad.redistribute(placements=param.placements) before the step"
             )
-        for param in copies:
-            self._refuse_classes(twin.state[param])
-        return [(param.detach(), twin.state[param]) for param in copies], values
 
-    def _run_groups(self, members: Sequence[_Member]) -> list[Any]:
-        """Step one parameter of each of several groups; return them with their states."""
-        copies = [torch.nn.Parameter(param.clone()) for _, param, _ in members]
-        twin = self._twin(
-            [
-                {**_moving(values_of(group)), "params": [param]}
-                for (group, _, _), param in zip(members, copies, strict=True)
-            ]
-        )
-        for param in copies:
-            self._begin(twin, param)
-        for step in range(_STEPS):
-            for param, (_, _, grads) in zip(copies, members, strict=True):
-                param.grad = grads[step].clone()
-            bare_step(twin)
-        return [(param.detach(), twin.state[param]) for param in copies]
+    def _is_placed_first(self, param: Any, grad: Any) -> bool:
+        from torch.distributed.tensor import DTensor
 
-    def _steps_without_gradients(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        grads: list[list[torch.Tensor]],
-    ) -> bool:
-        without: list[list[Any]] = [[None, *at[1:]] for at in grads]
-        try:
-            (param, state), *_ = self._run(group, params, without)[0]
-        except Exception:  # then it does in memory, too
-            return False
-        return not same(param, params[0]) or (bool(state) and self._begun is None)
+        mesh, make = param.device_mesh, torch.Generator().manual_seed(3)
+        size = 32 * mesh.size()
 
-    def _twin(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Return a twin that can change nothing of the optimizer's."""
-        twin = twin_of(self._optimizer, groups)
-        for name in self._changeable(twin):
-            vars(twin)[name] = copy.deepcopy(vars(twin)[name])
-        return twin
+        def distributed(like: Any, generator: torch.Generator) -> Any:
+            shape = [size, size]
+            for dimension, placement in enumerate(like.placements):
+                if placement.is_shard():
+                    shape[placement.dim % 2] //= mesh.size(dimension)
+            local = torch.randn(shape, generator=generator).to(param.device, like.dtype)
+            return DTensor.from_local(local, mesh, like.placements, run_check=False)
 
-    def _changeable(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of its own attributes that a step may change in place, as far as they can be compared."""
-        return [
-            name
-            for name, value in vars(optimizer).items()
-            if name not in _OF_TORCH and _is_plain(value)
+        of_rank = torch.Generator().manual_seed(torch.distributed.get_rank())
+        data = distributed(param, make)
+        grads = [distributed(grad, of_rank) for _ in range(3)]
+        # Before they are used, and not as copies: a copy of a sum that is to be made is that sum.
+        placed = [
+            local_of(each.redistribute(placements=param.placements)).clone() for each in grads
+        ]
+        results = []
+        for native in (True, False):
+            own = torch.nn.Parameter(data.clone() if native else local_of(data).clone())
+            with self._lent({param: (own, own.data)}, only=[param]) as optimizer:
+                for own.grad in grads if native else placed:
+                    class_method(optimizer)()
+            results.append(local_of(own.detach()))
+        return same(*results)
+
+    # Pieces
+
+    def _pieces_agree(self, group: dict[str, Any], param: torch.Tensor) -> bool:
+        """Return whether pieces of a parameter arrive at the same bits as the whole; its shape does not matter."""
+        odd = bool(group.get("fused")) or self._agree(param, _CUT_NUMEL, _ODD_CUTS)
+        return odd and self._agree(param, _LARGE_NUMEL, _LARGE_CUTS)
+
+    def _agree(self, param: torch.Tensor, numel: int, cuts: Sequence[int]) -> bool:
+        make = torch.Generator().manual_seed(9)
+        target = self._lender.target_of(param)
+        data = _of_magnitudes(_random((numel,), target, make, 0.5))
+        grads = [
+            _random((numel,), target, make, 10.0**power).to(_grad_dtype(param, target))
+            for power in _POWERS
         ]
 
-    def _refuse_classes(self, state: Any) -> None:
-        paths, _ = _pytree.tree_flatten_with_path(state)
-        for path, leaf in paths:
-            if isinstance(leaf, torch.Tensor) and type(leaf) not in _CLASSES:
-                raise NotSeparableError(
-                    f"{self._name} cannot be offloaded: state{_pytree.keystr(path)} is a {type(leaf).__name__}, and "
-                    "only plain tensors can be stored"
-                )
+        def stepped(piece: slice) -> tuple[torch.Tensor, dict[Any, Any]]:
+            own = data[piece].clone()
+            with self._lent({param: (target, own)}, only=[param]) as optimizer:
+                for grad in grads:
+                    target.grad = grad[piece].clone()
+                    class_method(optimizer)()
+                return target.detach().clone(), dict(optimizer.state.get(target, {}))
 
-    def _begin(self, twin: Optimizer, scratch: torch.Tensor) -> None:
-        """Give a scratch parameter the state that the optimizer gave its own when it was made, if it does so."""
-        if self._begun is not None:
-            twin.state[scratch] = _begun_like(self._begun, self._example, scratch)
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor that is no parameter, or a container of such and of numbers."""
-    if isinstance(value, torch.Tensor):
-        return not value.requires_grad and value.numel() <= _LARGE[0]
-    if type(value) in (list, set, deque):
-        return all(type(each) in _SCALARS or _is_plain(each) for each in value)
-    if type(value) in (dict, defaultdict, OrderedDict):
+        try:
+            whole, state = stepped(slice(0, numel))
+            pieces = [stepped(slice(*each)) for each in itertools.pairwise(cuts)]
+        except Exception:  # it wants another shape, say
+            return False
+        if not same(whole, torch.cat([data for data, _ in pieces])):
+            return False
         return all(
-            type(key) in _SCALARS and (type(each) in _SCALARS or _is_plain(each))
-            for key, each in value.items()
+            same(
+                value,
+                torch.cat([each[key] for _, each in pieces])
+                if isinstance(value, torch.Tensor) and value.numel() == numel
+                else pieces[-1][1][key],
+            )
+            for key, value in state.items()
         )
-    return False
+
+    # What the optimizer has meanwhile
+
+    @contextlib.contextmanager
+    def _lent(
+        self,
+        lent: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]],
+        only: Sequence[torch.Tensor] | None,
+        *,
+        draws: bool = False,
+    ) -> Iterator[torch.optim.Optimizer]:
+        """Lend the optimizer parameters with other data; afterwards nothing has changed that a user can see.
+
+        Parameters that the optimizer can reach beside these have no elements that can be written meanwhile, and no
+        gradient. With ``only`` groups have none but these. What is drawn at random is drawn again later, but for
+        ``draws``.
+        """
+        optimizer = self._optimizer
+        snapshot = Snapshot(optimizer)
+        reaches_others = only is None or snapshot.knows_params
+        kept_state = optimizer.state
+        kept = [group["params"] for group in optimizer.param_groups]
+        own = [
+            (target, target.data, target.grad, target._version)
+            for params in kept
+            for param in params
+            for target in {
+                id(each): each for each in (param, self._lender.target_of(param))
+            }.values()
+            if local_of(target) is target
+        ]
+        random_before = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                for target, data, _, _ in own:
+                    target.grad = None
+                    if reaches_others:
+                        target.data = data.new_zeros(()).expand(data.shape)
+                state: defaultdict[Any, Any] = defaultdict(dict)
+                for param, (target, data) in lent.items():
+                    target.data = data
+                    begun = self._begun.get(param)
+                    if begun:
+                        state[target] = _state_like(begun, data, param.dtype)
+                for group, params in zip(optimizer.param_groups, kept, strict=True):
+                    group["params"] = [
+                        lent[param][0] if param in lent else self._lender.target_of(param)
+                        for param in params
+                        if only is None or param in lent
+                    ]
+                    _make_moving(group)
+            optimizer.state = state
+            yield optimizer
+        finally:
+            for group, params in zip(optimizer.param_groups, kept, strict=True):
+                group["params"] = params
+            optimizer.state = kept_state
+            for target, data, grad, _ in own:
+                target.grad = None
+                target.data = data
+                target.grad = grad
+            snapshot.restore()
+            if not draws:
+                torch.set_rng_state(random_before)
 
 
-def _others_like(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group with other values."""
+class _Uniform(NamedTuple):
+    """A state tensor, whose elements are alike as far as that matters; without a shape it has the parameter's."""
 
-    def other(value: Any) -> Any:
-        if isinstance(value, float) or (
-            isinstance(value, torch.Tensor) and value.is_floating_point()
-        ):
-            return value * 0.5
-        return tuple(map(other, value)) if isinstance(value, tuple) else value
-
-    return {key: other(value) for key, value in _moving(values_of(group)).items()}
+    value: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None = None
 
 
-def _begun_like(state: dict[str, Any], param: torch.Tensor, other: torch.Tensor) -> dict[str, Any]:
-    """Return a state as an optimizer's constructor made it for one parameter, for another one."""
+def _kind_of(state: Any) -> str:
+    """Return what of a state decides how its parameter is stepped: small values, a count of steps, say."""
+    leaves, spec = _pytree.tree_flatten(state, is_leaf=lambda each: isinstance(each, _Uniform))
+    return repr(
+        [
+            spec,
+            *(leaf[1:] if isinstance(leaf, _Uniform) else _value_of(leaf) for leaf in leaves),
+        ]
+    )
 
-    def like(leaf: Any) -> Any:
+
+def _value_of(leaf: Any) -> Any:
+    return leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _small_state(state: dict[Any, Any], local: torch.Tensor) -> dict[Any, Any]:
+    """Return what a state is like, without its large tensors."""
+
+    def small(leaf: Any) -> Any:
+        leaf = local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
         if not isinstance(leaf, torch.Tensor):
             return copy.deepcopy(leaf)
-        if leaf.shape != param.shape or leaf.dim() == 0:
-            return leaf.clone()
-        first = leaf.reshape(-1)[:1].item() if leaf.numel() else 0
-        return torch.full_like(other, first, dtype=leaf.dtype, requires_grad=False)
+        if leaf.shape != local.shape or (leaf.dim() == 0 and leaf.dtype != local.dtype):
+            small_one = leaf.nbytes <= SMALL_NBYTES and not leaf.is_meta
+            return (
+                leaf.detach().clone() if small_one else _Uniform(0, leaf.dtype, tuple(leaf.shape))
+            )
+        first = leaf.reshape(-1)[:1].item() if leaf.numel() and not leaf.is_meta else 0
+        return _Uniform(first, leaf.dtype)
 
-    return {key: _pytree.tree_map(like, value) for key, value in state.items()}
+    return {key: _pytree.tree_map(small, value) for key, value in state.items()}
 
 
-def _begun_for(example: torch.Tensor, optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return the state that an optimizer's constructor gives a parameter like the example; None if it gives none."""
-    if not optimizer.state:
-        return None
-    scratch = torch.nn.Parameter(example.clone())
-    try:
-        made: Any = type(optimizer)([scratch])  # type: ignore[call-arg]
-    except Exception:  # arguments that have no default
-        return None
-    if not made.state:
-        return None
-    begun = [
-        (local_of(param), _pytree.tree_map_only(torch.Tensor, local_of, state))
-        for param, state in optimizer.state.items()
-    ]
-    param, state = next((each for each in begun if each[0].dim() and each[0].numel()), begun[0])
-    if param.dim():
-        return _begun_like(state, param, example)
-    # Of one without dimensions it tells nothing that a value has its shape, but what was just made does.
-    of_scratch = made.state[scratch]
+def _state_like(state: dict[Any, Any], data: torch.Tensor, dtype: torch.dtype) -> dict[Any, Any]:
+    """Return a state for a parameter with these data, as what is loaded is cast where they have another dtype."""
+
+    def like(leaf: Any) -> Any:
+        if isinstance(leaf, _Uniform):
+            if leaf.shape is not None:
+                return torch.full(leaf.shape, leaf.value, dtype=leaf.dtype, device=data.device)
+            cast = data.dtype if leaf.dtype == dtype else leaf.dtype
+            return torch.full_like(data, leaf.value, dtype=cast)
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+
     return {
-        key: leaf.expand(_EXAMPLE_SHAPE).clone()
-        if isinstance(leaf, torch.Tensor)
-        and isinstance(of_scratch.get(key), torch.Tensor)
-        and of_scratch[key].shape == _EXAMPLE_SHAPE
-        else copy.deepcopy(leaf)
-        for key, leaf in state.items()
+        key: _pytree.tree_map(like, value, is_leaf=lambda each: isinstance(each, _Uniform))
+        for key, value in state.items()
     }
+
+
+def _make_moving(group: dict[str, Any]) -> None:
+    """Give a group a rate at which steps can be told apart, if it has none."""
+    rate = group.get("lr")
+    if isinstance(rate, torch.Tensor) and rate.numel() == 1 and abs(rate.item()) < _RATE:
+        group["lr"] = torch.full_like(rate, _RATE)
+    elif isinstance(rate, (int, float)) and not isinstance(rate, bool) and abs(rate) < _RATE:
+        group["lr"] = _RATE
+
+
+def _portions(how: str, grads: Sequence[Any]) -> list[list[int]]:
+    """Return which parameters one call of the optimizer steps: all, or one of those that are stepped at all."""
+    if how == "together":
+        return [list(range(len(grads)))]
+    return [[at] for at, grad in enumerate(grads) if how == "alone" or grad is not None] or [[]]
+
+
+def _chosen(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    """Return parameters to try: of each group and kind, and spread over all."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            attributes = tuple(
+                (name, value if isinstance(value, ATOMS) else type(value).__name__)
+                for name, value in sorted(vars(param).items())
+            )
+            kinds.setdefault((number, param.dtype, param.dim(), attributes), []).append(param)
+    every = [param for group in groups for param in group["params"]]
+    wanted = [param for of in kinds.values() for param in (of[0], of[-1])][: _MAX_TRIED - 8]
+    wanted += every[:2] + every[-2:] + every[:: max(len(every) // 8, 1)]
+    places = {id(param): at for at, param in enumerate(every)}
+    chosen = {places[id(param)]: param for param in wanted}
+    return [chosen[at] for at in sorted(chosen)][:_MAX_TRIED]
+
+
+def _shrunk(shape: Sequence[int]) -> tuple[int, ...]:
+    longest = _MAX_LENGTHS.get(len(shape), 4)
+    return tuple(min(length, longest) for length in shape)
+
+
+def _cut_alike(state: dict[Any, Any], shape: torch.Size, of_piece: dict[Any, Any]) -> bool:
+    """Return whether a piece has the state of the whole, with an element for each of its own or as small as there."""
+    if flatten(state)[1] != flatten(of_piece)[1] or not isinstance(flatten(state)[1], tuple):
+        return False
+    for key, value in state.items():
+        piece = of_piece[key]
+        if isinstance(value, torch.Tensor) != isinstance(piece, torch.Tensor):
+            return False
+        if isinstance(value, torch.Tensor):
+            per_element = value.shape == shape and value.dim() > 0 and piece.dim() == 1
+            if value.dtype != piece.dtype or not (per_element or value.shape == piece.shape):
+                return False
+    return True
 
 
 def pattern(group: dict[str, Any], *, numbers: bool = False) -> tuple[Any, ...]:
@@ -658,14 +689,27 @@ def _kind(value: Any, numbers: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return bool(value.any()) if value.device.type == "cpu" else True
     zero = isinstance(value, float) or (isinstance(value, int) and not numbers)
-    return bool(value) if zero else repr(value)
+    if zero or isinstance(value, (bool, type(None))):
+        return bool(value) if zero else value
+    return value if isinstance(value, (str, int)) else id(value)
+
+
+def _grad_dtype(param: torch.Tensor, target: torch.Tensor | None = None) -> torch.dtype:
+    """Return the dtype of a parameter's gradients; those of a stand-in of another dtype are cast."""
+    if target is not None and target.dtype != param.dtype:
+        return target.dtype
+    dtype: Any = getattr(param, "grad_dtype", None) if param.is_leaf else None
+    if param.grad is not None:
+        return param.grad.dtype
+    return dtype or param.dtype
 
 
 def _random(
-    shape: tuple[int, ...], dtype: torch.dtype, make: torch.Generator, scale: float = 1.0
+    shape: tuple[int, ...], like: torch.Tensor, make: torch.Generator, scale: float = 1.0
 ) -> torch.Tensor:
-    full = torch.complex64 if dtype.is_complex else torch.float32
-    return (torch.randn(shape, generator=make, dtype=full) * scale).to(dtype)
+    full = torch.complex64 if like.dtype.is_complex else torch.float32
+    values = torch.randn(shape, generator=make, dtype=full, device="cpu") * scale
+    return values.to(like.device, like.dtype)
 
 
 def _of_magnitudes(tensor: torch.Tensor) -> torch.Tensor:
@@ -673,42 +717,3 @@ def _of_magnitudes(tensor: torch.Tensor) -> torch.Tensor:
     scales = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=tensor.device)
     repeated = scales.repeat(-(-tensor.numel() // len(scales)))[: tensor.numel()]
     return (tensor * repeated.view(tensor.shape)).to(tensor.dtype)
-
-
-def _turned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose every row is at right angles to another's."""
-    pairs = tensor.reshape(-1, 2)
-    return torch.stack((pairs[:, 1], -pairs[:, 0]), 1).reshape(tensor.shape)
-
-
-def _shape_of(dimensions: int) -> tuple[int, ...]:
-    return _SHAPES.get(dimensions, (*_SHAPES[4], *(1,) * (dimensions - 4)))
-
-
-def _differing(left: dict[str, Any], right: dict[str, Any]) -> str | None:
-    return next((key for key in left if not same(left[key], right.get(key))), None)
-
-
-def _element_state(
-    whole: dict[str, Any], pieces: list[dict[str, Any]], param: torch.Tensor
-) -> dict[str, torch.dtype | None] | None:
-    """Return which entries of a state have an element for each of the parameter's; None where some fit neither way."""
-    kinds: dict[str, torch.dtype | None] = {}
-    for key, value in whole.items():
-        in_pieces = [piece.get(key) for piece in pieces]
-        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim() > 0:
-            if not all(isinstance(piece, torch.Tensor) and piece.dim() == 1 for piece in in_pieces):
-                return None
-            if not same(
-                value.reshape(-1), torch.cat([piece for piece in in_pieces if piece is not None])
-            ):
-                return None
-            kinds[key] = value.dtype
-        else:
-            small = not isinstance(value, torch.Tensor) or value.numel() <= _SMALL_ELEMENTS
-            if not small or not all(same(value, piece) for piece in in_pieces):
-                return None
-            if isinstance(value, (list, tuple, dict)):
-                return None
-            kinds[key] = None
-    return kinds if all(piece.keys() == whole.keys() for piece in pieces) else None

@@ -1,8 +1,8 @@
-"""Which buckets are in memory: a few slots, reads as far ahead as they allow, writes behind.
+"""Which buckets are in memory: as many as an arena has room for, reads as far ahead as that allows, writes behind.
 
-All memory that buckets ever use is allocated once, as slots. A bucket is read only with a slot in hand; a slot is free
-again when its bucket is clean, or has been written. What failed to be written keeps its slot. Slots are given to reads
-in the order in which buckets are wanted, so that the next one always gets one.
+All memory that buckets ever use is allocated once, as an arena. A bucket is read only with a place in hand; its place
+is free again when the bucket is clean, or has been written. A bucket that could not be written keeps its place. Places
+are given to reads in the order in which buckets are wanted, so that the next one always gets one.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import torch.utils.dlpack
 
 from tensorferry import _core
 from tensorferry.errors import StorageError
+from tensorferry.offload.arena import Arena, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tensorferry.futures import Future
-    from tensorferry.offload.plan import Bucket, Slots
+    from tensorferry.offload.plan import Bucket
     from tensorferry.store import TensorStore
 
+# A few buckets on their way each way keep a drive busy; more memory is worth more with what need not be moved.
 _MAX_STREAMING = 8
+_STREAMING_SHARE = 4
 
 # How long one waits for I/O before looking whether somebody wants to interrupt, in seconds.
 _SLICE_SECONDS = 0.5
@@ -36,14 +39,13 @@ class _Place:
     """Where a bucket is."""
 
     bucket: Bucket
-    slot: torch.Tensor | None = None
     reading: Future[Any] | None = None
     writing: Future[Any] | None = None
     dirty: bool = False
     stored: bool = False
     keep: bool = False  # when written
     held: bool = False  # acquired, and not released
-    view: torch.Tensor | None = None  # of the slot, as long as the bucket
+    view: torch.Tensor | None = None  # its bytes in the arena
 
 
 @dataclass
@@ -62,63 +64,64 @@ class Residency:
     ----------
     store : TensorStore
         Where buckets are when they are not here.
-    slots : Slots
-        How many there are, and their size; a count of 0 gives each bucket memory of its own.
+    nbytes : int
+        Of memory, in all.
     all_in_flight : bool
         Two versions of everything must have space: that of a commit, and those of the next one.
     gpu : int
-        The GPU that buckets are copied to: then slots are page-locked and registered with CUDA.
+        The GPU that buckets are copied to: then the memory is page-locked and registered with CUDA.
     """
 
     def __init__(
-        self, store: TensorStore, slots: Slots, *, all_in_flight: bool = False, gpu: int = -1
+        self, store: TensorStore, nbytes: int, *, all_in_flight: bool = False, gpu: int = -1
     ) -> None:
         self._store = store
-        self._gpu = gpu
-        self._slots = slots
         self._all_in_flight = all_in_flight
         self._places: list[_Place] = []
-        self._free: list[torch.Tensor] = []
+        self._arena = Arena(nbytes)
         self._order: list[int] = []
+        self._fresh = False
         self._position = 0
         self._next_read = 0
         self._kept_from = 0
         self._writing: list[_Place] = []
         self.counters = Counters()
         self.interrupted: Callable[[], bool] = bool
-        if slots.count:
-            memory = self._allocate(slots.count * slots.nbytes)
-            self._free = list(memory.view(slots.count, slots.nbytes).unbind())
+        self._gpu = gpu
+        self._made: torch.Tensor | None = None
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        if self._made is None:
+            memory, _ = _core.allocate(max(self.nbytes, 1), self._gpu >= 0, self._gpu)
+            self._made = torch.utils.dlpack.from_dlpack(memory)
+        return self._made
+
+    def touch(self) -> None:
+        """Have all of the memory now, so that the first steps do not wait for it."""
+        self._memory.zero_()
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Know further buckets, which are nowhere yet; reserves their space."""
         wanted = {bucket.name: bucket.nbytes for bucket in buckets if bucket.nbytes}
         total = sum(wanted.values())
-        in_flight = (
-            total
-            if self._all_in_flight
-            else min(total, self._slots.count * self._slots.nbytes) or None
-        )
+        in_flight = total if self._all_in_flight else min(total, self.nbytes) or None
         self._store.reserve(wanted, in_flight_nbytes=in_flight)
         self._places += [_Place(bucket) for bucket in buckets]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in slots."""
-        if self._slots.count:
-            return self._slots.count * self._slots.nbytes
-        return sum(place.slot.nbytes for place in self._places if place.slot is not None)
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether each bucket has memory of its own."""
-        return not self._slots.count
+        """Bytes of memory."""
+        return self._arena.nbytes
 
     # A sweep: buckets in an order, each acquired and released once
 
-    def begin(self, order: Sequence[int]) -> None:
-        """Begin with buckets in an order: the last ones stay in memory, so the next order should begin with these."""
-        self._order = list(order)
+    def begin(self, order: Sequence[int], *, fresh: bool = False) -> None:
+        """Begin with buckets in an order: the last ones stay in memory, so the next order should begin with these.
+
+        Those that are to be filled anew (``fresh``) are not read.
+        """
+        self._order, self._fresh = list(order), fresh
         self._position = 0
         self._next_read = 0
         for place in self._places:
@@ -129,26 +132,37 @@ class Residency:
             if place.reading.exception(0) is not None:
                 place.reading = None
                 self._take_back(place)
-        # A few on their way each way keep a drive busy; the others are worth more with what need not be moved.
-        streaming = min(max(3, self._slots.count // 4), _MAX_STREAMING)
-        self._kept_from = len(self._order) - max(self._slots.count - streaming, 0)
-        if len(self._places) <= self._slots.count or not self._slots.count:
-            self._kept_from = 0
+        self._kept_from = self._first_kept()
         self._read_ahead()
 
-    def acquire(self, index: int, *, fresh: bool = False) -> torch.Tensor:
-        """Return a bucket's bytes in memory, read if it has been stored and is not ``fresh``.
+    def _first_kept(self) -> int:
+        """Return the place in the order from which on buckets stay in memory when they have been stepped."""
+        sizes = [rounded(self._places[index].bucket.nbytes) for index in self._order]
+        if sum(rounded(place.bucket.nbytes) for place in self._places) <= self.nbytes:
+            return 0
+        largest = max(sizes, default=0)
+        left = self.nbytes - min(
+            max(3 * largest, self.nbytes // _STREAMING_SHARE), _MAX_STREAMING * largest
+        )
+        at = len(sizes)
+        while at and sizes[at - 1] <= left:
+            at -= 1
+            left -= sizes[at]
+        return at
+
+    def acquire(self, index: int) -> torch.Tensor:
+        """Return a bucket's bytes in memory, read if it has been stored.
 
         Raises
         ------
         StorageError
-            It cannot be read, or no slot can be had since others cannot be written. Another try may succeed.
+            It cannot be read, or no place can be had since others cannot be written. Another try may succeed.
         """
         place = self._places[index]
-        if place.slot is None:
+        if place.view is None:
             self._read_ahead()
-        while place.slot is None:
-            if not self._give_slot(place, fresh=fresh):
+        while place.view is None:
+            if not self._give_place(place, insist=True):
                 self._await_a_write()
         if place.reading is not None:
             self._await(place.reading, going_on=True)
@@ -175,7 +189,7 @@ class Residency:
         if self._position >= self._kept_from:
             pass
         elif place.dirty:
-            # Where it cannot begin the bucket stays here; who needs its slot tries again.
+            # Where it cannot begin the bucket stays here; the next that needs its place tries again.
             self._write(place, keep=False)
         else:
             self._take_back(place)
@@ -184,7 +198,7 @@ class Residency:
 
     # Between sweeps
 
-    def slot_of(self, index: int) -> torch.Tensor | None:
+    def bytes_of(self, index: int) -> torch.Tensor | None:
         """Return a bucket's bytes where they are in memory, else None."""
         place = self._places[index]
         return None if place.reading is not None else place.view
@@ -233,20 +247,21 @@ class Residency:
         self._places = []
         self._order = []
 
-    def confine(self, slots: Slots) -> None:
-        """Have slots from now on, where every bucket had memory of its own.
+    def resize(self, nbytes: int) -> None:
+        """Have another number of bytes of memory.
 
         Raises
         ------
         StorageError
             What is in memory cannot be stored; nothing has changed.
         """
+        if nbytes == self.nbytes:
+            return
         self.flush()
         for place in self._places:
             self._take_back(place)
-        self._slots = slots
-        memory = self._allocate(slots.count * slots.nbytes)
-        self._free = list(memory.view(slots.count, slots.nbytes).unbind())
+        self._made = None
+        self._arena = Arena(nbytes)
 
     def settle(self) -> None:
         """Wait until nothing is on its way any more, however it ends."""
@@ -262,18 +277,20 @@ class Residency:
 
     # Steps
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        memory, _ = _core.allocate(nbytes, self._gpu >= 0, self._gpu)
-        return torch.utils.dlpack.from_dlpack(memory)
-
-    def _give_slot(self, place: _Place, *, fresh: bool) -> bool:
-        """Give a bucket a slot, if there is a free one, and begin to read it."""
-        slot = self._free_slot(place)
-        if slot is None:
+    def _give_place(self, place: _Place, *, insist: bool) -> bool:
+        """Give a bucket a place, if there is one, and begin to read it; ``insist`` lets go of others for it."""
+        nbytes = place.bucket.nbytes
+        at = self._arena.take(place.bucket.index, nbytes) if nbytes else 0
+        if at is None:
+            self._reap()
+            at = self._arena.take(place.bucket.index, nbytes)
+        while at is None and insist and not self._writing and self._evict():
+            self._reap()
+            at = self._arena.take(place.bucket.index, nbytes)
+        if at is None:
             return False
-        place.slot = slot
-        place.view = slot[: place.bucket.nbytes]
-        if place.stored and not fresh:
+        place.view = self._memory[at : at + nbytes]
+        if place.stored and not self._fresh:
             try:
                 place.reading = self._store.read(place.bucket.name, place.view)
             except BaseException:
@@ -281,17 +298,8 @@ class Residency:
                 raise
         return True
 
-    def _free_slot(self, place: _Place) -> torch.Tensor | None:
-        if not self._slots.count:
-            return self._allocate(max(place.bucket.nbytes, 1))
-        if not self._free:
-            self._reap()
-        if not self._free and not self._writing:
-            self._evict()
-        return self._free.pop() if self._free else None
-
-    def _evict(self) -> None:
-        """Let go of the bucket in memory that the rest of the order wants last, or not at all."""
+    def _evict(self) -> bool:
+        """Let go of the bucket that the rest of the order wants last, or not at all; False if there is none."""
         wanted = {self._order[at]: at for at in range(self._position, len(self._order))}
         current = self._order[self._position] if self._position < len(self._order) else None
         last: _Place | None = None
@@ -299,11 +307,11 @@ class Residency:
         for place in self._places:
             index = place.bucket.index
             at = wanted.get(index, len(self._order))
-            may_go = place.slot is not None and place.writing is None and not place.held
+            may_go = place.view is not None and place.writing is None and not place.held
             if may_go and index != current and at > last_at:
                 last, last_at = place, at
         if last is None:
-            return
+            return False
         self._next_read = min(self._next_read, last_at)
         if last.reading is not None:
             self._await(last.reading)
@@ -316,20 +324,21 @@ class Residency:
                 raise error
         else:
             self._take_back(last)
+        return True
 
     def _read_ahead(self) -> None:
-        """Begin reads, in order, as far as slots are free."""
+        """Begin reads, in order, as far as there is room."""
+        if self._fresh:
+            return
         self._next_read = max(self._next_read, self._position)
         while self._next_read < len(self._order):
             place = self._places[self._order[self._next_read]]
             if place.writing is not None:
                 place.keep = True  # it need not be read again
-            elif place.slot is None:
+            elif place.view is None:
                 if not place.stored:
-                    return  # it needs a slot, and nothing after it may take that one
-                if not self._free:
-                    self._reap()
-                if not self._free or not self._give_slot(place, fresh=False):
+                    return  # it needs a place, and nothing after it may take that one
+                if not self._give_place(place, insist=False):
                     return
             self._next_read += 1
 
@@ -366,18 +375,21 @@ class Residency:
             raise failure
 
     def _take_back(self, place: _Place) -> None:
-        if place.slot is not None and self._slots.count:
-            self._free.append(place.slot)
-        if place.slot is not None:
-            place.slot = place.view = None
-            place.bucket.forget_views()
+        if place.view is not None:
+            if place.bucket.nbytes:
+                self._arena.give_back(place.bucket.index)
+            place.view = None
+            for unit in place.bucket.units:
+                unit.forget_views()
 
     def _await_a_write(self) -> None:
         if self._writing:
             self._await_oldest()
             self._reap(wanted=True)
             return
-        raise MemoryError("no slot can be had")  # not reached: a sweep holds one slot at a time
+        raise MemoryError(
+            "no place can be had"
+        )  # not reached: the arena has room for what is held at once
 
     def _await_oldest(self) -> None:
         oldest = self._writing[0].writing
@@ -385,7 +397,7 @@ class Residency:
         self._await(oldest)
 
     def _await(self, moving: Future[Any], *, going_on: bool = False) -> None:
-        """Wait; ``going_on`` begins further reads meanwhile, in slots that writes leave."""
+        """Wait; ``going_on`` begins further reads meanwhile, in places that writes leave."""
         if moving.done():
             return
         began = time.perf_counter()

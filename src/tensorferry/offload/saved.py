@@ -15,18 +15,18 @@ import torch
 
 from tensorferry.arrays import tensor_bytes
 from tensorferry.errors import StorageError
-from tensorferry.offload.plan import Bucket, Field, Unit, flatten, unflatten
-from tensorferry.offload.probe import local_of
+from tensorferry.offload.plan import Bucket, Field, Unit, flatten, local_of, names_in, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tensorferry.store import TensorStore
 
-_FORMAT = 2
+_FORMAT = 3
 # Tensors of no more bytes are compared.
 _SMALL_NBYTES = 64
-_MAX_BUCKETS_READ = 2
+# Parameters of a commit are stored together in tensors of about this size.
+_PARAMS_NBYTES = 8 << 20
 
 
 def to_record(
@@ -53,8 +53,7 @@ def to_record(
         "steps": steps,
         "optimizer": name,
         "groups": groups,
-        "params": [(tuple(local_of(param).shape), _name_of(param.dtype)) for param in params],
-        "strides": [tuple(local_of(param).stride()) for param in params],
+        "params": [_kind_of(param) for param in params],
         "buckets": json.dumps(layout),
         "states": states.all,
     }
@@ -67,6 +66,11 @@ def to_record(
             f"param_groups, or a state that is small, have a value that cannot be saved: {error}"
         ) from None
     return written.getvalue()
+
+
+def _kind_of(param: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    local = local_of(param)
+    return tuple(local.shape), tuple(local.stride()), _name_of(param.dtype)
 
 
 class _States:
@@ -115,13 +119,12 @@ def _described(unit: Unit, states: _States) -> dict[str, Any]:
         "stop": unit.stop,
         "dtype": None if unit.dtype is None else _name_of(unit.dtype),
         "fields": [
-            (each.leaf, each.name, each.offset, _name_of(each.dtype), each.shape, each.stride)
+            (each.name, each.offset, _name_of(each.dtype), each.shape, each.stride, each.is_master)
             for each in unit.fields
         ],
+        "swapped": [(at, unit.fields.index(each)) for at, each in unit.swapped],
         "state": None if unit.leaves is None else states.number_of(unit),
-        "stray": unit.stray,
-        "own": unit.own or unit.noted,
-        "noted": unit.noted and not unit.own,
+        "master": unit.has_master,
     }
 
 
@@ -144,20 +147,19 @@ class Saved:
             self.steps = int(record["steps"])
             self.optimizer = str(record["optimizer"])
             self.groups: list[dict[str, Any]] = [dict(group) for group in record["groups"]]
-            self.params = [(tuple(shape), str(dtype)) for shape, dtype in record["params"]]
-            self._strides = [tuple(strides) for strides in record.get("strides", ())]
-            if self._strides and list(map(len, self._strides)) != [
-                len(of) for of, _ in self.params
-            ]:
-                raise ValueError("other numbers of strides than of dimensions")
-            self._units = self._read_units(json.loads(record["buckets"]), list(record["states"]))
+            self.params = [
+                (tuple(shape), tuple(stride), str(dtype))
+                for shape, stride, dtype in record["params"]
+            ]
+            self.buckets = self._read_buckets(json.loads(record["buckets"]), list(record["states"]))
         except StorageError:
             raise
         except Exception as error:
             raise StorageError(
-                None, f"no optimizer's state, or one of a newer tensorferry: {error}", path
+                None,
+                f"no optimizer's state, or one of another release of tensorferry: {error}",
+                path,
             ) from None
-        self._held: dict[int, torch.Tensor] = {}
 
     def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Refuse what does not have as many groups of as many parameters.
@@ -192,255 +194,238 @@ class Saved:
                     f"{type(optimizer).__name__}"
                 )
 
-    def check(self, params: Sequence[torch.Tensor], buckets: Sequence[Bucket]) -> None:
-        """Refuse what is not the state of such parameters, planned so.
+    def layout(
+        self,
+        params: Sequence[torch.Tensor],
+        planned: Sequence[Bucket],
+        may_be_cut: Callable[[torch.Tensor], bool],
+        name: str,
+    ) -> list[Bucket]:
+        """Return the buckets as they lie there, for these parameters, whose state would be planned so here.
+
+        ``name`` is the class of the optimizer that is to have them.
 
         Raises
         ------
         ValueError
-            It is of others.
+            They have another state.
         """
-        expected = [(tuple(local_of(param).shape), _name_of(param.dtype)) for param in params]
-        for index, (mine, saved) in enumerate(zip(expected, self.params, strict=True)):
-            if mine != saved:
+        mine = {unit.index: unit for bucket in planned for unit in bucket.units}
+        buckets = []
+        for bucket in self.buckets:
+            units = [
+                self._unit_for(params[unit.index], unit, mine, may_be_cut, name == self.optimizer)
+                for unit in bucket.units
+            ]
+            buckets.append(Bucket(bucket.index, bucket.nbytes, units))
+        return buckets
+
+    def check_params(
+        self, params: Sequence[torch.Tensor], step_dtypes: Sequence[torch.dtype]
+    ) -> None:
+        """Refuse what is of other parameters, or of such that were stepped in another dtype.
+
+        Raises
+        ------
+        ValueError
+            It has the first parameter that differs.
+        """
+        for unit in (unit for bucket in self.buckets for unit in bucket.units):
+            here = step_dtypes[unit.index]
+            if unit.dtype != here and self.params[unit.index][2] == _name_of(
+                params[unit.index].dtype
+            ):
                 raise ValueError(
-                    f"{self._path!r}: parameter {index} is {saved[1]} of shape {saved[0]} there, and {mine[1]} of "
-                    f"shape {mine[0]} here (state of sharded parameters is each rank's own: to load it on another "
+                    f"{self._path!r}: parameter {unit.index} was stepped as {unit.dtype} there, and is as {here} here; "
+                    "what helps: the master_dtype of then"
+                )
+        for index, (param, (shape, stride, dtype)) in enumerate(
+            zip(params, self.params, strict=True)
+        ):
+            mine_shape, mine_stride, mine_dtype = _kind_of(param)
+            if (mine_shape, mine_dtype) != (shape, dtype):
+                raise ValueError(
+                    f"{self._path!r}: parameter {index} is {dtype} of shape {shape} there, and {mine_dtype} of "
+                    f"shape {mine_shape} here (state of sharded parameters is each rank's own: to load it on another "
                     "number of ranks use torch.distributed.checkpoint)"
                 )
-        for bucket in buckets:
-            for unit in bucket.units:
-                for _, old in self._overlapping(unit):
-                    self._check_unit(unit, old)
+            moved = [
+                length > 1 and there != here
+                for length, there, here in zip(shape, stride, mine_stride, strict=True)
+            ]
+            if any(moved):
+                raise ValueError(
+                    f"{self._path!r}: parameter {index} has strides of {stride} there, and of {mine_stride} here; what "
+                    "helps: load it in the memory format that it had"
+                )
 
-    def _check_unit(self, unit: Unit, old: Unit) -> None:
-        """Refuse what this unit could not have whole; parameters may be cut there and not here, or otherwise."""
-        whole = unit.stop is None and old.stop is None
-        if not whole and not self._laid_out_alike(unit):
-            raise ValueError(
-                f"{self._path!r}: parameter {unit.index} has strides of {self._strides[unit.index]} there, and of "
-                f"{unit.layout} here; what helps: load it in the memory format that it had"
-            )
-        if old.born and old.dtype not in (None, unit.dtype):
-            raise ValueError(
-                f"{self._path!r}: parameter {unit.index} was stepped as {old.dtype} there, and is as {unit.dtype} "
-                "here; what helps: the master_dtype of then"
-            )
-        if _has_field(old, 0) and old.spec != unit.expected:
-            raise ValueError(
-                f"{self._path!r}: the state of parameter {unit.index} is {old.spec} there, and {unit.expected} here; "
-                "it is of another optimizer"
-            )
-        missing = [
-            field
-            for field in unit.fields
-            if _has_field(old, field.leaf) and not _is_there(unit, field, old)
+    def _unit_for(
+        self,
+        param: torch.Tensor,
+        saved: Unit,
+        planned: dict[int, Unit],
+        may_be_cut: Callable[[torch.Tensor], bool],
+        alike: bool,
+    ) -> Unit:
+        """Return a unit as it is stored, if a parameter's own would have the same fields."""
+        own = planned[saved.index]
+        whole = saved.stop is None and own.stop is None
+        there, here = [
+            [
+                (each.name, each.dtype, each.is_master, each.shape if whole else ())
+                for each in fields
+            ]
+            for fields in (saved.fields, own.fields)
         ]
-        missing += [
-            field
-            for field in old.fields
-            if _has_field(old, field.leaf)
-            and field.name != "param"
-            and _field_of(unit, field) is None
-            and (field.leaf is None or not whole)
-        ]
-        for field in missing:
+        # A place that is not needed here may be there: some make state in the first step alone.
+        if there != here and not (alike and all(each in there for each in here)):
+            self._refuse(saved, own)
+        if saved.stop is not None and not may_be_cut(param):
             raise ValueError(
-                f"{self._path!r}: the state of parameter {unit.index} has no {field.name!r} of {field.dtype} there, "
-                "or none here; it is of another optimizer, or was made with another master_dtype or commit"
+                f"{self._path!r}: parameter {saved.index} was stepped in pieces there, and cannot be here; it is of "
+                f"another optimizer ({self.optimizer})"
             )
+        unit = Unit(
+            saved.index, param, saved.start, saved.stop, saved.fields, own.dtype, own.layout
+        )
+        unit.leaves = saved.leaves and [
+            leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in saved.leaves
+        ]
+        unit.spec, unit.swapped, unit.has_master = saved.spec, saved.swapped, saved.has_master
+        return unit
 
-    def _laid_out_alike(self, unit: Unit) -> bool:
-        if not self._strides:  # it is older than that these are written
-            return True
-        shape, _ = self.params[unit.index]
-        strides = zip(shape, self._strides[unit.index], unit.layout, strict=True)
-        return all(length == 1 or there == here for length, there, here in strides)
+    def _refuse(self, saved: Unit, own: Unit) -> None:
+        there, here = [
+            ", ".join(f"{each.name!r} of {each.dtype}" for each in unit.fields) or "nothing"
+            for unit in (saved, own)
+        ]
+        raise ValueError(
+            f"{self._path!r}: the state of parameter {saved.index} has {there} there, and {here} here; it is of "
+            f"another optimizer ({self.optimizer}), or was made with other values of its group"
+        )
 
-    def fill(self, unit: Unit, memory: torch.Tensor, device: torch.device) -> bool:
-        """Give a unit the state that it has there, read and verified; return whether it has any.
+    def state_like(self, index: int) -> dict[Any, Any] | None:
+        """Return a parameter's state there, with tensors that have shapes and no values for those in buckets."""
+        unit = next(
+            (each for bucket in self.buckets for each in bucket.units if each.index == index), None
+        )
+        if unit is None or unit.leaves is None:
+            return None
+        leaves = list(unit.leaves)
+        for at, each in unit.swapped:
+            shape = each.shape if unit.stop is None else self.params[index][0]
+            leaves[at] = torch.empty(shape, dtype=each.dtype, device="meta")
+        state: dict[Any, Any] = unflatten(leaves, unit.spec)
+        return state
 
-        What is in a bucket there and in none here goes to ``device``, where the unit is stepped.
+    def read(self, bucket: Bucket, memory: torch.Tensor) -> None:
+        """Read a bucket's bytes, and verify them.
 
         Raises
         ------
         StorageError
-            It cannot be read, or is damaged.
+            They cannot be read, or are damaged.
         """
-        has_own = any(field.leaf is None for field in unit.fields)
-        found = [
-            (number, old)
-            for number, old in self._overlapping(unit)
-            if old.born or (has_own and old.own)
-        ]
-        if not found:
-            unit.leaves, unit.own = None, False
-            return False
-        first_number, first = found[0]
-        unit.spec, unit.stray = first.spec, first.stray
-        unit.own = has_own and all(old.own and not old.noted for _, old in found)
-        unit.leaves = first.leaves and [
-            leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in first.leaves
-        ]
-        cut_alike = len(found) == 1 and (first.start, first.stop) == (unit.start, unit.stop)
-        if first.stray and not cut_alike:
-            raise StorageError(
-                None,
-                f"parameter {unit.index} has state that is laid out for another memory_budget; use the one it was "
-                "saved with",
-                self._path,
-            )
-        for field in unit.fields:
-            if _has_field(first, field.leaf):
-                self._fill_field(unit, field, memory, found)
-        for field in first.fields:
-            if field.leaf is None or not _has_field(first, 0) or _field_of(unit, field):
-                continue
-            assert unit.leaves is not None
-            bucket = (
-                self._bucket(first_number) if field.nbytes else torch.empty(0, dtype=torch.uint8)
-            )
-            unit.leaves[field.leaf] = field.view(bucket).to(device, copy=True)
-        return True
+        if bucket.nbytes and bucket.name in self._store:
+            self._store.read(bucket.name, memory).result()
 
-    def _fill_field(
-        self, unit: Unit, field: Field, memory: torch.Tensor, found: list[tuple[int, Unit]]
-    ) -> None:
-        if field.leaf is not None:
-            assert unit.leaves is not None
-            unit.leaves[field.leaf] = None
-        begin, end = _extent(unit)
-        elements = _elements(memory, field)
-        for number, old in found:
-            there = _field_of(old, field)
-            if there is None:  # it was small
-                assert old.leaves is not None
-                assert field.leaf is not None
-                field.view(memory).copy_(old.leaves[field.leaf])
-            elif not field.nbytes:
-                pass  # a bucket without bytes is not stored
-            elif unit.stop is None and old.stop is None:
-                elements.copy_(_elements(self._bucket(number), there))
-            else:
-                old_begin, old_end = _extent(old)
-                low, high = max(begin, old_begin), min(end, old_end)
-                elements[low - begin : high - begin].copy_(
-                    _elements(self._bucket(number), there)[low - old_begin : high - old_begin]
-                )
+    def set_params(self, params: Sequence[torch.Tensor]) -> None:
+        """Give parameters the values that they had when this was committed.
+
+        Raises
+        ------
+        StorageError
+            As with :meth:`read`.
+        """
+        for name, members in packed_params(params):
+            values = self._store.read(name).result()
+            for param, value in zip(members, unpacked(members, values), strict=True):
+                local_of(param).detach().copy_(value)
 
     def close(self) -> None:
         """Let go of the store."""
-        self._held.clear()
         self._store.close()
 
-    def _overlapping(self, unit: Unit) -> list[tuple[int, Unit]]:
-        begin, end = _extent(unit)
-        return [
-            (number, old)
-            for number, old in self._units.get(unit.index, ())
-            if (_extent(old)[0] < end and begin < _extent(old)[1]) or begin == end
-        ]
+    def _read_buckets(self, layout: list[dict[str, Any]], states: list[Any]) -> list[Bucket]:
+        buckets = []
+        for number, told in enumerate(layout):
+            bucket = Bucket(number, int(told["nbytes"]))
+            bucket.units = [self._read_unit(each, bucket, states) for each in told["units"]]
+            used = any(unit.swapped or unit.has_master for unit in bucket.units)
+            there = self._store.info(bucket.name).nbytes if bucket.name in self._store else 0
+            if used and there != bucket.nbytes:
+                raise ValueError(f"tensor {bucket.name!r} has {there} bytes, not {bucket.nbytes}")
+            buckets.append(bucket)
+        return buckets
 
-    def _bucket(self, number: int) -> torch.Tensor:
-        name = Bucket(number).name
-        if number not in self._held:
-            while len(self._held) >= _MAX_BUCKETS_READ:
-                del self._held[next(iter(self._held))]
-            self._held[number] = self._store.read(name).result()
-        return self._held[number]
-
-    def _read_units(
-        self, buckets: list[dict[str, Any]], states: list[Any]
-    ) -> dict[int, list[tuple[int, Unit]]]:
-        units: dict[int, list[tuple[int, Unit]]] = {}
-        for number, bucket in enumerate(buckets):
-            used = False
-            for told in bucket["units"]:
-                index, start, stop = int(told["param"]), int(told["start"]), told["stop"]
-                shape, _ = self.params[index]
-                count = math.prod(shape)
-                if not 0 <= start <= (count if stop is None else int(stop)) <= count:
-                    raise ValueError(f"a piece of parameter {index} from {start} to {stop}")
-                unit = Unit(index, 0, torch.empty(0), start, None if stop is None else int(stop))
-                unit.numel = count
-                for leaf, name, offset, dtype, field_shape, stride in told["fields"]:
-                    field = Field(
-                        leaf,
-                        str(name),
-                        int(offset),
-                        _dtype_of(dtype),
-                        tuple(field_shape),
-                        tuple(stride),
-                    )
-                    if min(field.offset, *field.shape, 0) < 0 or (
-                        field.offset + field.nbytes > int(bucket["nbytes"])
-                    ):
-                        raise ValueError(f"{name!r} of parameter {index} lies outside its bucket")
-                    unit.fields.append(field)
-                unit.stray, unit.own = bool(told["stray"]), bool(told["own"])
-                # Older ones do not tell.
-                unit.noted = bool(told.get("noted"))
-                unit.dtype = _dtype_of(told["dtype"]) if told.get("dtype") else None
-                if told["state"] is not None:
-                    unit.leaves, unit.spec = flatten(states[told["state"]])
-                    for field in unit.fields:
-                        if field.leaf not in (None, *range(len(unit.leaves))):
-                            raise ValueError(
-                                f"{field.name!r} of parameter {index} is no leaf of it"
-                            )
-                used |= any(_has_field(unit, field.leaf) for field in unit.fields)
-                units.setdefault(index, []).append((number, unit))
-            name = Bucket(number).name
-            there = self._store.info(name).nbytes if name in self._store else 0
-            if used and there != bucket["nbytes"]:
-                raise ValueError(f"tensor {name!r} has {there} bytes, not {bucket['nbytes']}")
-        return units
+    def _read_unit(self, told: dict[str, Any], bucket: Bucket, states: list[Any]) -> Unit:
+        index, start, stop = int(told["param"]), int(told["start"]), told["stop"]
+        count = math.prod(self.params[index][0])
+        if not 0 <= start <= (count if stop is None else int(stop)) <= count:
+            raise ValueError(f"a piece of parameter {index} from {start} to {stop}")
+        unit = Unit(index, torch.empty(0), start, None if stop is None else int(stop))
+        unit.dtype = _dtype_of(told["dtype"]) if told["dtype"] else None
+        for name, offset, dtype, shape, stride, is_master in told["fields"]:
+            each = Field(
+                *(str(name), int(offset), _dtype_of(dtype), tuple(shape), tuple(stride)),
+                is_master=bool(is_master),
+            )
+            outside = each.offset + each.nbytes > bucket.nbytes
+            if min(each.offset, *each.shape, *each.stride, 0) < 0 or outside:
+                raise ValueError(f"{name!r} of parameter {index} lies outside its bucket")
+            reach = sum(
+                (size - 1) * step for size, step in zip(each.shape, each.stride, strict=True)
+            )
+            if each.nbytes and (reach + 1) * each.dtype.itemsize > each.nbytes:
+                raise ValueError(f"{name!r} of parameter {index} has strides that reach too far")
+            unit.fields.append(each)
+        unit.has_master = bool(told["master"]) and unit.master is not None
+        if told["state"] is not None:
+            unit.leaves, unit.spec = flatten(states[told["state"]])
+            names = names_in(unit.spec)
+            for at, number in told["swapped"]:
+                if names[int(at)] != unit.fields[int(number)].name:
+                    raise ValueError(f"{names[int(at)]!r} of parameter {index} has another field")
+                unit.swapped.append((int(at), unit.fields[int(number)]))
+        return unit
 
 
-def _has_field(unit: Unit, leaf: int | None) -> bool:
-    """Return whether a unit's bucket has a value for one of its fields."""
-    return unit.own if leaf is None else unit.born and not unit.stray
+def packed_params(
+    params: Sequence[torch.Tensor],
+) -> list[tuple[str, list[torch.Tensor]]]:
+    """Return how parameters are stored in a commit: the names of tensors, and the parameters in each."""
+    packs: list[list[torch.Tensor]] = []
+    room = 0
+    for param in params:
+        nbytes = local_of(param).nbytes
+        if not nbytes:
+            continue
+        if nbytes > room:
+            packs.append([])
+            room = _PARAMS_NBYTES
+        packs[-1].append(param)
+        room -= nbytes
+    return [(f"params-{number:06d}", members) for number, members in enumerate(packs)]
 
 
-def _field_of(unit: Unit, field: Field) -> Field | None:
-    """Return a unit's field for what another unit's field has."""
-    for own in unit.fields:
-        if own.leaf == field.leaf and (own.leaf is not None or own.name == field.name):
-            return own
-    return None
-
-
-def _is_there(unit: Unit, field: Field, old: Unit) -> bool:
-    """Return whether an old unit has what a unit's field takes, as a field or as a small tensor beside its bucket."""
-    there = _field_of(old, field)
-    if unit.stop is not None or old.stop is not None:
-        return (
-            there is not None
-            and there.dtype == field.dtype
-            and [math.prod(each.shape) for each in (field, there)] == [_count(unit), _count(old)]
-        )
-    if there is not None:
-        return there._replace(name="", offset=0) == field._replace(name="", offset=0)
-    leaf = None if field.leaf is None or old.leaves is None else old.leaves[field.leaf]
+def pack(members: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return parameters' bytes, one after the other; those of one contiguous parameter are not copied."""
     return (
-        isinstance(leaf, torch.Tensor)
-        and leaf.dtype == field.dtype
-        and tuple(leaf.shape) == field.shape
+        torch.cat([tensor_bytes(local_of(param).detach().contiguous()) for param in members])
+        if (len(members) > 1)
+        else tensor_bytes(local_of(members[0]).detach().contiguous())
     )
 
 
-def _count(unit: Unit) -> int:
-    begin, end = _extent(unit)
-    return end - begin
-
-
-def _extent(unit: Unit) -> tuple[int, int]:
-    return unit.start, unit.numel if unit.stop is None else unit.stop
-
-
-def _elements(memory: torch.Tensor, field: Field) -> torch.Tensor:
-    """Return a field's elements in the order in which they lie in memory."""
-    return memory[field.offset : field.offset + field.nbytes].view(field.dtype)
+def unpacked(members: Sequence[torch.Tensor], values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the values of parameters out of what :func:`pack` has made."""
+    sizes = [local_of(param).nbytes for param in members]
+    if sum(sizes) != values.numel():
+        raise ValueError(f"{values.numel()} bytes of parameters, not {sum(sizes)}")
+    return [
+        part.clone().view(param.dtype).view(local_of(param).shape)
+        for param, part in zip(members, torch.split(values, sizes), strict=True)
+    ]
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -450,5 +435,5 @@ def _name_of(dtype: torch.dtype) -> str:
 def _dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return dtype

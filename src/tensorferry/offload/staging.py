@@ -36,6 +36,9 @@ class Staging:
         )
         make: Any = torch.cuda.Stream
         self._streams = (make(device), make(device)) if device.type == "cuda" else None
+        if self._streams is not None:
+            # Memory that torch has given may still be in use by what is queued there.
+            self._streams[0].wait_stream(torch.cuda.current_stream(device))
         self._on_their_way: deque[tuple[int, torch.Tensor, Any]] = deque()
 
     def load(self, memory: torch.Tensor) -> torch.Tensor:
@@ -47,8 +50,8 @@ class Staging:
             here.copy_(memory)
             return here
         loading, _ = self._streams
-        # The buffer was last used by a copy back that has ended, and before that by the current stream.
-        loading.wait_stream(torch.cuda.current_stream(self._device))
+        # The buffer was last used by a copy back, which came after the arithmetic on it and has ended. So this copy
+        # need not wait for the arithmetic on the bucket before.
         with torch.cuda.stream(loading):
             here.copy_(memory, non_blocking=True)
         torch.cuda.current_stream(self._device).wait_stream(loading)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorferry.offload import probe as probing
-from tensorferry.offload.plan import PAGE_NBYTES, flatten, unflatten
-from tensorferry.offload.probe import local_of
-from tensorferry.offload.stepping import elements_of
+from tensorferry.offload.counted import ATOMS, HOOKS, REPLACED, reaches_tensor
+from tensorferry.offload.plan import (
+    MASTER,
+    PACKED_NBYTES,
+    SMALL_NBYTES,
+    flatten,
+    local_of,
+    names_in,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,87 +25,109 @@ if TYPE_CHECKING:
     from tensorferry.offload.plan import Bucket, Field, Unit
     from tensorferry.store import TensorStore
 
-MASTER = "master"
+# Classes of tensors whose elements are all there is of them.
+CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
-class StateView(Mapping[torch.Tensor, Any]):
-    """The state of parameters, by parameter. What it gives are copies: changing them changes nothing.
+class UnplannedError(ValueError):
+    """A state has a tensor for which no place was planned."""
 
-    One parameter's is read when asked for; ``items()`` and ``values()`` give tensors that are mapped from the store.
+
+def state_in(unit: Unit, memory: torch.Tensor) -> dict[Any, Any]:
+    """Return a unit's state, with views of a bucket's memory in it."""
+    assert unit.leaves is not None
+    leaves = list(unit.leaves)
+    for at, each in unit.swapped:
+        leaves[at] = unit.view(each, memory)
+    state: dict[Any, Any] = unflatten(leaves, unit.spec)
+    return state
+
+
+def keep_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
+    """Keep a unit's state: what has a field in its bucket's memory, what is small beside it.
+
+    Raises
+    ------
+    UnplannedError
+        It has a tensor that has no field and is not small; nothing has changed.
     """
+    if not state:
+        unit.leaves, unit.spec, unit.swapped = None, None, []
+        return
+    leaves, spec = flatten(state)
+    fields = {each.name: each for each in unit.fields if not each.is_master}
+    swapped: list[tuple[int, Field]] = []
+    for at, (name, leaf) in enumerate(zip(names_in(spec), leaves, strict=True)):
+        if isinstance(leaf, torch.Tensor):
+            if name in fields and _fits(leaf, fields[name]):
+                swapped.append((at, fields[name]))
+            elif type(leaf) not in CLASSES or leaf.nbytes >= SMALL_NBYTES:
+                raise UnplannedError(
+                    f"{name!r}, a {type(leaf).__name__} of {leaf.dtype} and shape {tuple(leaf.shape)}"
+                )
+        elif not isinstance(leaf, ATOMS) and reaches_tensor(leaf):
+            raise UnplannedError(f"{name!r}, a {type(leaf).__name__} that holds tensors")
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    moved = False
+    sources: list[tuple[Field, torch.Tensor]] = []
+    for at, each in swapped:
+        leaf, place = leaves[at], begin + each.offset
+        leaves[at] = None
+        is_there = leaf.data_ptr() == place and leaf.stride() == each.stride
+        if is_there or not leaf.numel():
+            continue
+        # It may lie where another field belongs, which is filled before it is read.
+        inside = begin <= leaf.data_ptr() < end
+        sources.append((each, leaf.clone() if inside else leaf))
+        moved = True
+    if moved:
+        unit.forget_views()  # the optimizer may have given them other memory (`.data =`)
+    for each, leaf in sources:
+        each.view(memory).copy_(leaf)
+    # What is small must not lie in the memory of a bucket, which others will use.
+    unit.leaves = [
+        leaf.clone()
+        if isinstance(leaf, torch.Tensor)
+        and leaf.device == memory.device
+        and begin <= leaf.data_ptr() < end
+        else leaf
+        for leaf in leaves
+    ]
+    unit.spec, unit.swapped = spec, swapped
 
-    def __init__(
-        self,
-        params: Callable[[], list[torch.Tensor]],
-        one: Callable[[torch.Tensor], dict[str, Any]],
-        every: Callable[[], dict[torch.Tensor, Any]],
-    ) -> None:
-        self._params, self._one, self._every = params, one, every
 
-    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
-        return self._one(param)
-
-    def __contains__(self, param: object) -> bool:
-        return any(param is each for each in self._params())
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._params())
-
-    def __len__(self) -> int:
-        return len(self._params())
-
-    def items(self) -> Any:
-        """Return all parameters with their states, mapped."""
-        return self._every().items()
-
-    def values(self) -> Any:
-        """Return the states of all parameters, mapped."""
-        return self._every().values()
-
-    def __repr__(self) -> str:
-        return f"<state of {len(self)} parameters, on drives>"
-
-
-class Located:
-    """Where the units of each parameter are, by the parameter's index."""
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.units: dict[int, list[tuple[Bucket, Unit]]] = {}
-        for bucket in buckets:
-            for unit in bucket.units:
-                self.units.setdefault(unit.index, []).append((bucket, unit))
+def _fits(leaf: torch.Tensor, each: Field) -> bool:
+    return type(leaf) in CLASSES and leaf.dtype == each.dtype and tuple(leaf.shape) == each.shape
 
 
 class Mapped:
     """Fields of buckets as tensors mapped from the store: private copies that the system makes page by page.
 
-    They stay as they are, whatever is stored later.
+    They stay as they are, whatever is stored later. Small ones share pages, and are copied: `torch.save` would write
+    the page with each, and refuses tensors of several dtypes in one.
     """
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
-        self._buckets: dict[int, torch.Tensor] = {}
 
-    def whole(self, bucket: Bucket, field: Field) -> torch.Tensor:
-        """Return a field of a unit that is not cut."""
-        if bucket.index not in self._buckets:
-            self._buckets[bucket.index] = self._map([(bucket.name, 0, bucket.nbytes)])
-        return field.view(self._buckets[bucket.index])
-
-    def joined(self, pieces: Sequence[tuple[Bucket, Unit]], at: int) -> torch.Tensor:
-        """Return the elements of a field whose parameter is cut, one after the other."""
-        fields = [unit.fields[at] for _, unit in pieces]
+    def joined(
+        self, pieces: Sequence[tuple[Bucket, Unit]], fields: Sequence[Field]
+    ) -> torch.Tensor:
+        """Return the elements of a field, those of all its pieces one after the other."""
         ranges = [
-            (bucket.name, field.offset, field.nbytes)
-            for (bucket, _), field in zip(pieces, fields, strict=True)
+            (bucket.name, each.offset, each.nbytes)
+            for (bucket, _), each in zip(pieces, fields, strict=True)
         ]
-        assert all(nbytes % PAGE_NBYTES == 0 for _, _, nbytes in ranges[:-1])
-        return self._map(ranges).view(fields[0].dtype)
-
-    def _map(self, ranges: list[tuple[str, int, int]]) -> torch.Tensor:
-        if sum(nbytes for _, _, nbytes in ranges) == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._store.map(ranges), dtype=torch.uint8)
+        if sum(nbytes for *_, nbytes in ranges) == 0:
+            return torch.empty(0, dtype=fields[0].dtype)
+        if len(pieces) > 1 or fields[0].nbytes >= PACKED_NBYTES:
+            return torch.frombuffer(self._store.map(ranges), dtype=fields[0].dtype)
+        [(name, offset, nbytes)] = ranges
+        begin = offset // 4096 * 4096
+        page = torch.frombuffer(
+            self._store.map([(name, begin, offset + nbytes - begin)]), dtype=torch.uint8
+        )
+        return page[offset - begin :].clone().view(fields[0].dtype)
 
 
 class Copied:
@@ -107,59 +136,46 @@ class Copied:
     def __init__(self, read: Callable[[Bucket], torch.Tensor]) -> None:
         self._read = read
 
-    def whole(self, bucket: Bucket, field: Field) -> torch.Tensor:
-        """Return a field of a unit that is not cut."""
-        return field.view(self._read(bucket)).clone()
-
-    def joined(self, pieces: Sequence[tuple[Bucket, Unit]], at: int) -> torch.Tensor:
-        """Return the elements of a field whose parameter is cut, one after the other."""
-        return torch.cat([unit.fields[at].view(self._read(bucket)) for bucket, unit in pieces])
-
-
-def state_of(pieces: Sequence[tuple[Bucket, Unit]], source: Mapped | Copied) -> dict[str, Any]:
-    """Return a parameter's state, of its units, as the optimizer has it in memory; its master is an entry, too."""
-    bucket, first = pieces[0]
-    local = local_of(first.param)
-    leaves = [
-        leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in first.leaves or ()
-    ]
-    own: dict[str, Any] = {}
-
-    def shaped(elements: torch.Tensor) -> torch.Tensor:
-        return elements.as_strided(local.shape, first.layout)
-
-    for at, field in enumerate(first.fields):
-        in_bucket = first.own if field.leaf is None else first.born and not first.stray
-        if not in_bucket or field.name == "param":
-            continue  # the parameter itself is the model's
-        value = (
-            source.whole(bucket, field) if first.stop is None else shaped(source.joined(pieces, at))
+    def joined(
+        self, pieces: Sequence[tuple[Bucket, Unit]], fields: Sequence[Field]
+    ) -> torch.Tensor:
+        """Return the elements of a field, those of all its pieces one after the other."""
+        return torch.cat(
+            [
+                self._read(bucket)[each.offset : each.offset + each.nbytes].view(each.dtype)
+                for (bucket, _), each in zip(pieces, fields, strict=True)
+            ]
         )
-        if field.leaf is None:
-            own[field.name] = value
-        else:
-            leaves[field.leaf] = value
-    if first.stray and first.stop is not None:
+
+
+def state_of(pieces: Sequence[tuple[Bucket, Unit]], source: Mapped | Copied) -> dict[Any, Any]:
+    """Return a parameter's state as the optimizer has it in memory; its master is an entry, too."""
+    first = pieces[0][1]
+    local = local_of(first.param)
+
+    def value_of(each: Field) -> Any:
+        at = first.fields.index(each)
+        elements = source.joined(pieces, [unit.fields[at] for _, unit in pieces])
+        if first.stop is None:
+            return like_param(elements.as_strided(each.shape, each.stride), first.param, local)
+        return like_param(elements.as_strided(local.shape, first.layout), first.param, local)
+
+    state: dict[Any, Any] = {}
+    if first.leaves is not None:
         leaves = [
-            shaped(torch.cat(parts)) if _per_element(parts, pieces) else parts[0]
-            for parts in zip(*(unit.leaves or [] for _, unit in pieces), strict=True)
+            leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+            for leaf in first.leaves
         ]
-    leaves = [_like_param(leaf, first.param, local) for leaf in leaves]
-    state = unflatten(leaves, first.spec) if first.born else {}
-    own = {name: _like_param(value, first.param, local) for name, value in own.items()}
-    return {**state, **own} if own else dict(state)
+        leaves = [like_param(leaf, first.param, local) for leaf in leaves]
+        for at, each in first.swapped:
+            leaves[at] = value_of(each)
+        state = unflatten(leaves, first.spec)
+    if first.has_master and first.master is not None:
+        state[MASTER] = value_of(first.master)
+    return state
 
 
-def _per_element(parts: Sequence[Any], pieces: Sequence[tuple[Bucket, Unit]]) -> bool:
-    return all(
-        isinstance(part, torch.Tensor)
-        and part.dim() == 1
-        and part.numel() == (unit.stop or 0) - unit.start
-        for part, (_, unit) in zip(parts, pieces, strict=True)
-    )
-
-
-def _like_param(leaf: Any, param: torch.Tensor, local: torch.Tensor) -> Any:
+def like_param(leaf: Any, param: torch.Tensor, local: torch.Tensor) -> Any:
     """Return a leaf as one of a sharded parameter's state, where that is sharded."""
     if local is param or not isinstance(leaf, torch.Tensor) or leaf.shape != local.shape:
         return leaf
@@ -178,93 +194,111 @@ def _like_param(leaf: Any, param: torch.Tensor, local: torch.Tensor) -> Any:
     )
 
 
-def put_state(unit: Unit, state: Any, memory: torch.Tensor) -> None:
+def put_state(unit: Unit, state: dict[Any, Any], memory: torch.Tensor) -> None:
     """Put a parameter's state, or a unit's share of it, into its bucket.
 
-    What does not have the tensors that are expected is kept in memory.
+    Raises
+    ------
+    UnplannedError
+        It has a tensor that has no place there.
     """
-    state = dict(state) if isinstance(state, dict) else state
-    master = state.pop(MASTER, None) if isinstance(state, dict) else None
-    for field in unit.fields:
-        if field.leaf is None:
-            value = unit.param.detach() if master is None else master
-            field.view(memory).copy_(_share(unit, local_of(value)))
-            unit.own = True
+    state = dict(state)
+    master = state.pop(MASTER, None) if unit.master is not None else None
     leaves, spec = flatten(state)
-    if (
-        isinstance(spec, tuple)
-        and isinstance(unit.expected, tuple)
-        and set(spec) == set(unit.expected)
-    ):
-        spec = unit.expected  # the same in another order
-        leaves = [state[key] for key in spec]
-    unit.spec = spec
-    leaves = [local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    numel = local_of(unit.param).numel()
-    shares = [
-        _share(unit, leaf)
-        if isinstance(leaf, torch.Tensor) and leaf.numel() == numel and leaf.dim() > 0
-        else leaf
-        for leaf in leaves
-    ]
-    unit.stray = spec != unit.expected or not all(
-        field.leaf is None
-        or (
-            isinstance(shares[field.leaf], torch.Tensor)
-            and shares[field.leaf].dtype == field.dtype
-            and tuple(shares[field.leaf].shape) == field.shape
-        )
-        for field in unit.fields
-    )
-    in_bucket = {} if unit.stray else {field.leaf: field for field in unit.fields}
-    unit.leaves = []
-    for at, share in enumerate(shares):
-        if at in in_bucket:
-            in_bucket[at].view(memory).copy_(share)
-            unit.leaves.append(None)
-        else:
-            unit.leaves.append(share.clone() if isinstance(share, torch.Tensor) else share)
+    leaves = [_share(unit, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    keep_state(unit, unflatten(leaves, spec), memory)
+    if unit.leaves is not None:  # small values are the caller's
+        unit.leaves = [
+            leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in unit.leaves
+        ]
+    if unit.master is not None:
+        value = unit.param.detach() if master is None else master
+        unit.master.view(memory).copy_(_share(unit, value))
+        unit.has_master = True
 
 
 def _share(unit: Unit, value: torch.Tensor) -> torch.Tensor:
-    """Return a unit's elements of a tensor that has as many as its parameter."""
-    if unit.stop is None:
+    """Return a unit's elements of a tensor that has as many as its parameter; of another one, all."""
+    value, local = local_of(value), local_of(unit.param)
+    if unit.stop is None or value.shape != local.shape:
         return value
-    local = local_of(unit.param)
-    if value.shape == local.shape and value.stride() != local.stride():
-        value = torch.empty_strided(local.shape, local.stride(), dtype=value.dtype).copy_(value)
-    return elements_of(value)[unit.start : unit.stop]
+    return elements_of(value, like=local, start=unit.start, stop=unit.stop)
 
 
-def checked_state(
-    index: int, param: torch.Tensor, pieces: Sequence[tuple[Bucket, Unit]], state: Any
-) -> None:
-    """Refuse a state that is no parameter's; ``pieces`` name what has an element for each of the parameter's.
+def elements_of(tensor: torch.Tensor, *, like: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return elements [start, stop) of a tensor in the order in which a dense one of its shape has them in memory.
+
+    Where it is laid out as that one they are a view, else a copy of these alone.
+    """
+    tensor = tensor.detach()
+    if tensor.stride() == like.stride():
+        return tensor.as_strided((tensor.numel(),), (1,))[start:stop]
+    strides: Any = like.stride()
+    order = sorted(range(like.dim()), key=lambda at: (-strides[at], -like.shape[at]))
+    return _range_of(tensor.permute(order), start, stop)
+
+
+def _range_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    if tensor.is_contiguous() or tensor.dim() < 2:
+        return tensor.reshape(-1)[start:stop]
+    inner = tensor.numel() // tensor.shape[0]
+    first, last = start // inner, (stop - 1) // inner
+    if first == last:
+        return _range_of(tensor[first], start - first * inner, stop - first * inner)
+    head = _range_of(tensor[first], start - first * inner, inner)
+    tail = _range_of(tensor[last], 0, stop - last * inner)
+    return torch.cat((head, tensor[first + 1 : last].reshape(-1), tail))
+
+
+def is_planned(index: int, pieces: Sequence[tuple[Bucket, Unit]], state: Any) -> bool:
+    """Return whether a parameter's state has only tensors that were planned.
 
     Raises
     ------
     ValueError
-        It has as a whole parameter's tensor one of another shape.
+        One has another shape than was planned.
     """
-    if not isinstance(state, dict):
-        raise ValueError(
-            f"state_dict: the state of parameter {index} is no dict but {type(state).__name__}"
-        )
-    for key in {field.name for _, unit in pieces for field in unit.fields}:
-        value = state.get(key)
-        if isinstance(value, torch.Tensor) and value.shape != param.shape:
+    first = pieces[0][1]
+    local = local_of(first.param)
+    leaves, spec = flatten(state)
+    known = True
+    for name, leaf in zip(names_in(spec), leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        planned = next((each for each in first.fields if each.name == name), None)
+        if planned is None:
+            known = known and leaf.nbytes < SMALL_NBYTES
+            continue
+        shape = tuple(local.shape) if first.stop is not None else planned.shape
+        if tuple(local_of(leaf).shape) != shape:
             raise ValueError(
-                f"state_dict: {key!r} of parameter {index} has the shape {tuple(value.shape)}, and the parameter "
-                f"{tuple(param.shape)}"
+                f"state_dict: {name!r} of parameter {index} has the shape {tuple(leaf.shape)}, and not {shape}"
             )
+    return known
+
+
+def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Any:
+    """Return an optimizer that loads as another does, with groups of its own, no state and no hooks."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(
+        {
+            name: copy.copy(value) if isinstance(value, (list, dict, set)) else value
+            for name, value in vars(optimizer).items()
+            if name not in REPLACED
+        }
+    )
+    for hooks in HOOKS:
+        twin.__dict__[hooks] = OrderedDict()
+    twin.param_groups = groups
+    twin.state = defaultdict(dict)
+    return twin
 
 
 def cast_like_torch(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor, state: Any
 ) -> Any:
     """Return a parameter's state as the optimizer's own ``load_state_dict`` makes it of a saved one."""
-    group = {**probing.values_of(group), "params": [param]}
-    twin = probing.twin_of(optimizer, [group])
-    saved = {**probing.values_of(group), "params": [0]}
-    twin.load_state_dict({"state": {0: state}, "param_groups": [saved]})
+    values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    twin = twin_of(optimizer, [{**values, "params": [param]}])
+    twin.load_state_dict({"state": {0: state}, "param_groups": [{**values, "params": [0]}]})
     return twin.state[twin.param_groups[0]["params"][0]]

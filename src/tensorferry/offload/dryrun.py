@@ -1,0 +1,281 @@
+"""Steps of an optimizer without their arithmetic: which state they make, and whether they treat each element by itself.
+
+The optimizer's own step() runs in Python as ever, and the operations that it calls are looked at instead of done. So a
+parameter of any size takes no time and no memory: its values are never touched. Operations on what is not derived from
+the parameter or its gradient, a count of steps, say, are done as they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Some optimizers make state late: RAdam's variants and those that keep the last ten gradients.
+_STEPS = 12
+
+# Steps of many operations are tried until state has been the same for so many.
+_MANY_OPERATIONS, _SETTLED_STEPS = 1000, 4
+
+# Larger tensors are never computed, whatever they are derived from.
+_MAX_NUMEL = 1024
+
+# A loop that waits for a value, of which there is none, would never end.
+_MAX_OPERATIONS = 20_000
+
+# Element by element, though torch does not tag them so (`torch.Tag.pointwise`).
+_POINTWISE = {
+    *("copy_", "zero_", "fill_", "_to_copy", "clone", "masked_fill", "masked_fill_", "lift_fresh"),
+    *("zeros_like", "ones_like", "full_like", "empty_like", "detach", "alias", "view_as_real"),
+    *("index_put_", "where"),
+    *("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"),
+}
+_NOT_POINTWISE = {"_foreach_norm", "_foreach_max", "_foreach_mm"}
+
+
+class Found(NamedTuple):
+    """What a dry run has found.
+
+    ``state`` is the parameter's after some steps, with tensors that have shapes and no values. ``pointwise`` says that
+    every operation on them treated each element by itself, and ``trace`` which operations they were.
+    """
+
+    state: dict[Any, Any]
+    pointwise: bool
+    trace: list[Any]
+    reads: bool = False  # a value was asked for
+
+
+class _EscapedError(Exception):
+    """The step does something whose result cannot be told without doing it."""
+
+
+def dry_run(
+    step: Callable[[], Any],
+    param: torch.Tensor,
+    state_of: Callable[[], dict[Any, Any]],
+    *,
+    answer: bool = True,
+) -> Found | None:
+    """Step one parameter, which has a gradient, without arithmetic.
+
+    Parameters
+    ----------
+    step : callable
+        Steps it, and nothing else.
+    param : torch.Tensor
+        In host memory, or on the device ``meta``, as its gradient; neither is read or written.
+    state_of : callable
+        Returns its state.
+    answer : bool
+        What the step finds where it asks whether something is true of values.
+
+    Returns
+    -------
+    Found or None
+        None where the step needs values.
+    """
+    with _Watch(param, answer) as watch:
+        try:
+            known, unchanged = None, 0
+            for _ in range(_STEPS):
+                grad = param.grad
+                step()
+                if param.grad is not grad:
+                    watch.pointwise = False
+                watch.forget_values(state_of())
+                shapes = _shapes_in(state_of())
+                unchanged = unchanged + 1 if shapes == known else 0
+                known = shapes
+                if unchanged >= _SETTLED_STEPS and len(watch.trace) > _MANY_OPERATIONS:
+                    break
+        except Exception:  # whatever an optimizer does that needs values
+            return None
+    return Found(dict(state_of()), watch.pointwise, watch.trace, watch.reads)
+
+
+def _shapes_in(state: Any) -> Any:
+    return _pytree.tree_map(
+        lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf), state
+    )
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at operations. What is derived from a parameter or a gradient is told by its storage."""
+
+    def __init__(self, param: torch.Tensor, answer: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pointwise = True
+        self.reads = False
+        self._answer = answer
+        self.trace: list[Any] = []
+        self._param = param
+        self._shapes = (param.shape, (*param.shape, 2))  # the second: complex elements as pairs
+        self._device = param.device
+        self._derived: dict[int, Any] = {}
+        self._count = 0
+        self._results: dict[
+            Any, Any
+        ] = {}  # of operations that have been looked at, on the device meta
+        self.forget_values({})
+
+    def forget_values(self, state: dict[Any, Any]) -> None:
+        """Keep what the next step has: the parameter, its gradient, its state as far as it is derived from these."""
+        derived, self._derived = self._derived, {}
+        for tensor in (self._param, self._param.grad, *_pytree.tree_leaves(state)):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if not derived or storage._cdata in derived:
+                    self._derived[storage._cdata] = storage
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [
+            leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
+        derived = [tensor for tensor in tensors if self._is_derived(tensor)]
+        if not derived and any(tensor.numel() > _MAX_NUMEL for tensor in tensors):
+            derived = tensors
+        if not derived:
+            return self._done(func, tensors, args, kwargs)
+        self._count += 1
+        if self._count > _MAX_OPERATIONS:
+            raise _EscapedError
+        name = func._schema.name.split("::")[1]
+        self._judge(func, name, tensors, derived, args, kwargs)
+        returns = func._schema.returns
+        if any(each.alias_info is not None and not each.alias_info.is_write for each in returns):
+            return func(*args, **kwargs)  # a view: nothing is read
+        if name in ("_local_scalar_dense", "item", "equal", "is_nonzero"):
+            self.reads = True
+            kind = torch.bool if name in ("equal", "is_nonzero") else derived[0].dtype
+            return self._answer if kind == torch.bool else 1.0 if kind.is_floating_point else 1
+        written = [
+            value
+            for argument, value in _arguments(func, args, kwargs)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if written:
+            for tensor in _pytree.tree_leaves(written):
+                if isinstance(tensor, torch.Tensor):
+                    self._derive(tensor)
+            return None if not returns else written[0] if len(returns) == 1 else tuple(written)
+        return self._made(func, args, kwargs)
+
+    def _done(self, func: Any, tensors: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do an operation on what is not derived, a count, say; what is large is made without values."""
+        if not tensors and kwargs.get("device", self._device) is not None:
+            there = func(*args, **{**kwargs, "device": torch.device("meta")})
+            if isinstance(there, torch.Tensor) and there.numel() > _MAX_NUMEL:
+                return self._made(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return new tensors, without values, as the operation would make them."""
+
+        def to_meta(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+                return value
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+
+        def without_values(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            made = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=self._device
+            )
+            self._derive(made)
+            return made
+
+        leaves, spec = _pytree.tree_flatten((args, kwargs))
+        key: Any = (
+            func,
+            spec,
+            *(
+                (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in leaves
+            ),
+        )
+        try:
+            known = self._results.get(key)
+        except TypeError:  # an argument that cannot be hashed
+            known, key = None, None
+        if known is None:
+            args, kwargs = _pytree.tree_unflatten([to_meta(leaf) for leaf in leaves], spec)
+            if "device" in kwargs and kwargs["device"] is not None:
+                kwargs["device"] = torch.device("meta")
+            known = func(*args, **kwargs)
+            if key is not None:
+                self._results[key] = known
+        return _pytree.tree_map(without_values, known)
+
+    def _judge(
+        self,
+        func: Any,
+        name: str,
+        tensors: list[torch.Tensor],
+        derived: list[torch.Tensor],
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Note an operation, and whether it treats each element by itself."""
+        known = (
+            torch.Tag.pointwise in func.tags
+            or name in _POINTWISE
+            or (name.startswith("_foreach_") and name not in _NOT_POINTWISE)
+        ) and func.namespace == "aten"
+        if name == "index_put_":  # elements are chosen by a mask, not by their places
+            known = (
+                all(index is not None and index.dtype == torch.bool for index in args[1])
+                and tuple(args[1][0].shape) in self._shapes
+            )
+        shaped = all(tuple(tensor.shape) in self._shapes for tensor in derived) and all(
+            tensor.numel() == 1 or tuple(tensor.shape) in self._shapes for tensor in tensors
+        )
+        if not known or not shaped or (len(self._param.shape) == 0):
+            self.pointwise = False
+        numbers = [
+            leaf
+            for leaf in _pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, (bool, int, float, complex, torch.dtype))
+        ]
+        self.trace.append((str(func), numbers))
+
+    def _is_derived(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._derived
+
+    def _derive(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._derived[storage._cdata] = storage
+
+
+def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Return an operation's arguments as its schema names them, with their values."""
+    declared = func._schema.arguments
+    named = [(each, kwargs[each.name]) for each in declared if each.name in kwargs]
+    return [*zip(declared, args, strict=False), *named]
+
+
+def same_trace(left: list[Any], right: list[Any]) -> bool:
+    """Return whether two steps called the same operations with the same numbers."""
+    return len(left) == len(right) and all(map(_same_operation, left, right))
+
+
+def _same_operation(left: Any, right: Any) -> bool:
+    return (
+        left[0] == right[0]
+        and len(left[1]) == len(right[1])
+        and all(
+            one == other or (one != one and other != other)  # NaN is NaN
+            for one, other in zip(left[1], right[1], strict=True)
+        )
+    )

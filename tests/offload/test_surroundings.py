@@ -1,0 +1,342 @@
+"""What surrounds an optimizer: its constructor, its users' methods, hooks, models, and what they write and keep."""
+
+from __future__ import annotations
+
+import errno
+import io
+import signal
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tensorferry import checkpoint
+from tensorferry.offload import NotSeparableError, OffloadError, offload_optimizer
+from tests.offload.twins import SMALL, Gradients, assert_equal, copies, parameters, train
+from tests.support.faultfs import Fault
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Guarded(torch.optim.AdamW):
+    """Skips a step in which any gradient is not finite."""
+
+    def step(self, closure: Any = None) -> Any:
+        grads = [param.grad for group in self.param_groups for param in group["params"]]
+        if all(bool(grad.isfinite().all()) for grad in grads if grad is not None):
+            return super().step(closure)
+        return None
+
+
+class HoldsModel(torch.optim.SGD):
+    """Steps the parameters of a model, whatever its groups have."""
+
+    def __init__(self, params: Any) -> None:
+        self.model = torch.nn.Linear(3, 3)
+        self.model.weight.grad = torch.ones(3, 3)
+        super().__init__(params, lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            self.model.weight.sub_(self.model.weight.grad)
+        return super().step(closure)
+
+
+class KeepsObjects(torch.optim.SGD):
+    """Has a queue in an object of its own, with tensors that no state dict has."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("own", Queue()).add(param)
+        return super().step(closure)
+
+
+class Queue:
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self.tensors = [*self.tensors[-3:], tensor.detach().clone()]
+
+
+def with_own_step(params: Any) -> torch.optim.Optimizer:
+    made = torch.optim.AdamW(params)
+    original = made.step
+
+    def step(closure: Any = None) -> Any:
+        made.param_groups[0]["params"][0].grad.clamp_(-0.01, 0.01)
+        return original(closure)
+
+    made.step = step  # type: ignore[method-assign]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Guarded, "cannot be offloaded exactly"),
+        (HoldsModel, r"holds a module \(its attribute 'model'"),
+        (KeepsObjects, "'own'. is a Queue that holds tensors"),
+        (with_own_step, r"a step\(\) was set on this very object"),
+    ],
+)
+def test_what_cannot_be_seen_is_refused_by_name_and_untouched(
+    offloaded: Any, make: Any, why: str
+) -> None:
+    params = parameters()
+    optimizer = make(params)
+    gradients = Gradients(params)
+    gradients.give()
+    before, grads = copies(params), [param.grad for param in params]
+    versions = [param.grad._version for param in params]
+    with pytest.raises(NotSeparableError, match=why):
+        offloaded(optimizer, SMALL)
+    assert_equal(before, params)
+    assert not optimizer.state
+    assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
+    assert versions == [param.grad._version for param in params]
+    if isinstance(optimizer, HoldsModel):
+        assert torch.equal(optimizer.model.weight.grad, torch.ones(3, 3))
+
+
+def test_a_scheduler_of_the_optimizer_itself_goes_on(offloaded: Any) -> None:
+    wanted, params = parameters(), parameters()
+    memory, inner = torch.optim.AdamW(wanted), torch.optim.AdamW(params)
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (memory, inner)]
+    drive = offloaded(inner, SMALL)
+    gradients = Gradients(wanted, params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's, that the optimizer was not stepped before
+        for _ in range(3):
+            train(gradients, memory, drive, steps=1)
+            for schedule in schedules:
+                schedule.step()
+    assert_equal(wanted, params)
+    with pytest.raises(RuntimeError, match="has been offloaded"):
+        inner.step()
+    with pytest.raises(ValueError, match="offloaded already"):
+        offloaded(inner, SMALL)
+    assert_equal(wanted, params)
+
+
+class Averaging(torch.optim.Optimizer):
+    """Trains at one place and computes at another, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "trains": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (each for each in group["params"] if each.grad is not None):
+                state = self.state[param]
+                state.setdefault("z", param.clone()).sub_(param.grad, alpha=group["lr"])
+                param.lerp_(state["z"], 0.25)
+
+    def train(self) -> None:
+        self._move(True, 1.25)
+
+    def eval(self) -> None:
+        self._move(False, 0.2)
+
+    @torch.no_grad()
+    def _move(self, trains: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["trains"] != trains:
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.lerp_(self.state[param]["z"], weight)
+            group["trains"] = trains
+
+
+@pytest.mark.parametrize("budget", [SMALL, 16 << 20])
+def test_train_and_eval_act_on_what_is_offloaded(offloaded: Any, budget: int) -> None:
+    wanted, params = parameters(), parameters()
+    memory, inner = Averaging(wanted), Averaging(params)
+    drive = offloaded(inner, budget)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive)
+    for of_memory, of_drive in (
+        (memory.eval, drive.eval),
+        (memory.train, inner.train),
+        (memory.eval, inner.eval),
+    ):
+        of_memory()
+        of_drive()
+        assert_equal(wanted, params)
+        assert drive.param_groups[0]["trains"] == memory.param_groups[0]["trains"]
+    memory.train()
+    drive.train()
+    train(gradients, memory, drive)
+    assert_equal(wanted, params)
+    assert not hasattr(offloaded(torch.optim.SGD(parameters(), 0.1)), "train")
+
+
+@pytest.mark.parametrize("budget", [SMALL, 16 << 20])
+def test_what_is_written_into_a_parameter_counts_beside_its_master(
+    offloaded: Any, budget: int
+) -> None:
+    params = parameters(dtype=torch.bfloat16)
+    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
+    memory = torch.optim.AdamW(masters)
+    drive = offloaded(torch.optim.AdamW(params), budget, master_dtype=torch.float32)
+    gradients = Gradients(params)
+    for number in range(5):
+        gradients.give()
+        for master, param in zip(masters, params, strict=True):
+            master.grad = param.grad.float()
+        memory.step()
+        drive.step()
+        assert_equal([master.bfloat16() for master in masters], params)
+        if number in (1, 3):
+            with torch.no_grad():
+                for each in (params, masters):
+                    each[0][:5] = 7
+                    each[4].fill_(-9)
+
+
+def test_a_committed_step_has_what_hooks_and_users_have_done(directory: Path) -> None:
+    def made() -> tuple[Any, Any]:
+        params = parameters()
+        optimizer = offload_optimizer(
+            torch.optim.SGD(params, lr=1.0, momentum=0.9),
+            directory,
+            memory_budget=SMALL,
+            commit="step",
+        )
+        optimizer.register_step_post_hook(lambda *_: params[0].data.clamp_(-0.1, 0.1))
+        return params, optimizer
+
+    params, optimizer = made()
+    gradients = Gradients(params, missing=lambda step, index: index == 4)
+    train(gradients, optimizer, steps=2)
+    params[4].data.fill_(3)  # it has no gradient
+    train(gradients, optimizer, steps=1)
+    optimizer.close()
+    again, other = made()
+    for param in again:
+        param.data.zero_()
+    assert other.resume() == 3
+    assert_equal(params, again)
+    other.close()
+
+
+def test_a_retry_with_other_gradients_is_refused(faultfs: Any, offloaded: Any) -> None:
+    wanted, params = parameters(), parameters()
+    memory = torch.optim.AdamW(wanted)
+    drive = offloaded(torch.optim.AdamW(params), SMALL, path=faultfs.path)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive, steps=2)
+    drive.drain()
+    gradients.give()
+    memory.step()
+    faultfs.order(Fault("read", error=errno.EIO, skip=1))
+    with pytest.raises(OffloadError, match="half done"):
+        drive.step()
+    faultfs.clear()
+    kept = [param.grad for param in params]
+    versions = [None if grad is None else grad._version for grad in kept]
+    drive.zero_grad()
+    with pytest.raises(OffloadError, match="is not the one that it had"):
+        drive.retry()
+    for param, grad in zip(params, kept, strict=True):
+        param.grad = grad
+    assert versions == [None if grad is None else grad._version for grad in kept]
+    drive.retry()
+    assert_equal(wanted, params)
+
+
+def test_a_handler_of_sigterm_that_raises_is_called_when_the_step_is_whole(
+    offloaded: Any,
+) -> None:
+    class Signalled(torch.optim.AdamW):
+        now = False
+
+        def step(self, closure: Any = None) -> Any:
+            if Signalled.now:
+                Signalled.now = False
+                signal.raise_signal(signal.SIGTERM)
+            return super().step(closure)
+
+    def ends(*_: Any) -> None:
+        raise SystemExit("preempted")
+
+    wanted, params = parameters(), parameters()
+    memory, drive = Signalled(wanted), offloaded(Signalled(params), SMALL)
+    gradients = Gradients(wanted, params)
+    train(gradients, memory, drive)
+    gradients.give()
+    memory.step()
+    before = signal.signal(signal.SIGTERM, ends)
+    try:
+        Signalled.now = True
+        with pytest.raises(SystemExit, match="preempted"):
+            drive.step()
+        assert signal.getsignal(signal.SIGTERM) is ends
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert drive.steps == 4
+    assert_equal(wanted, params)
+    train(gradients, memory, drive)
+    assert_equal(wanted, params)
+
+
+def test_a_step_is_outside_of_a_compiled_graph(offloaded: Any) -> None:
+    wanted, params = parameters(), parameters()
+    memory, drive = torch.optim.AdamW(wanted), offloaded(torch.optim.AdamW(params), SMALL)
+    gradients = Gradients(wanted, params)
+    compiled = torch.compile(lambda: drive.step(), backend="eager")
+    for _ in range(2):
+        gradients.give()
+        memory.step()
+        compiled()
+    assert_equal(wanted, params)
+
+
+@pytest.mark.parametrize("budget", [SMALL, 16 << 20])
+def test_state_of_several_dtypes_is_saved_in_its_own_bytes(
+    offloaded: Any, budget: int, directory: Path
+) -> None:
+    shapes = [(300, 300), (300,), (17,), ()]
+    params = [
+        *parameters(shapes, torch.bfloat16),
+        *parameters(shapes, torch.float32),
+        *parameters(shapes, torch.float64),
+    ]
+    drive = offloaded(torch.optim.AdamW(params), 3 << 20 if budget > SMALL else 400 << 10)
+    train(Gradients(params), drive)
+    saved = drive.state_dict()
+    file = io.BytesIO()
+    torch.save(saved, file)
+    nbytes = sum(value.nbytes for state in saved["state"].values() for value in state.values())
+    assert len(file.getvalue()) < 1.5 * nbytes
+    torch.save(saved, io.BytesIO(), _use_new_zipfile_serialization=False)
+    checkpoint.save(saved, directory / "file")
+    file.seek(0)
+    other = torch.optim.AdamW(copies(params))
+    other.load_state_dict(torch.load(file))
+    for index, state in saved["state"].items():
+        for key, value in state.items():
+            assert torch.equal(other.state_dict()["state"][index][key], value)
+
+
+def test_nothing_but_the_optimizer_keeps_it(offloaded: Any, directory: Path) -> None:
+    """It goes with its last reference, without the collector."""
+    import gc
+    import weakref
+
+    params = parameters()
+    drive = offload_optimizer(torch.optim.AdamW(params), directory, memory_budget=SMALL)
+    train(Gradients(params), drive)
+    drive.drain()
+    gone = weakref.ref(drive)
+    gc.collect()
+    gc.disable()
+    try:
+        del drive
+        assert gone() is None
+    finally:
+        gc.enable()
