@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from tensorferry.safetensors.sources import Source
 
 
+# So much of tensors that should be the same is compared at a time.
+_PIECE_NBYTES = 4 << 20
+
 _ONE_THREAD = "another thread runs the model: parts of it can be called by one thread at a time"
 
 
@@ -115,10 +118,11 @@ class WeightStream:
         device: torch.device,
         whole: tuple[type[nn.Module], ...],
     ) -> None:
-        found, unexpected = match(model, stored_tensors(files))
+        matches = match(model, stored_tensors(files))
+        found = matches.found
         fixed = [one for one in found if one.buffer or not one.nbytes]
         self._weights = [
-            Weight(number, one)
+            Weight(number, one, device)
             for number, one in enumerate(one for one in found if not one.buffer and one.nbytes)
         ]
         modules, steps = self._steps(model, whole)
@@ -134,8 +138,18 @@ class WeightStream:
                 f"memory_budget: {budget_nbytes} bytes are not enough: {name} needs {needed} at the same time",
                 needed,
             )
-        if unexpected:
-            warnings.warn(f"files: the model has no place for {told(unexpected)}", stacklevel=3)
+        if matches.unexpected:
+            warnings.warn(
+                f"files: the model has no place for {told(matches.unexpected)}", stacklevel=3
+            )
+        if differing := [
+            f"{one.name} and {other.name}" for one, other in matches.rivals if _differ(one, other)
+        ]:
+            warnings.warn(
+                f"files: {told(differing)} are one parameter in the model, and have other values in the files: the "
+                "first is used. Give the model a parameter for each, or leave out one",
+                stacklevel=3,
+            )
         self._model = model
         self._lock = threading.RLock()
         self._owner: int | None = None
@@ -239,13 +253,19 @@ class WeightStream:
         return modules, steps
 
     def _take_over(self, modules: list[nn.Module]) -> None:
+        of_module: dict[nn.Module, list[str]] = {}
         for weight in self._weights:
             original = weight.matched.original
             assert original is not None
+            weight.put(weight.away)
             if not original.is_meta:  # emptied: it is not to be in memory twice
                 original = nn.Parameter(torch.empty_like(original, device="meta"), False)
             weight.matched.original = original
-            weight.put(weight.away)
+            for module, name in weight.matched.places:
+                of_module.setdefault(module, []).append(name)
+        for module, names in of_module.items():
+            on_load: Any = module.register_load_state_dict_pre_hook
+            self._hooks.append(on_load(functools.partial(_refuse_to_load, names)))
         for step, module in enumerate(modules):
             if module is self._model:
                 self._root_step = step
@@ -273,8 +293,8 @@ class WeightStream:
             began = time.perf_counter()
             try:
                 self._streaming.begin_pass()
+                _check_inputs(args, kwargs, gradients=self._root_step is None)
                 if self._root_step is not None:
-                    _check_no_gradients(args, kwargs)
                     self._streaming.acquire(self._root_step)
                 result = forward(*args, **kwargs)
                 whole = True
@@ -286,7 +306,7 @@ class WeightStream:
             return result
 
     def _enter(self, step: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        _check_no_gradients(args, kwargs)
+        _check_inputs(args, kwargs)
         if self._owner == threading.get_ident():
             self._streaming.acquire(step)
             return
@@ -378,18 +398,70 @@ def _put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:
 def _read(one: Matched, device: torch.device) -> torch.Tensor:
     tensor = torch.empty(one.shape, dtype=one.dtype, device=device)
     if tensor.numel():
-        with tensorferry.open(one.stored.path) as file:
-            one.stored.check(file)
-            file.read(tensor, one.stored.tensor.begin)
+        flat = tensor.reshape(-1).view(torch.uint8)
+        for part in one.parts:
+            with tensorferry.open(part.stored.path) as file:
+                part.stored.check(file)
+                file.read(flat[part.at : part.at + part.end - part.begin], part.begin)
     return tensor
 
 
-def _check_no_gradients(args: Any, kwargs: Any) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+def _differ(one: Matched, other: Matched) -> bool:
+    """Return whether two tensors of one shape have other bytes in the files."""
+    if one.dtype != other.dtype or one.nbytes != other.nbytes:
+        return True
+    return any(
+        not torch.equal(left, right) for left, right in zip(_bytes(one), _bytes(other), strict=True)
+    )
+
+
+def _bytes(one: Matched) -> Iterator[torch.Tensor]:
+    """Yield the bytes of a tensor, a piece at a time."""
+    piece = torch.empty(min(one.nbytes, _PIECE_NBYTES), dtype=torch.uint8)
+    filled = 0
+    for part in one.parts:
+        with tensorferry.open(part.stored.path) as file:
+            part.stored.check(file)
+            begin = part.begin
+            while begin < part.end:
+                nbytes = min(part.end - begin, len(piece) - filled)
+                file.read(piece[filled : filled + nbytes], begin)
+                begin, filled = begin + nbytes, filled + nbytes
+                if filled == len(piece):
+                    yield piece
+                    filled = 0
+    yield piece[:filled]
+
+
+def _refuse_to_load(names: list[str], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
+    given = [prefix + name for name in names if prefix + name in state]
+    if given:
+        raise RuntimeError(
+            f"load_state_dict: {told(given)} cannot be loaded: the model is streamed, and its weights are those of the "
+            "files; close() the stream first"
+        )
+
+
+def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
+    """Refuse inputs with which torch would compute in vain; those with ``gradients`` may be allowed."""
+    gradients = gradients or not torch.is_grad_enabled()
+    for value in _tensors_in((*args, *kwargs.values())):
+        if value.is_meta:
+            raise RuntimeError(
+                "an input is on the meta device: it has no values, and torch would compute with it without an error"
+            )
+        if value.requires_grad and not gradients:
             raise RuntimeError(
                 "streamed weights are for inference: an input requires gradients; run the model under "
                 "torch.no_grad() or torch.inference_mode()"
             )
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+        elif isinstance(value, Mapping):
+            yield from _tensors_in(value.values())
