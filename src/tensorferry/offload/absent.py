@@ -142,8 +142,8 @@ def _check_conversion(weight: Absent, args: Any, kwargs: Any) -> None:
     wanted = torch.empty(0, dtype=weight.dtype, device=weight.device).to(*args, **kwargs)
     if (wanted.dtype, wanted.device) != (weight.dtype, weight.device):
         raise RuntimeError(
-            f"the weight {weight.weight_name} is not in memory: it is streamed as {weight.dtype} to {weight.device}, and "
-            f"cannot become {wanted.dtype} on {wanted.device}. The files give the dtype, stream_weights(device=) the device"
+            f"the weight {weight.weight_name} is not in memory: it is streamed as {weight.dtype} to {weight.device} "
+            f"and cannot become {wanted.dtype} on {wanted.device}: the files give the dtype, device= the device"
         )
 
 

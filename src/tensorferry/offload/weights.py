@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -218,6 +218,13 @@ class WeightStream:
             for one in self._fixed:
                 _put_fixed(one, one.original)
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied, and with it the model."""
+        raise RuntimeError(
+            "a streamed model cannot be saved or copied: its weights are in the files that it is streamed from; "
+            "close() the stream first"
+        )
+
     def __enter__(self) -> WeightStream:
         if self._closed:
             raise ValueError("this stream of weights is closed")
@@ -270,11 +277,10 @@ class WeightStream:
             if module is self._model:
                 self._root_step = step
                 continue
-            enter = functools.partial(self._enter, step)
-            leave = functools.partial(self._leave, step)
+            use = _Use(self, step)
             self._hooks += [
-                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(leave, always_call=True),
+                module.register_forward_pre_hook(use.enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(use.leave, always_call=True),
             ]
         self._model.forward = _Forward(self, self._model)
 
@@ -305,7 +311,7 @@ class WeightStream:
                 self._seconds += time.perf_counter() - began
             return result
 
-    def _enter(self, step: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, step: int, args: Any, kwargs: Any) -> None:
         _check_inputs(args, kwargs)
         if self._owner == threading.get_ident():
             self._streaming.acquire(step)
@@ -318,7 +324,7 @@ class WeightStream:
             self._parts_owner = threading.get_ident()
             self._streaming.acquire(step)
 
-    def _leave(self, step: int, *_: Any) -> None:
+    def _leave(self, step: int) -> None:
         running = self._parts_owner if self._owner is None else self._owner
         if running == threading.get_ident():
             self._streaming.release(step)
@@ -337,16 +343,45 @@ class WeightStream:
 
 
 class _Forward:
-    """What a model has as its ``forward`` meanwhile."""
+    """What a model has as its ``forward`` meanwhile. It is outside of the graphs of ``torch.compile``."""
 
     def __init__(self, stream: WeightStream, model: nn.Module) -> None:
         self.stream = stream
         self.was_own = "forward" in vars(model)
         self.forward: Callable[..., Any] = model.forward
         functools.update_wrapper(self, self.forward, updated=())
+        self.__code__ = getattr(self.forward, "__code__", None)  # torch.export looks for it first
+        self._run = torch.compiler.disable(stream._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.stream._run(self.forward, args, kwargs)
+        return self._run(self.forward, args, kwargs)
+
+    def __reduce__(self) -> NoReturn:
+        self.stream.__reduce__()
+
+
+class _Use:
+    """The hooks of a module that wants weights, outside of the graphs of ``torch.compile``."""
+
+    def __init__(self, stream: WeightStream, step: int) -> None:
+        self.stream = stream
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            stream._enter(step, args, kwargs)
+
+        def leave(*_: Any) -> None:
+            stream._leave(step)
+
+        self._enter, self._leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._enter(module, args, kwargs)
+
+    def leave(self, *_: Any) -> None:
+        self._leave()
+
+    def __reduce__(self) -> NoReturn:
+        self.stream.__reduce__()
 
 
 class WeightsMap(Mapping[str, torch.Tensor]):
@@ -444,6 +479,11 @@ def _refuse_to_load(names: list[str], _: nn.Module, state: Any, prefix: str, *__
 
 def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
     """Refuse inputs with which torch would compute in vain; those with ``gradients`` may be allowed."""
+    if torch.jit.is_tracing() or _recorded():
+        raise RuntimeError(
+            "a streamed model cannot be traced or exported: what is recorded would use its memory, and find other "
+            "weights there"
+        )
     gradients = gradients or not torch.is_grad_enabled()
     for value in _tensors_in((*args, *kwargs.values())):
         if value.is_meta:
@@ -455,6 +495,15 @@ def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
                 "streamed weights are for inference: an input requires gradients; run the model under "
                 "torch.no_grad() or torch.inference_mode()"
             )
+
+
+def _recorded() -> bool:
+    """Return whether operations are recorded, by make_fx() or torch.export."""
+    modes: Any = torch.utils._python_dispatch
+    if not modes._len_torch_dispatch_stack():
+        return False
+    names = {type(mode).__name__ for mode in modes._get_current_dispatch_mode_stack()}
+    return bool(names & {"FakeTensorMode", "ProxyTorchDispatchMode"})
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
