@@ -94,6 +94,8 @@ def by_transformers(
         target, pattern = rename(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = rename(name, [], [], prefix, wanted)
+        if name == target and name in wanted and shapes[name] == tuple(wanted[name].shape):
+            pattern = None  # converted already
         if target not in wanted:
             unexpected.append(name)
         elif pattern is not None:

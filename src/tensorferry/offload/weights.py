@@ -51,12 +51,13 @@ def stream_weights(
     Parameters
     ----------
     model : torch.nn.Module
-        Its parameters, on whatever device, are given up: unless their module runs, something stands for them that has
-        their shape, and that no operation takes. Persistent buffers are read at once. Other buffers must be on the
-        device already.
+        Its parameters, on whatever device, are given up. Unless their module runs, something stands for them that has
+        their shape, their dtype and ``device``, and that no operation takes. Persistent buffers are read at once. Other
+        buffers must be on the device already.
     files : path or sequence of paths
-        Safetensors files, a sharded model's index, or a directory with either. Names are those of ``state_dict()``;
-        parameters that are tied need one of theirs.
+        Safetensors files, a sharded model's index, or a directory with either. Names are those of ``state_dict()``, or
+        for a model of transformers (5 or later) those that it is saved with; parameters that are tied need one of
+        theirs, and where there are several the last one counts.
     memory_budget : int or str
         Bytes of memory for weights: ``8 << 30``, or ``"8GiB"``. What one module needs is the least; with a few times
         that, reading and computing overlap.
@@ -75,7 +76,7 @@ def stream_weights(
     ------
     ValueError, TypeError
         An argument is not usable: a parameter is missing in the files or has another shape there, or requires
-        gradients. No weight has been read.
+        gradients; or a tensor that streaming would leave as it is has no values. No weight has been read.
     MemoryBudgetError
         The budget is too small for one module; ``needed_nbytes`` would do.
     SafetensorError, StorageError
@@ -83,8 +84,8 @@ def stream_weights(
 
     Notes
     -----
-    Parameters have the dtype that they have in the files. Names in the files that the model has no place for are warned
-    of.
+    Parameters have the dtype that they have in the files. A warning tells names in the files that the model has no
+    place for, and names of one tied parameter that have other values there.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is no torch.nn.Module")
