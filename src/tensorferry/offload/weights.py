@@ -352,13 +352,18 @@ class _Forward:
         self.forward: Callable[..., Any] = model.forward
         functools.update_wrapper(self, self.forward, updated=())
         self.__code__ = getattr(self.forward, "__code__", None)  # torch.export looks for it first
-        self._run = torch.compiler.disable(stream._run)
+        self._run = _outside_of_graphs(stream._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self.forward, args, kwargs)
 
     def __reduce__(self) -> NoReturn:
         self.stream.__reduce__()
+
+
+def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    disable: Any = torch.compiler.disable
+    return disable(function)  # type: ignore[no-any-return]
 
 
 class _Use:
@@ -373,7 +378,7 @@ class _Use:
         def leave(*_: Any) -> None:
             stream._leave(step)
 
-        self._enter, self._leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+        self._enter, self._leave = _outside_of_graphs(enter), _outside_of_graphs(leave)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter(module, args, kwargs)
@@ -480,7 +485,7 @@ def _refuse_to_load(names: list[str], _: nn.Module, state: Any, prefix: str, *__
 
 def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
     """Refuse inputs with which torch would compute in vain; those with ``gradients`` may be allowed."""
-    if torch.jit.is_tracing() or _recorded():
+    if _recorded():
         raise RuntimeError(
             "a streamed model cannot be traced or exported: what is recorded would use its memory, and find other "
             "weights there"
@@ -499,7 +504,10 @@ def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
 
 
 def _recorded() -> bool:
-    """Return whether operations are recorded, by make_fx() or torch.export."""
+    """Return whether operations are recorded: by torch.jit.trace(), make_fx() or torch.export."""
+    jit: Any = torch.jit
+    if jit.is_tracing():
+        return True
     modes: Any = torch.utils._python_dispatch
     if not modes._len_torch_dispatch_stack():
         return False
