@@ -39,6 +39,9 @@ _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL
 # What fsync() of a directory says where there is none, as for the core.
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
+# Nothing is called so, or no file, or nothing can be: a longer name than the file system takes.
+_NOT_BESIDE = (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG)
+
 # Whole files that are written beside each other. Each has three descriptors, so that fewer may be possible.
 _TOGETHER = 16
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
@@ -225,9 +228,12 @@ class Place(abc.ABC):
     def _remove_beside(self) -> list[Path]:
         removed = []
         for path in self._beside:
-            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            try:
                 path.unlink()
                 removed.append(path)
+            except OSError as error:
+                if error.errno not in _NOT_BESIDE:
+                    raise
         return removed
 
     @property
