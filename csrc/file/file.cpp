@@ -538,7 +538,7 @@ Result<std::string> File::directory() const {
   // The name behind symbolic links is what must last.
   auto name = linked_name(descriptor());
   const int error_number = errno;
-  if (!name) name = resolved_name();  // no /proc
+  if (!name && descriptor() >= 0) name = resolved_name();  // no /proc
   if (!name) return fault("readlink of /proc/self/fd", error_number);
   const size_t slash = name->rfind('/');
   return slash == std::string::npos ? "." : slash == 0 ? "/" : name->substr(0, slash);
