@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include "base/after_fork.h"
+#include "base/limits.h"
 #include "bindings/collect.h"
 #include "bindings/files.h"
 #include "bindings/memory.h"
@@ -50,4 +51,5 @@ NB_MODULE(_core, module) {
   module.def("crc32", &crc32_of, "buffer"_a, "crc"_a = 0);
   module.def("crc32_combine", &crc32_combine, "crc"_a, "next_crc"_a, "nbytes"_a);
   module.def("fork_generation", &fork_generation);
+  module.def("why_no_thread", &why_no_thread);
 }

@@ -4,7 +4,9 @@
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <linux/magic.h>
+#include <stdlib.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
@@ -13,6 +15,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <set>
 #include <thread>
 
@@ -207,6 +210,15 @@ std::optional<uint64_t> obtainable_nbytes(int descriptor) {
   return blocks * static_cast<uint64_t>(info.f_bsize) + (held > size ? held - size : 0);
 }
 
+std::string told_room(int failed, const struct statfs& info) {
+  if (failed != 0) return "";
+  if (info.f_files > 0 && info.f_ffree == 0) {
+    return "none of the file system's " + std::to_string(info.f_files) + " inodes is free";
+  }
+  const uint64_t blocks = ::geteuid() == 0 ? info.f_bfree : info.f_bavail;
+  return std::to_string(blocks * static_cast<uint64_t>(info.f_bsize)) + " bytes are free";
+}
+
 int fallocate_retrying(int descriptor, int mode, uint64_t offset, uint64_t nbytes) {
   int result;
   do {
@@ -256,7 +268,23 @@ std::optional<Fault> File::close() {
 }
 
 Fault File::fault(const char* operation, int error_number) const {
-  return Fault{.error_number = error_number, .operation = operation, .path = path_};
+  Fault found{.error_number = error_number, .operation = operation, .path = path_};
+  if (error_number == ENOSPC) found.hint = room();
+  return found;
+}
+
+std::string File::room() const {
+  struct statfs info;
+  const int failed = ::fstatfs(descriptor(), &info);
+  return told_room(failed, info);
+}
+
+std::optional<Fault> File::check_end(uint64_t end) const {
+  struct rlimit limit;
+  if (!regular_ || ::getrlimit(RLIMIT_FSIZE, &limit) != 0 || end <= limit.rlim_cur) return std::nullopt;
+  Fault refused = fault("reserve space", EFBIG);
+  refused.hint = "the limit of files' sizes (ulimit -f) is " + std::to_string(limit.rlim_cur) + " bytes";
+  return refused;
 }
 
 Result<std::shared_ptr<File>> File::open(const std::string& path, const OpenOptions& options) {
@@ -269,7 +297,16 @@ Result<std::shared_ptr<File>> File::open(const std::string& path, const OpenOpti
   Making making;
   const int descriptor =
       options.create ? open_creating(path.c_str(), flags, 0666, making) : open_retrying(path.c_str(), flags);
-  if (descriptor < 0) return Fault{.error_number = errno, .operation = "open", .path = path};
+  if (descriptor < 0) {
+    Fault refused{.error_number = errno, .operation = "open", .path = path};
+    if (refused.error_number == ENOSPC) {
+      const size_t slash = path.rfind('/');
+      struct statfs info;
+      const int failed = ::statfs(slash == std::string::npos ? "." : path.substr(0, slash + 1).c_str(), &info);
+      refused.hint = told_room(failed, info);
+    }
+    return refused;
+  }
   std::shared_ptr<File> file(new File(path, descriptor, options.read || !options.write, options.write));
   file->replaced_ = options.replaced;
   auto refused = file->enable_direct(options.direct);
@@ -372,7 +409,16 @@ Result<int> File::buffered_descriptor() {
   int present = buffered_.load(std::memory_order_acquire);
   if (present >= 0) return present;
   const int opened = open_retrying(link_of(own).c_str(), access);
-  if (opened < 0) return fault("open without O_DIRECT", errno);
+  if (opened < 0) {
+    const int error_number = errno;
+    // Without /proc there is no second way to this very file. The first one is turned into one through the page cache:
+    // it takes what was meant for direct I/O as well.
+    const int flags = error_number == ENOENT && mode_ == DirectMode::automatic ? ::fcntl(own, F_GETFL) : -1;
+    if (flags >= 0 && ::fcntl(own, F_SETFL, flags & ~O_DIRECT) == 0) return own;
+    Fault refused = fault("open without O_DIRECT", error_number);
+    if (error_number == ENOENT) refused.hint = "/proc is not mounted, and direct=\"auto\" would do without it";
+    return refused;
+  }
   // No lock, since a child of fork() may meet it half-way.
   if (buffered_.compare_exchange_strong(present, opened, std::memory_order_acq_rel)) return opened;
   (void)close_counted(opened);  // another thread was faster; nothing was written through this one
@@ -398,13 +444,19 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool ke
   const uint64_t old_size = static_cast<uint64_t>(status.st_size);
   if (end <= old_size) return std::nullopt;
   const uint64_t begin = std::max(offset, old_size);
-  const auto refused = [&](int error_number) {
-    Fault found = fault("reserve space", error_number);
+  const auto at_begin = [&](Fault found) {
     found.offset = begin;
+    found.expected = end - begin;
     return found;
   };
+  // The kernel lets blocks be reserved beyond this limit, and writes fail there.
+  if (auto refused = check_end(end)) return at_begin(std::move(*refused));
   const auto obtainable = obtainable_nbytes(descriptor());
-  if (obtainable && end - begin > *obtainable) return refused(ENOSPC);
+  if (obtainable && end - begin > *obtainable) {
+    Fault refused = at_begin(fault("reserve space", ENOSPC));
+    refused.hint = std::to_string(*obtainable) + " bytes are free";
+    return refused;
+  }
   // First the blocks, then the size: a refusal must not leave a file that looks longer than its data.
   if (fallocate_retrying(descriptor(), FALLOC_FL_KEEP_SIZE, begin, end - begin) != 0) {
     // Only a lack of space is a refusal. File systems that cannot reserve say so in many ways, and get their
@@ -412,7 +464,7 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool ke
     if (errno != ENOSPC && errno != EDQUOT && errno != EFBIG) return std::nullopt;
     // What was reserved until then (a quota, a race for the last blocks) stays beyond the file's end, for its next
     // writer: nothing can give it back without a risk for what another process writes there in this moment.
-    return refused(errno);
+    return at_begin(fault("reserve space", errno));
   }
   // The blocks are there; if the size cannot be set now, the writes will set it.
   if (!keep_size) (void)fallocate_retrying(descriptor(), 0, begin, end - begin);
@@ -484,10 +536,21 @@ void File::name_durable() {
 
 Result<std::string> File::directory() const {
   // The name behind symbolic links is what must last.
-  const auto name = linked_name(descriptor());
-  if (!name) return fault("readlink of /proc/self/fd", errno);
+  auto name = linked_name(descriptor());
+  const int error_number = errno;
+  if (!name && descriptor() >= 0) name = resolved_name();  // no /proc
+  if (!name) return fault("readlink of /proc/self/fd", error_number);
   const size_t slash = name->rfind('/');
   return slash == std::string::npos ? "." : slash == 0 ? "/" : name->substr(0, slash);
+}
+
+// Where the path leads now, if that is this file.
+std::optional<std::string> File::resolved_name() const {
+  const std::unique_ptr<char, void (*)(void*)> resolved(::realpath(path_.c_str(), nullptr), &::free);
+  struct stat status;
+  if (!resolved || ::stat(resolved.get(), &status) != 0) return std::nullopt;
+  if (FileIdentity{status.st_dev, status.st_ino} != identity_) return std::nullopt;
+  return resolved.get();
 }
 
 std::optional<Fault> sync_directory(const std::string& directory, int descriptor, const std::string& path) {

@@ -115,6 +115,12 @@ class File : public std::enable_shared_from_this<File> {
   // With `keep_size` it is left as it was in any case.
   std::optional<Fault> preallocate(uint64_t offset, uint64_t nbytes, bool keep_size = false);
 
+  // Refuses what the limit of files' sizes (RLIMIT_FSIZE) does not allow to be written.
+  std::optional<Fault> check_end(uint64_t end) const;
+
+  // How much the file system has left, for messages.
+  std::string room() const;
+
   std::optional<Fault> truncate(uint64_t size);
   std::optional<Fault> end_at(uint64_t size);  // the same, without a change where that is its size
 
@@ -157,6 +163,7 @@ class File : public std::enable_shared_from_this<File> {
   File(std::string path, int descriptor, bool readable, bool writable);
   std::optional<Fault> enable_direct(DirectMode mode);
   Fault fault(const char* operation, int error_number) const;
+  std::optional<std::string> resolved_name() const;
 
   static constexpr uint64_t retired_bit = uint64_t{1} << 63;
   std::atomic<uint64_t> leases_{0};  // how many, and whether there will be no more

@@ -6,6 +6,7 @@
 #include <system_error>
 
 #include "base/after_fork.h"
+#include "base/limits.h"
 #include "base/signals_blocked.h"
 #include "transfer/worker.h"
 #include "transfer/write_order.h"
@@ -58,8 +59,7 @@ std::string Scheduler::start_workers() {
         own->run();
       });
     } catch (const std::system_error& error) {
-      return std::string("cannot start a thread: ") + error.what() +
-             "; remedy: raise the limit of processes (ulimit -u)";
+      return std::string("cannot start a thread: ") + error.what() + "; " + why_no_thread();
     }
   }
   return "";

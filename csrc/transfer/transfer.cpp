@@ -6,6 +6,7 @@
 #include <cstring>
 #include <thread>
 
+#include "base/limits.h"
 #include "memory/first_touch.h"
 #include "transfer/scheduler.h"
 
@@ -165,7 +166,7 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
   if (!planned.direct && !use_buffered_descriptor(block)) return Step::done;
   if (planned.bounced) {
     auto pool = pinned_pool_ ? pinned_pool_ : BouncePool::process_pool();
-    if (!pool) return fail(block, ENOMEM, false);
+    if (!pool) return fail(block, ENOMEM, false, why_no_memory(BouncePool::process_pool_nbytes()));
     if (!pool->has_room_for(planned.io_nbytes)) {  // chunks to be verified, or the pool has become smaller
       return fail(block, ENOMEM, false,
                   "the bounce pool of " + std::to_string(pool->nbytes()) + " bytes has no room for a block of " +
@@ -238,6 +239,12 @@ Step Transfer::settle(WorkBlock& block, Statistics& statistics) {
   const int64_t result = block.result;
   if (result == -EINTR || result == -EAGAIN || (spec_.write && result == 0)) {
     return try_again(block, statistics, result == 0 ? EIO : static_cast<int>(-result));
+  }
+  if (result == -ECANCELED && block.cufile == nullptr && ++block.attempts < max_attempts) {
+    // Nobody cancels what has been submitted: io_uring may not start the thread that was to do it (a limit of
+    // processes).
+    statistics.retried_blocks.fetch_add(1, std::memory_order_relaxed);
+    return Step::get_over;
   }
   if ((result == -EINVAL || result == -EOPNOTSUPP) && block.direct_descriptor && block.cufile == nullptr &&
       spec_.file->direct_mode() == DirectMode::automatic) {
@@ -446,6 +453,7 @@ Step Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file, 
   fault.offset = spec_.offset + block.planned.begin + progress;
   fault.end_of_file = end_of_file;
   fault.hint = end_of_file ? "the file became shorter while it was read" : std::move(hint);
+  if (error_number == ENOSPC && fault.hint.empty()) fault.hint = spec_.file->room();
   record(std::move(fault));
   return Step::done;
 }

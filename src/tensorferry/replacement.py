@@ -1,7 +1,7 @@
 """A new file that takes the place of another when it is whole, at one stroke.
 
 Until then it has no name, where the file system knows such files (O_TMPFILE): whatever ends the process, nothing is
-left behind. Elsewhere (NFS, for one) it has a temporary name beside its later one.
+left behind. Elsewhere (NFS, for one, or without /proc) it has a temporary name beside its later one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,15 @@ _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL
 # What fsync() of a directory says where there is none, as for the core.
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
+# Nothing is called so, or no file, or nothing can be: a longer name than the file system takes.
+_NOT_BESIDE = (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG)
+
 # Whole files that are written beside each other. Each has three descriptors, so that fewer may be possible.
 _TOGETHER = 16
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 _ACL = "system.posix_acl_access"
+_OWN_FILES = "/proc/self/fd"
 
 # How often a path is looked up twice before it is believed that the two are not the same file: others may be replacing
 # it between the two.
@@ -108,7 +112,8 @@ class Place(abc.ABC):
         self._descriptor = self._create(0o666 if old is None else 0o600)
         if old is not None:
             _keep_rights(self._descriptor, self.target, old)
-        self._own_path = f"/proc/self/fd/{self._descriptor}"
+        own = target.parent / (self._name or "")
+        self._own_path = f"{_OWN_FILES}/{self._descriptor}" if _has_own_files() else str(own)
         self._open()
         self._opened = True
 
@@ -191,11 +196,12 @@ class Place(abc.ABC):
     def _create(self, mode: int) -> int:
         """Return the descriptor of a new file."""
         flags, at = os.O_RDWR | os.O_CLOEXEC, self._directory
-        try:
-            return os.open(".", flags | os.O_TMPFILE, mode, dir_fd=at)
-        except OSError as error:
-            if error.errno not in _NO_NAMELESS_FILES:
-                raise
+        if _has_own_files():
+            try:
+                return os.open(".", flags | os.O_TMPFILE, mode, dir_fd=at)
+            except OSError as error:
+                if error.errno not in _NO_NAMELESS_FILES:
+                    raise
         self._name = _new_name()
         return os.open(self._name, flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=at)
 
@@ -222,9 +228,12 @@ class Place(abc.ABC):
     def _remove_beside(self) -> list[Path]:
         removed = []
         for path in self._beside:
-            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            try:
                 path.unlink()
                 removed.append(path)
+            except OSError as error:
+                if error.errno not in _NOT_BESIDE:
+                    raise
         return removed
 
     @property
@@ -498,6 +507,11 @@ def _acl_of(file: str | int) -> bytes | None:
         if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
             raise
         return None
+
+
+def _has_own_files() -> bool:
+    """Return whether /proc is there, by which alone a file without a name can be opened again, and get one."""
+    return Path(_OWN_FILES).exists()
 
 
 def _new_name() -> str:

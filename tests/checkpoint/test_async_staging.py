@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from tensorferry.checkpoint import FileSystemWriter, Stager
 from tests.checkpoint.states import assert_same, bits_of, mixed_state
 from tests.support.ranks import call_on_ranks
+from tests.support.threads import no_new_threads
 
 if TYPE_CHECKING:
     import pathlib
@@ -281,3 +282,13 @@ def test_integers_of_few_bits_are_staged_in_any_order() -> None:
     tensor = torch.arange(24, dtype=torch.uint8).view(torch.uint4).as_strided((4, 6), (1, 4))
     staged = Stager().stage({"a": tensor})["a"]
     assert torch.equal(staged.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_stager_copies_where_no_thread_can_be_started() -> None:
+    """As in a container with a limit of processes."""
+    state = {"small": torch.arange(10), "large": torch.arange(3 << 20)}
+    stager = Stager(overlap=True)
+    with no_new_threads():
+        for _ in range(2):
+            staged = stager.stage(state).result()
+            assert_same(staged, state)

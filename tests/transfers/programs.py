@@ -11,6 +11,7 @@ import pathlib
 import resource
 import signal
 import sys
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -501,12 +502,8 @@ def no_threads_allowed(engine: str, directory: str) -> dict[str, Any]:
     path = pathlib.Path(directory) / "file"
     path.write_bytes(bytes(4096))
     path.chmod(0o666)
-    try:
-        os.setgroups([])
-        os.setgid(65534)
-        os.setuid(65534)
-    except PermissionError as error:
-        return {"skip": f"becoming another user needs root: {error}"}
+    if refused := _become_nobody():
+        return {"skip": refused}
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
     array = np.ones(4096, np.uint8)
@@ -527,6 +524,130 @@ def no_threads_allowed(engine: str, directory: str) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
     assert_works(handle, path.parent)  # who has threads needs no more
     return {"refusals": refusals}
+
+
+def _become_nobody() -> str:
+    """Become an ordinary user, for whom limits of processes count; or return why not."""
+    try:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    except PermissionError as error:
+        return f"becoming another user needs root: {error}"
+    return ""
+
+
+def no_further_threads(engine: str, directory: str, count: int) -> dict[str, Any]:
+    """Move much and little by handles and files that are there, as a user who may start no thread any more."""
+    os.environ["TENSORFERRY_ENGINE"] = engine
+    folder = pathlib.Path(directory)
+    rng = np.random.default_rng(count)
+    arrays = [
+        rng.integers(0, 256, nbytes, np.uint8)
+        for nbytes in (10, 4096, 5000, 100_003, 1 << 20, (8 << 20) + 17)
+    ]
+    handle = tensorferry.aio_handle(
+        engine=engine, block_size=1 << 20, intra_op_parallelism=count, queue_depth=8
+    )
+    tensorferry.write(folder / "first", arrays[0])
+    if refused := _become_nobody():
+        return {"skip": refused}
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
+    for index, array in enumerate(arrays):
+        path = folder / f"by-handle-{index}"
+        assert handle.sync_pwrite(array, path) == 1
+        found = np.zeros_like(array)
+        assert handle.sync_pread(found, path) == 1
+        assert_equal(found, array)
+        path = folder / f"by-file-{index}"
+        with tensorferry.open(path, "w+") as file:
+            half = array.nbytes // 2
+            for future in [
+                file.write_from(array[:half]),
+                file.write_from(array[half:], half, sync=True),
+            ]:
+                future.result()
+            found = file.read_into(np.zeros_like(array)).result()
+            assert_equal(found, array)
+        tensorferry.write(folder / f"at-once-{index}", array, sync=True)
+        with tensorferry.open(folder / f"stream-{index}", "w") as file, file.stream() as stream:
+            stream.append([array, array])
+    many = [(folder / f"many-{index}", array) for index, array in enumerate(arrays)]
+    tensorferry.write_many(many, atomic=True)
+    tensorferry.read_many([(path, found := np.zeros_like(array)) for path, array in many])
+    assert_equal(found, arrays[-1])
+    for index, array in enumerate(arrays):
+        assert (folder / f"at-once-{index}").read_bytes() == array.tobytes()
+        assert (folder / f"stream-{index}").read_bytes() == 2 * array.tobytes()
+    with tensorferry.open(folder / "first") as file:
+
+        def read_until_one_has_not_ended() -> None:  # what has is called back without a thread
+            while True:
+                file.read_into(bytearray(10)).add_done_callback(lambda _: None)
+
+        with pytest.raises(RuntimeError, match=r"callbacks.*thread.*--pids-limit"):
+            read_until_one_has_not_ended()
+    return {"names": [thread.name for thread in threading.enumerate()]}
+
+
+def little_address_space(engine: str, directory: str) -> dict[str, Any]:
+    """Ask for more than the limit of address space has room for: threads, a ring or context, memory."""
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = used + (24 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    said = []
+    for ask in (
+        lambda: tensorferry.aio_handle(engine=engine, intra_op_parallelism=32, queue_depth=64),
+        lambda: tensorferry.empty(64 << 20, np.uint8),
+    ):
+        try:
+            ask()
+        except (tensorferry.EngineUnavailableError, MemoryError) as error:
+            said.append(str(error))
+    return {"said": said, "limit": limit}
+
+
+def without_proc(engine: str, directory: str) -> dict[str, Any]:
+    """Write and read where /proc is not mounted."""
+    os.environ["TENSORFERRY_ENGINE"] = engine
+    folder = pathlib.Path(directory)
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private, detach = 0x20000, 0x44000, 2
+    if (
+        libc.unshare(new_mounts) != 0
+        or libc.mount(b"none", b"/", None, private, None) != 0
+        or libc.umount2(b"/proc", detach) != 0
+    ):
+        return {"skip": f"no namespace of mounts: {os.strerror(ctypes.get_errno())}"}
+    assert not pathlib.Path("/proc/self").exists()
+    array = np.random.default_rng(1).integers(0, 256, 3_000_017, np.uint8)
+    os.chdir(folder)
+    for atomic in (False, True):
+        for name in ("relative", folder / "absolute"):
+            for _ in range(2):
+                tensorferry.write(name, array, atomic=atomic, sync=True)
+                assert_equal(tensorferry.read(name, np.zeros_like(array)), array)
+        tensorferry.write_many([(folder / f"{index}", array) for index in range(3)], atomic=atomic)
+        assert_equal(tensorferry.read(folder / "2", np.zeros_like(array)), array)
+    with tensorferry.open("file", "w+") as file:
+        file.write(array, 5)
+        os.chdir("/")
+        (folder / "file").rename(folder / "renamed")
+        file.write(array[:100], 5_000_001)
+        assert_equal(file.read(np.zeros_like(array), 5), array)
+    descriptor = os.open(folder / "absolute", os.O_RDWR)
+    tensorferry.write(descriptor, array[:1000], offset=7)
+    os.close(descriptor)
+    assert (folder / "absolute").read_bytes()[7:1007] == array[:1000].tobytes()
+    names = sorted(each.name for each in folder.iterdir())
+    try:
+        with tensorferry.open(folder / "direct", "w", direct=True) as file:
+            file.write(array)
+        refused = ""
+    except tensorferry.StorageError as error:
+        refused = str(error)
+    return {"names": names, "refused": refused}
 
 
 def exhaust_aio_contexts(directory: str) -> dict[str, Any]:

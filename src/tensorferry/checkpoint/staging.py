@@ -115,7 +115,10 @@ class Stager:
                 copying.set_exception(error)
 
         self._copying = copying
-        threading.Thread(target=work, name="tensorferry-stage").start()
+        try:
+            threading.Thread(target=work, name="tensorferry-stage").start()
+        except RuntimeError:  # a limit of processes: without overlap, then
+            work()
         return copying
 
     @torch.no_grad()
@@ -422,8 +425,12 @@ def _copy_all(moves: list[tuple[torch.Tensor, torch.Tensor]], pages_locked: bool
 
     count = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces)) - 1
     threads = [threading.Thread(target=work) for _ in range(count)]
-    for thread in threads:
-        thread.start()
+    for at, thread in enumerate(threads):
+        try:
+            thread.start()
+        except RuntimeError:  # a limit of processes: those that run, and this one, do all
+            del threads[at:]
+            break
     work()
     for thread in threads:
         thread.join()

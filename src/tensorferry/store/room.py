@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
-from tensorferry.errors import StorageError
+from tensorferry.errors import StorageError, storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -201,9 +201,14 @@ class Room:
             disks[device] = disk.f_bavail * disk.f_frsize
         available = free_nbytes + sum(disks.values())
         if nbytes > available:
-            raise StorageError(
+            raise storage_error(
                 errno.ENOSPC,
-                f"{os.strerror(errno.ENOSPC)} (reserving {nbytes} bytes, and {available} are free)",
-                self.directories[0].path,
-                expected=nbytes,
+                "reserve space",
+                os.fsencode(self.directories[0].path),
+                0,
+                nbytes,
+                0,
+                False,
+                0,
+                f"{available} bytes are free",
             )

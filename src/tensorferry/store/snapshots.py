@@ -49,10 +49,15 @@ class Partial:
         self._locks: list[_Lock] = []
         self._made_in: list[str] = []
         for path in self._paths:
-            if os.path.lexists(path):
-                raise StorageError(
-                    errno.EEXIST, f"{os.strerror(errno.EEXIST)} (making a snapshot)", str(path)
-                )
+            try:
+                path.lstat()
+            except FileNotFoundError:
+                continue
+            except OSError as error:  # a name that is too long, say
+                raise _told(error, "making a snapshot", path) from None
+            raise StorageError(
+                errno.EEXIST, f"{os.strerror(errno.EEXIST)} (making a snapshot)", str(path)
+            )
         try:
             for path in self._paths:
                 _remove_leftovers(path.parent)
@@ -66,7 +71,7 @@ class Partial:
     def _make(self, path: Path) -> None:
         # Whoever looks for leftovers between the first two lines takes it for one: then another is made.
         while True:
-            partial = path.with_name(f".{path.name}.{self._run}.{os.urandom(4).hex()}.partial")
+            partial = path.with_name(f".tensorferry.{self._run}.{os.urandom(4).hex()}.partial")
             self._partial.append(partial)
             self._made_in += folder.make_directory(str(partial))
             with contextlib.suppress(FileNotFoundError):
