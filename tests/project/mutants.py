@@ -686,8 +686,8 @@ MUTANTS = [
         "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
         "moment",
         "src/tensorferry/checkpoint/storage/huggingface.py",
-        "            if self.sync_files:\n                sync_directory(Path(self.path))\n",
-        "",
+        "            Model(self.path, sync=self.sync_files).commit(None, files)\n",
+        "            Model(self.path, sync=False).commit(None, files)\n",
         "tests/checkpoint/test_huggingface.py::"
         "test_shards_of_ranks_that_are_no_more_do_not_come_back_after_a_power_cut[ext4]",
     ),
@@ -803,17 +803,25 @@ MUTANTS = [
         "a saved safetensors file is the old one or the new one, and an index names the files of one model at every "
         "moment",
         "src/tensorferry/safetensors/sharded.py",
-        "            self._set_aside(old)\n",
-        "",
+        "            has_told = self._set_aside(old, one_file=index is None)\n",
+        "            has_told = False\n",
         "tests/safetensors/test_sharded.py::test_a_failure_at_any_step_leaves_a_whole_model",
     ),
     _mutant(
         "what-is-no-tensor-is-left-out",
         "a conversion loses nothing silently",
         "src/tensorferry/checkpoint/tools/trees.py",
-        "                others += _lost(name, value, depth)\n",
-        "                pass\n",
+        "            others += _lost(name, value, depth, path, is_told=is_told)\n",
+        "            pass\n",
         "tests/checkpoint/test_convert.py::test_what_is_no_tensor_is_refused_unless_it_is_to_be_left_out",
+    ),
+    _mutant(
+        "a-missing-rank-is-not-missed",
+        "what tensors a place holds has one answer",
+        "src/tensorferry/safetensors/sources.py",
+        "        if len(saves) == 1 and count and count != str(len(paths)):\n",
+        "        if False:\n",
+        "tests/checkpoint/test_places.py::test_a_file_that_any_rank_has_written_is_missed",
     ),
     _mutant(
         "absent-weights-are-computed-with",

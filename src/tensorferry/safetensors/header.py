@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.errors import ShortReadError
 from tensorferry.safetensors.dtypes import DTYPES, Dtype
-from tensorferry.safetensors.errors import SafetensorError, shortened
+from tensorferry.safetensors.errors import SafetensorError, shortened, something_else
 from tensorferry.safetensors.parsing import LENGTH_NBYTES, WORD, Parser
 from tensorferry.safetensors.parsing import METADATA as METADATA
 
@@ -123,6 +123,8 @@ def length(begin: bytes, file_nbytes: int, path: str) -> int:
             path,
         )
     nbytes = int.from_bytes(begin[:LENGTH_NBYTES], "little")
+    if nbytes > min(MAX_NBYTES, file_nbytes) and (other := something_else(begin)):
+        raise SafetensorError(other, path)
     if nbytes > MAX_NBYTES:
         raise SafetensorError(
             f"its header would have {nbytes} bytes, more than the {MAX_NBYTES} of the format: "

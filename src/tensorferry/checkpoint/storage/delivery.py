@@ -269,6 +269,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def resolved(tensor: torch.Tensor, payload: Payload) -> torch.Tensor:
+    """Return the values of a tensor that has the elements of a payload."""
+    if payload.conj:
+        tensor = tensor.conj().resolve_conj()
+    return tensor.neg() if payload.neg else tensor
+
+
 def _can_be_read_into(tensor: torch.Tensor) -> bool:
     """Return whether the core can reach a tensor's memory."""
     return tensor.is_cpu or (tensor.is_cuda and torch.version.cuda is not None)

@@ -7,17 +7,15 @@ rank writes its parts (``save_distributed``), of which the coordinator may then 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import json
 import math
 import os
-import re
 import secrets
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -40,7 +38,6 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-import tensorferry
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage.assembly import write_tensors
@@ -50,11 +47,11 @@ from tensorferry.checkpoint.storage.reading import DataFile, Reading
 from tensorferry.checkpoint.storage.writer import is_of_state
 from tensorferry.checkpoint.zipformat.blobs import Payload
 from tensorferry.checkpoint.zipformat.ranges import is_inside
-from tensorferry.replacement import make_directory, sync_directory
-from tensorferry.safetensors import checksums, dtypes, header, index
+from tensorferry.replacement import make_directory
+from tensorferry.safetensors import dtypes, header, index, sources
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import Entry
-from tensorferry.safetensors.sharded import INDEX_NAME, Model, is_aside
+from tensorferry.safetensors.sharded import Model
 from tensorferry.safetensors.version import Version
 
 if TYPE_CHECKING:
@@ -66,21 +63,17 @@ if TYPE_CHECKING:
         ReadItem,
         SavePlan,
         SavePlanner,
+        TensorWriteData,
         WriteItem,
     )
 
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.storage.assembly import Source
     from tensorferry.checkpoint.storage.reading import Want
+    from tensorferry.safetensors.sources import Stored
 
-# What torch's writer puts into headers of files that have parts of tensors (_hf_utils).
-_PARTS, _VERSION_KEY, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
-# And ours into those of ranks: which files were saved together.
-_SAVE = "tensorferry_save"
-_OFFSETS = "saved_offsets"
+_VERSION = "1.0"
 _SHARDED = "sharded"
-_OF_A_RANK = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors", re.ASCII)
-_SUFFIX = ".safetensors"
 
 
 class HuggingFaceStorageWriter(TorchsWriter):
@@ -179,9 +172,12 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 "names"
             )
         self._of_thread.is_coordinator = True
-        save = secrets.token_hex(8)
+        count = sum(len(self._by_file(self.fqn_to_index_mapping, plan.items)) for plan in plans)
+        save = f"{secrets.token_hex(8)}/{count}"
         return [
-            dataclasses.replace(plan, storage_data={**(plan.storage_data or {}), _SAVE: save})
+            dataclasses.replace(
+                plan, storage_data={**(plan.storage_data or {}), sources.SAVE: save}
+            )
             for plan in super().prepare_global_plan(plans)
         ]
 
@@ -208,10 +204,12 @@ class HuggingFaceStorageWriter(TorchsWriter):
         try:
             for number, items in self._by_file(mapping, plan.items).items():
                 name = file_name(number, highest, shard)
-                # A cached plan has the name of an earlier save, and not on all ranks.
-                cached = getattr(planner, "_enable_plan_caching", False)
-                save = None if shard is None or cached else storage_data.get(_SAVE)
-                results += _write_file(model, name, items, planner, meter, save)
+                own = {} if shard is None else {sources.SAVE: storage_data[sources.SAVE]}
+                if own and getattr(planner, "_enable_plan_caching", False):
+                    # A cached plan has the name of an earlier save, and not on all ranks.
+                    sizes = {item.index.fqn: list(_data(item).size) for item in items}
+                    own = {sources.WHOLE: json.dumps(sizes)}
+                results += _write_file(model, name, items, planner, meter, own)
             if shard is None and getattr(self._of_thread, "is_coordinator", False):
                 self._of_thread.model = model  # they take their places with the index
             else:
@@ -252,14 +250,8 @@ class HuggingFaceStorageWriter(TorchsWriter):
                     mapping,
                     sync=self.sync_files,
                 )
-            # Readers look at all files: those of ranks that there are no more would be taken for parts.
-            for path in Path(self.path).iterdir():
-                if _OF_A_RANK.fullmatch(path.name) and path.name not in files:
-                    for each in (Path(checksums.path_of(path)), path):
-                        with contextlib.suppress(OSError):
-                            each.unlink()
-            if self.sync_files:
-                sync_directory(Path(self.path))
+            # Readers would take files of ranks that there are no more for parts, and an old index for the model.
+            Model(self.path, sync=self.sync_files).commit(None, files)
             return
         total = sum(result.storage_data.length for written in results for result in written)
         model: Model | None = getattr(self._of_thread, "model", None)
@@ -348,8 +340,10 @@ class HuggingFaceStorageReader(TorchsReader):
         StorageError
             A file cannot be read.
         """
-        paths = files_of_model(self.path)
-        tensors, places = scan(paths, owners_in(self.path, paths))
+        folder = Path(self.path)
+        if folder.is_dir() and not any(index.names_in(folder)):
+            raise FileNotFoundError(f"there are no safetensors files in the folder {str(folder)!r}")
+        tensors, places = scan(sources.hold(folder).tensors)
         metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=places)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
@@ -382,8 +376,7 @@ class HuggingFaceStorageReader(TorchsReader):
         return done
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):  # made in less time than a frozen dataclass
     """Where a part of a tensor lies, with the attributes of torch's own class for that.
 
     Attributes
@@ -398,6 +391,8 @@ class Place:
         Which file it was whose header said so.
     order : tuple of int, optional
         The order of its dimensions in which it is in C order; by default it is.
+    conj, neg : bool
+        As for :class:`Payload`.
     """
 
     relative_path: str
@@ -407,6 +402,8 @@ class Place:
     length: int
     identity: Version
     order: tuple[int, ...] | None = None
+    conj: bool = False
+    neg: bool = False
 
 
 class SafetensorsFiles:
@@ -426,7 +423,15 @@ class SafetensorsFiles:
                 )
             sizes = tuple(place.shape)
             order = tuple(range(len(sizes))) if place.order is None else place.order
-            payload = Payload(place.offset, place.length, place.dtype, sizes, order)
+            payload = Payload(
+                place.offset,
+                place.length,
+                place.dtype,
+                sizes,
+                order,
+                conj=place.conj,
+                neg=place.neg,
+            )
             info: Any = place
             by_file.setdefault(place.relative_path, []).append(Item(request, info, payload))
         for items in by_file.values():
@@ -467,102 +472,30 @@ class SafetensorsFiles:
         return False
 
 
-def files_of_model(folder: str | os.PathLike[str]) -> list[str]:
-    """Return the safetensors files of a folder that are the model.
-
-    Raises
-    ------
-    FileNotFoundError
-        There are none.
-    """
-    directory = Path(folder)
-    found = sorted(path for path in directory.iterdir() if path.name.endswith(_SUFFIX))
-    aside = [path for path in found if is_aside(path.name)]
-    if aside:
-        # A save was killed while files took their places: the index says which are the model.
-        with contextlib.suppress(OSError, SafetensorError):
-            named = set(index.read(directory / INDEX_NAME)[0].values())
-            if any(path.name in named for path in aside):
-                return [os.fspath(path) for path in found if path.name in named]
-        found = [path for path in found if path not in aside]
-    if not found:
-        raise FileNotFoundError(f"there are no safetensors files in the folder {str(directory)!r}")
-    return [os.fspath(path) for path in found]
-
-
-def owners_in(folder: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, str]:
-    """Return which of a folder's files the index says has each tensor, for those that are in several of them.
-
-    They are where a save was killed before it had removed what is no part of the model any more. Files of ranks have no
-    index: they are newer than one that is there.
-    """
-    names = {Path(path).name for path in paths}
-    if any(map(_OF_A_RANK.fullmatch, names)):
-        return {}
-    try:
-        weights, _ = index.read(Path(folder) / INDEX_NAME)
-    except (OSError, SafetensorError):
-        return {}
-    return {tensor: name for tensor, name in weights.items() if name in names}
-
-
 def scan(
-    paths: Iterable[str | os.PathLike[str]], owners: Mapping[str, str] | None = None
+    held: Mapping[str, tuple[tuple[int, ...], list[Stored]]],
 ) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, Place]]:
-    """Return what tensors files have, each of them whole or in parts, and where.
-
-    Where ``owners`` gives a tensor to a file by its name, what others have of it is passed over.
+    """Return what tensors a place holds, in torch's words, and where their parts are.
 
     Raises
     ------
     SafetensorError
-        A file breaks a rule of the format, or parts of a tensor do not go together.
-    StorageError
-        A file cannot be read.
+        torch has no such dtype.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, Place] = {}
-    saves: dict[str | None, str] = {}  # of ranks' files, by what they say
-    for each in paths:
-        path = os.fspath(each)
-        identity = Version.at(path)
-        with tensorferry.open(path) as file:
-            found = header.read(file)
-        offsets_of = _offsets(found, path)
-        own_name = Path(path).name
-        if _OF_A_RANK.fullmatch(own_name):
-            saves.setdefault((found.metadata or {}).get(_SAVE), path)
-            if len(saves) > 1:
-                other = next(iter(saves.values()))
-                raise SafetensorError(
-                    f"it is not of the same save as {other!r}: one was killed, or is on its way",
-                    path,
-                )
-        for name, tensor in found.tensors.items():
-            if owners and owners.get(name, own_name) != own_name:
-                continue
-            dtype = dtypes.torch_dtype(tensor.dtype)
-            shape = torch.Size(dtypes.torch_shape(tensor.dtype, tensor.shape, path, name))
-            offsets = offsets_of(name, len(shape))
-            index = MetadataIndex(name, torch.Size(offsets))
-            place = Place(path, shape, dtype, tensor.begin, tensor.nbytes, identity)
-            places[index] = place
-            chunk = ChunkStorageMetadata(torch.Size(offsets), shape)
-            end = torch.Size([size + offset for size, offset in zip(shape, offsets, strict=True)])
-            known = tensors.get(name)
-            if known is None:
-                tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), end, [chunk])
-                continue
-            if known.properties.dtype != dtype or len(known.size) != len(shape):
-                raise SafetensorError(
-                    f"it is {dtype} of {len(shape)} dimensions here, and {known.properties.dtype} of "
-                    f"{len(known.size)} in another file",
-                    path,
-                    name=name,
-                )
-            known.size = torch.Size(map(max, known.size, end))
-            known.chunks = [each for each in known.chunks if each.offsets != chunk.offsets]
-            known.chunks.append(chunk)
+    for name, (shape, parts) in held.items():
+        kind, path = parts[0].tensor.dtype, parts[0].path
+        dtype = dtypes.torch_dtype(kind)
+        size = torch.Size(dtypes.torch_shape(kind, shape, path, name))
+        chunks = []
+        for path, _, (_, _, own, begin, end), version, at in parts:
+            sizes = torch.Size(dtypes.torch_shape(kind, own, path, name))
+            offsets = torch.Size(dtypes.torch_shape(kind, at or (0,) * len(sizes), path, name))
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            place = Place(path, sizes, dtype, begin, end - begin, version)
+            places[MetadataIndex(name, offsets)] = place
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
     return tensors, places
 
 
@@ -599,7 +532,7 @@ def consolidate(
     SafetensorError, StorageError, OSError
         Something is damaged, or could not be read or written. What was there has stayed.
     """
-    tensors, places = scan(paths)
+    tensors, places = scan(sources.hold(list(paths)).tensors)
     if tensors.keys() != mapping.keys():
         wrong = tuple(sorted(tensors.keys() ^ mapping.keys()))
         raise CheckpointError(
@@ -627,19 +560,24 @@ def write_whole(
     tensors: Mapping[str, TensorStorageMetadata],
     source: Source,
     count: Callable[[int], object] = lambda _: None,
+    metadata: Mapping[str, str] | None = None,
 ) -> int:
     """Write a file of a model with whole tensors, and return how many bytes these have."""
-    begin, order, nbytes = laid_out(tensors)
+    begin, order, nbytes = laid_out(tensors, metadata)
     with model.add(name, len(begin) + nbytes) as file:
         file.write_bytes(begin)
         write_tensors(file, order, tensors, source, count)
     return nbytes
 
 
-def laid_out(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[bytes, list[str], int]:
+def laid_out(
+    tensors: Mapping[str, TensorStorageMetadata], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str], int]:
     """Return a file's header, the order of its tensors, and how many bytes these have."""
     entries = entries_of(tensors)
-    begin, order = header.build([entry[:3] for entry in entries], {"format": "pt"})
+    begin, order = header.build(
+        [entry[:3] for entry in entries], {"format": "pt", **(metadata or {})}
+    )
     return begin, order, sum(entry.nbytes for entry in entries)
 
 
@@ -668,7 +606,7 @@ def dtype_of(name: str, dtype: torch.dtype) -> str:
 
 def file_name(number: int, highest: int, shard: int | None = None) -> str:
     """Return what torch calls a file."""
-    name = f"model-{number:05d}-of-{highest:05d}{_SUFFIX}"
+    name = f"model-{number:05d}-of-{highest:05d}{index.FILE_SUFFIX}"
     return name if shard is None else f"shard-{shard:05d}-{name}"
 
 
@@ -678,13 +616,12 @@ def _write_file(
     items: list[WriteItem],
     planner: SavePlanner,
     meter: Meter,
-    save: str | None,
+    own: Mapping[str, str],
 ) -> list[WriteResult]:
-    """Write a file with the parts of tensors that a rank has of it, and the name of the save."""
+    """Write a file with the parts of tensors that a rank has of it, and what its header says of them beside torch's."""
     by_name: dict[str, WriteItem] = {}
     entries = []
     for item in items:
-        assert item.tensor_data is not None
         each = item.index.fqn
         if each in by_name:
             raise CheckpointError(
@@ -692,15 +629,17 @@ def _write_file(
                 names=(each,),
             )
         by_name[each] = item
-        dtype = dtype_of(each, item.tensor_data.properties.dtype)
-        entries.append((each, dtype, headers_shape(dtype, item.tensor_data.chunk.sizes)))
+        dtype = dtype_of(each, _data(item).properties.dtype)
+        entries.append((each, dtype, headers_shape(dtype, _data(item).chunk.sizes)))
     parts = {
-        each: {_OFFSETS: list(item.tensor_data.chunk.offsets)}  # type: ignore[union-attr]
-        for each, item in by_name.items()
+        each: {sources.OFFSETS: list(_data(item).chunk.offsets)} for each, item in by_name.items()
     }
-    metadata = {_PARTS: json.dumps(parts), _VERSION_KEY: _VERSION, "format": "pt"}
-    if save is not None:
-        metadata[_SAVE] = save
+    metadata = {
+        sources.PARTS: json.dumps(parts),
+        sources.PARTS_VERSION: _VERSION,
+        "format": "pt",
+        **own,
+    }
     begin, order = header.build(entries, metadata)
     with model.add(name, len(begin) + sum(map(_nbytes, items))) as file:
         file.write_bytes(begin)
@@ -738,39 +677,18 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     return tensor.detach()
 
 
-def _nbytes(item: WriteItem) -> int:
+def _data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None
-    data = item.tensor_data
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+    return item.tensor_data
+
+
+def _nbytes(item: WriteItem) -> int:
+    return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
 
 
 def _index(weights: Mapping[str, str], total_nbytes: int) -> str:
     """Return the text of an index, as torch writes it."""
     return json.dumps({"metadata": {"total_size": total_nbytes}, "weight_map": weights}, indent=2)
-
-
-def _offsets(found: header.Header, path: str) -> Callable[[str, int], Sequence[int]]:
-    """Return a function that says where in its whole tensor a part begins, checked."""
-    text = (found.metadata or {}).get(_PARTS)
-    if not text:
-        return lambda _, dims: (0,) * dims
-    try:
-        parts = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SafetensorError(f"its {_PARTS} cannot be read: {error}", path) from None
-
-    def offsets_of(name: str, dims: int) -> Sequence[int]:
-        part = parts.get(name) if isinstance(parts, dict) else None
-        offsets = part.get(_OFFSETS) if isinstance(part, dict) else None
-        if (
-            not isinstance(offsets, list)
-            or len(offsets) != dims
-            or not all(type(each) is int and 0 <= each < 1 << 62 for each in offsets)
-        ):
-            raise SafetensorError(f"its {_PARTS} do not say where it begins", path, name=name)
-        return offsets
-
-    return offsets_of
 
 
 def _known(kind: type, wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -333,7 +333,7 @@ class Load:
     def _tensor(
         self, item: Item, payload: Payload, file: DataFile, target: torch.Tensor
     ) -> Iterator[Want]:
-        plain = delivery.is_plain(target)
+        plain = delivery.is_plain(target) and not (payload.conj or payload.neg)
         if plain and self._held.overlaps(target):
             # Two items for the same memory: the later one wins, and a planner may lend the same memory twice.
             self._reading.drain()
@@ -346,7 +346,7 @@ class Load:
             if takes_crc:
                 self._contents.check_payload(item, file, whole.crc)
             if held is None:
-                target.copy_(inner)
+                target.copy_(delivery.resolved(inner, payload))
             else:
                 self._held.remove(held)
                 _mark_changed(target)

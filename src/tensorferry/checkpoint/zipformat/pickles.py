@@ -146,10 +146,13 @@ class Blank:
     Attributes
     ----------
     inside : list
-        What it was made of, and its state, where whoever makes it keeps them.
+        What it was made of, its items and its state, where whoever makes it keeps them.
+    called : str
+        The name of that class or function, where whoever makes it keeps it.
     """
 
     inside: list[Any]
+    called: str
 
 
 class _Anything(dict[str, Maker]):
@@ -430,17 +433,27 @@ def _set(target: Any, items: list[Any]) -> None:
         raise MalformedError(f"a {type(target).__name__} used as a dict")
     keys = items[::2]
     checked_keys(keys)
+    pairs = zip(keys, items[1::2], strict=True)
     if type(target) is Blank:
+        _keep(target, lambda: dict(pairs))
         return
-    for key, value in zip(keys, items[1::2], strict=True):
+    for key, value in pairs:
         target[key] = value
 
 
 def _extend(target: Any, items: list[Any]) -> None:
     if type(target) is list or type(target) is deque:
         target.extend(items)
-    elif type(target) is not Blank:
+    elif type(target) is Blank:
+        _keep(target, lambda: items)
+    else:
         raise MalformedError(f"a {type(target).__name__} used as a list")
+
+
+def _keep(blank: Blank, items: Callable[[], Any]) -> None:
+    """Keep what a class is given, where its other parts are kept as well."""
+    if hasattr(blank, "inside"):
+        blank.inside.append(items())
 
 
 def _update(instance: Any, state: Any) -> None:
