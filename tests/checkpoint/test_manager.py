@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import gc
 import os
@@ -11,10 +12,12 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from tensorferry.checkpoint import CheckpointError, Checkpoints, FileSystemWriter, verify
 from tensorferry.checkpoint.storage import commit
@@ -286,6 +289,64 @@ def test_what_is_no_damage_is_raised_at_once(
     with pytest.raises(OSError, match="too many"):
         checkpoints.restore(state_of(0))
     assert refuse_by_name.calls == 1
+
+
+class Phase(enum.Enum):
+    COOLDOWN = 1
+
+
+class Failing(Stateful):
+    """An object that cannot take its state back: the file that it wants is not there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": torch.ones(1)}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such vocabulary", "vocabulary.txt")
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_an_object_that_is_refused_is_told_by_the_save_and_is_no_damage(
+    directory: pathlib.Path, wait: bool
+) -> None:
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, {**state_of(1), "phase": None})
+    with pytest.warns(RuntimeWarning, match=r"phase\.0.*Phase.*trust_pickle") as told:
+        checkpoints.save(2, {**state_of(2), "phase": [Phase.COOLDOWN]}, wait=wait)
+    assert [each.filename for each in told if "phase" in str(each.message)] == [__file__]
+    checkpoints.wait()
+    with pytest.raises(CheckpointError, match=r"phase.*Phase.*trust_pickle=True"):
+        checkpoints.restore({**state_of(-1), "phase": None})
+    state: dict[str, Any] = {**state_of(-1), "phase": None}
+    assert Checkpoints(directory, trust_pickle=True).restore(state) == 2
+    assert state["phase"] == [Phase.COOLDOWN]
+    with torch.serialization.safe_globals([Phase]):
+        assert checkpoints.restore({**state_of(-1), "phase": None}) == 2
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            checkpoints.save(3, {**state_of(2), "phase": [Phase.COOLDOWN]}, wait=True)
+
+
+def test_what_an_object_fails_with_when_it_gets_its_state_is_no_damage(
+    directory: pathlib.Path,
+) -> None:
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, {"a": Failing()})
+    checkpoints.save(2, {"a": Failing()})
+    with pytest.raises(FileNotFoundError, match="vocabulary"):
+        checkpoints.restore({"a": Failing()})
+
+
+def test_files_that_were_moved_and_linked_to_are_no_damage(
+    directory: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    save_all(directory, 1, 2)
+    checkpoints = Checkpoints(directory)
+    path = data_of(checkpoints, 2)
+    shutil.move(path, tmp_path / path.name)
+    path.symlink_to(tmp_path / path.name)
+    with pytest.raises(CheckpointError, match="outside of its folder"):
+        restored(checkpoints)
 
 
 class refuse_all:  # noqa: N801

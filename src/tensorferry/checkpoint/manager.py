@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.folder import Folder
 from tensorferry.checkpoint.staging import Stager
+from tensorferry.checkpoint.storage import plain_objects
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.together import Ranks, plain_failures
@@ -171,6 +172,8 @@ class Checkpoints:
 
             def copy() -> None:
                 plain = _plain(state)
+                if not self._trust_pickle:
+                    plain_objects.warn_of(dict(plain_objects.refused_in(plain)), "restore()")
                 held["state"] = plain if wait else self._stager.stage(plain)
 
             try:
@@ -218,7 +221,8 @@ class Checkpoints:
         FileNotFoundError
             There is no checkpoint of ``step``.
         BaseException
-            What a save on its way failed with; what is no damage, as a tensor that the checkpoint does not have.
+            What a save on its way failed with; what is no damage: a tensor that the checkpoint does not have, or an
+            object that ``trust_pickle=False`` refuses, of which :meth:`save` has warned.
         """
         if step is not None:
             _integer("step", step)
@@ -229,14 +233,17 @@ class Checkpoints:
             ranks = self._ranks()
             # Each time anew: another process may have removed what could not be loaded, and saved a newer one.
             while (chosen := self._choose(ranks, step, failed)) is not None:
+                plain: dict[str, Any] = {}
+                ranks.call(lambda: plain.update(_plain(state)))  # noqa: B023
                 try:
-                    self._load(ranks, chosen, state)
+                    self._read(ranks, chosen, plain)
                 except BaseException as error:
                     if step is not None or not _is_damage(error):
                         raise
                     failed[chosen] = error
                     _warn(f"the checkpoint of step {chosen} is damaged, and not used: {error}")
                 else:
+                    ranks.call(lambda: _give(state, plain))  # noqa: B023
                     self._damaged, self._restored = set(failed), chosen
                     return chosen
         if not failed:
@@ -312,6 +319,7 @@ class Checkpoints:
         if ranks.is_first:
             flight.problems += folder.remove()  # the save may need the space
         writer = FileSystemWriter(folder.path(step), overwrite=True)
+        writer._warns_of_refusals = False  # save() has, where it was called
         with plain_failures(_is_damage):
             save(
                 state,
@@ -348,12 +356,11 @@ class Checkpoints:
             raise ValueError("step: ranks ask for different ones")
         return answers[0][1] if step is None else step
 
-    def _load(self, ranks: Ranks, step: int, state: dict[str, Any]) -> None:
+    def _read(self, ranks: Ranks, step: int, plain: dict[str, Any]) -> None:
         """Do as torch's load() does, which would leave ranks waiting for one whose object raises."""
         reader = FileSystemReader(
             self.path(step), trust_pickle=self._trust_pickle, process_group=ranks.group
         )
-        plain: dict[str, Any] = {}
 
         def read() -> None:
             with plain_failures(_is_damage):
@@ -364,16 +371,16 @@ class Checkpoints:
                     no_dist=ranks.group is None,
                 )
 
-        def give() -> None:
-            for key in plain:
-                if isinstance(state[key], Stateful):
-                    state[key].load_state_dict(plain[key])
-                else:
-                    state[key] = plain[key]
-
-        ranks.call(lambda: plain.update(_plain(state)))
         ranks.call(read)
-        ranks.call(give)
+
+
+def _give(state: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Give what has been loaded to the state, and to its objects."""
+    for key in plain:
+        if isinstance(state[key], Stateful):
+            state[key].load_state_dict(plain[key])
+        else:
+            state[key] = plain[key]
 
 
 class _Flight(threading.Thread):
@@ -406,6 +413,8 @@ class _Flight(threading.Thread):
 
 
 def _is_damage(error: BaseException) -> bool:
+    if isinstance(error, RefusedCheckpointError):
+        return False
     return isinstance(error, CheckpointError) or (
         isinstance(error, OSError) and (error.errno is None or error.errno in _DAMAGE)
     )

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.storage import delivery, plain_objects
 from tensorferry.checkpoint.storage.metadata import (
     chunk_of,
@@ -274,18 +274,17 @@ class Contents:
         if self._trusted:
             return data
         info = self._info(index)
+        # Bytes that have been verified are not damaged, whatever is in them.
+        kind = RefusedCheckpointError if self._verify else CheckpointError
         try:
             return io.BytesIO(plain_objects.harmless(data.read()))
         except RefusedError as error:
-            reason = (
-                f"it asks for {error}, which is no plain value and may run any code; if you trust whoever made this "
-                "checkpoint, read it with trust_pickle=True"
-            )
+            kind, reason = RefusedCheckpointError, plain_objects.refused(error)
         except MalformedError as error:
-            reason = f"it is damaged, or no object of torch.save's ({error})"
+            reason = f"it is not an object of torch.save's that can be read without trust ({error})"
         path = data_file(self._folder, info.relative_path, trusted=self._trusted)
         end = info.offset + info.length
-        raise CheckpointError(reason, path, names=(index.fqn,), begin=info.offset, end=end)
+        raise kind(reason, path, names=(index.fqn,), begin=info.offset, end=end)
 
     def contradiction(
         self, index: MetadataIndex, info: _StorageInfo, read: Callable[[int, int], bytes]

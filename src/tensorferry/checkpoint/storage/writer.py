@@ -28,7 +28,7 @@ from tensorferry.arrays import check_storage, is_plain
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import commit
+from tensorferry.checkpoint.storage import commit, plain_objects
 from tensorferry.checkpoint.storage.layout import content_nbytes, files_of, max_nbytes
 from tensorferry.checkpoint.storage.metadata import EXTRAS
 from tensorferry.checkpoint.storage.names import DATA_FILE_SUFFIX
@@ -149,6 +149,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         )
         self.last_save: Throughput | None = None
         self._progress = progress
+        self._warns_of_refusals = True
         self._stager: Stager | None = None
         self._of_thread = threading.local()
 
@@ -330,6 +331,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         made: list[NewFile] = []
         results: list[WriteResult] = []
         unfinished: deque[tuple[WriteResult, NewFile]] = deque()
+        refusals: dict[str, str] | None = {} if self._warns_of_refusals else None
         self.last_save = None
         # Each holds two descriptors at most.
         max_unfinished = max(1, min(_MAX_UNFINISHED_FILES, descriptor_limit() // 4))
@@ -370,7 +372,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
                 made.append(file)
                 written = []
                 for item in items:
-                    written.append(_write_item(file, name, item, planner))
+                    written.append(_write_item(file, name, item, planner, refusals))
                     meter.add(content_nbytes(item) or written[-1].size_in_bytes)
                 file.begin_to_finish(self.sync_files)
                 unfinished.append((written[0], file))
@@ -380,6 +382,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             if self.sync_files:
                 commit.sync_directory(directory)
             self.last_save = meter.finish()
+            plain_objects.warn_of(refusals or {}, "FileSystemReader")
         except BaseException:
             with contextlib.suppress(OSError), contextlib.ExitStack() as whatever_happens:
                 for file in made:
@@ -416,7 +419,13 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         return results
 
 
-def _write_item(file: NewFile, name: str, item: WriteItem, planner: SavePlanner) -> WriteResult:
+def _write_item(
+    file: NewFile,
+    name: str,
+    item: WriteItem,
+    planner: SavePlanner,
+    refusals: dict[str, str] | None,
+) -> WriteResult:
     """Write an item; what the planner made for it is let go of as soon as it has been copied."""
     offset = file.nbytes
     data = planner.resolve_data(item)
@@ -425,6 +434,8 @@ def _write_item(file: NewFile, name: str, item: WriteItem, planner: SavePlanner)
         if not isinstance(data, io.BytesIO):
             raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for bytes")
         file.write_copied(data.getbuffer())
+        if refusals is not None and (why := plain_objects.refusal(data.getvalue())) is not None:
+            refusals[item.index.fqn] = why
     else:
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for a tensor")
