@@ -21,8 +21,11 @@ def open_lock_file(path: str | os.PathLike[str]) -> int:
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:  # another user's: it can be shared, but not had alone
-        descriptor = os.open(path, flags | os.O_RDONLY)
+    except PermissionError as refused:  # another user's: it can be shared, but not had alone
+        try:
+            descriptor = os.open(path, flags | os.O_RDONLY)
+        except OSError:  # or it is not there, and may not be made
+            raise refused from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "no regular file", os.fspath(path))

@@ -37,7 +37,9 @@ from tensorferry.checkpoint.storage.metadata import (
 )
 from tensorferry.checkpoint.storage.names import METADATA_NAME, RANK_METADATA
 from tensorferry.checkpoint.storage.savers import LOCK_NAME
+from tensorferry.replacement import check_renames as check_renames
 from tensorferry.replacement import make_directory as make_directory
+from tensorferry.replacement import rename
 from tensorferry.replacement import sync_directory as sync_directory
 
 if TYPE_CHECKING:
@@ -239,9 +241,10 @@ def write_metadata(path: Path, metadata: Metadata, *, sync: bool, overwrite: boo
             if sync:
                 os.fsync(stream.fileno())
         if overwrite or not _named(temporary, path):
-            temporary.replace(path)
+            rename(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what failed before is what matters
+            temporary.unlink()
         raise
     if sync:
         sync_directory(path.parent)

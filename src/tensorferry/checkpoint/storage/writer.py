@@ -30,7 +30,7 @@ from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import commit, plain_objects
 from tensorferry.checkpoint.storage.layout import content_nbytes, files_of, max_nbytes
-from tensorferry.checkpoint.storage.metadata import EXTRAS
+from tensorferry.checkpoint.storage.metadata import EXTRAS, metadata_path
 from tensorferry.checkpoint.storage.names import DATA_FILE_SUFFIX
 from tensorferry.checkpoint.storage.savers import Saver
 from tensorferry.checkpoint.storage.watched import WatchedFileSystem
@@ -186,6 +186,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         """Give back the space of saves that did not come to their end; no rank has begun to write."""
         save = self._of_thread.save = self._save()
         save.saver = Saver(save.directory, self._alone())
+        if not save.saver.reaches_all:  # FUSE, for one
+            is_there = metadata_path(save.directory, self._alone()).exists()
+            commit.check_renames(save.directory, replaced=is_there)
         with contextlib.suppress(OSError), save.saver.alone() as alone:
             if alone:
                 commit.remove_leftovers(save.directory, rank=self._alone())
@@ -412,7 +415,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             if generation == _core.fork_generation():  # else they are the parent's
                 watched.give_up()
                 for path in watched.written:
-                    path.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # what failed before is what matters
+                        path.unlink()
             if watched.failures and isinstance(error, Exception):
                 raise cause_of(watched.failures[0]) from None
             raise
