@@ -30,6 +30,7 @@ from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.together import Ranks, plain_failures
 from tensorferry.reprs import once_made
+from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     import types
@@ -93,7 +94,7 @@ class Checkpoints:
                 raise ValueError(f"{name}: {value} is less than 1")
         if keep_every is not None and keep_last is None:
             raise ValueError(f"keep_every: {keep_every}, but without keep_last all stay")
-        self._folder = Folder(Path(root))
+        self._folder = Folder(Path(kept_path(root, "root")))
         self._keep_last, self._keep_every = keep_last, keep_every
         self._trust_pickle = trust_pickle
         self._given_group = process_group

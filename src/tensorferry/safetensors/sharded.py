@@ -35,6 +35,7 @@ from tensorferry.safetensors.saving import (
     without_duplicates,
     write_entries,
 )
+from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -182,7 +183,7 @@ class Model:
     """
 
     def __init__(self, directory: AnyPath, *, sync: bool) -> None:
-        self._directory = Path(os.fsdecode(directory))
+        self._directory = Path(kept_path(directory, "directory"))
         self._sync = sync
         self._files: dict[str, Replacement] = {}
         # One that nobody commits or aborts keeps no descriptors and no space.

@@ -9,7 +9,7 @@ import tensorferry
 from tensorferry.safetensors import header, index
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.version import Version
-from tensorferry.transfers import Path, checked_path
+from tensorferry.transfers import Path, kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,13 +73,13 @@ def stored_tensors(source: Source) -> dict[str, Stored]:
 def _files_of(source: Source) -> tuple[list[str], dict[str, str] | None]:
     """Return the files, and where there is an index which of them has which tensor."""
     if isinstance(source, (list, tuple)):
-        paths = [checked_path(path) for path in source]
+        paths = [kept_path(path) for path in source]
         if not paths:
             raise ValueError("files: there are none")
         if len(paths) != len(set(paths)):
             raise ValueError("files: one is given twice")
         return paths, None
-    path = checked_path(source)  # type: ignore[arg-type]
+    path = kept_path(source)  # type: ignore[arg-type]
     if path.endswith(".json"):
         return _indexed(path)
     folder = pathlib.Path(path)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import filesystem, state_dict_saver
 from tensorferry.checkpoint.staging import Stager
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
+from tensorferry.transfers import kept_path
 
 _PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint._storage_utils")
 _HUGGING_FACE_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.hf_storage")
@@ -67,6 +68,8 @@ def installed() -> bool:
 @functools.wraps(_torchs_async_save)
 def _async_save(*arguments: Any, **options: Any) -> Any:
     folder = options.get("checkpoint_id")
+    if folder and FileSystemWriter.validate_checkpoint_id(folder):
+        folder = options["checkpoint_id"] = kept_path(folder, "checkpoint_id")
     if (
         options.get("storage_writer") is None
         and folder

@@ -56,6 +56,7 @@ from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import Entry
 from tensorferry.safetensors.sharded import INDEX_NAME, Model, is_aside
 from tensorferry.safetensors.version import Version
+from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -143,7 +144,8 @@ class HuggingFaceStorageWriter(TorchsWriter):
             "enable_consolidation": enable_consolidation,
             "thread_count_consolidation": thread_count_consolidation,
         }
-        super().__init__(os.fspath(path), **_known(TorchsWriter, wanted), **options)
+        path = kept_path(path)
+        super().__init__(path, **_known(TorchsWriter, wanted), **options)
         self.last_save: Throughput | None = None
         self._progress = progress
         self._of_thread = threading.local()
@@ -151,9 +153,10 @@ class HuggingFaceStorageWriter(TorchsWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to another directory next, if one is given."""
-        super().reset(checkpoint_id)
-        if checkpoint_id:
-            self._place(Path(checkpoint_id))
+        place = Path(kept_path(checkpoint_id, "checkpoint_id")) if checkpoint_id else None
+        super().reset(place)
+        if place:
+            self._place(place)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse what the format cannot hold."""
@@ -330,10 +333,14 @@ class HuggingFaceStorageReader(TorchsReader):
         progress: Listener | None = None,
     ) -> None:
         wanted = {"thread_count": thread_count}
-        super().__init__(os.fspath(path), **_known(TorchsReader, wanted))
+        super().__init__(kept_path(path), **_known(TorchsReader, wanted))
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._progress = checked_listener(progress)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Read from another folder next, if one is given."""
+        super().reset(checkpoint_id and kept_path(checkpoint_id, "checkpoint_id"))
 
     def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
         """Read and check all headers.

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ from tensorferry.checkpoint.storage.contents import Contents, Item
 from tensorferry.checkpoint.storage.metadata import check_metadata, metadata_path, read_metadata
 from tensorferry.checkpoint.storage.reading import Reading
 from tensorferry.reprs import once_made
+from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     import os
@@ -97,6 +99,7 @@ class FileSystemReader(filesystem.FileSystemReader):
     ) -> None:
         if verify not in _LEVELS:
             raise ValueError(f"verify: {verify!r} is none of {', '.join(_LEVELS)}")
+        path = Path(kept_path(path))
         super().__init__(path, *(() if _extension_registry is None else (_extension_registry,)))
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
@@ -117,7 +120,7 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another folder next, if one is given."""
-        super().reset(checkpoint_id)
+        super().reset(checkpoint_id and Path(kept_path(checkpoint_id, "checkpoint_id")))
         self._metadata = self._checked = self._global_error = None
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:

@@ -42,6 +42,7 @@ from tensorferry.checkpoint.zipformat.archive import (
 from tensorferry.new_file import NewFile, RawNewFile
 from tensorferry.reprs import once_made
 from tensorferry.runtime import descriptor_limit
+from tensorferry.transfers import checked_path, kept_path
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -66,6 +67,10 @@ class _Save:
 
     directory: Path
     saver: Saver | None = None  # of the coordinator
+
+
+def _this_thread() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
 
 
 class _NothingThere(filesystem.FileSystem):
@@ -138,7 +143,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     ) -> None:
         checked_listener(progress)
         super().__init__(
-            path,
+            Path(kept_path(path)),
             single_file_per_rank=single_file_per_rank,
             sync_files=sync_files,
             thread_count=thread_count,
@@ -151,6 +156,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self._progress = progress
         self._warns_of_refusals = True
         self._stager: Stager | None = None
+        self._staged_in: tuple[tuple[int, int], str] | None = None
         self._of_thread = threading.local()
 
     @once_made
@@ -160,9 +166,16 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to another directory next, if one is given."""
-        super().reset(checkpoint_id)
+        directory = None
+        if checkpoint_id:
+            # async_save() stages in the caller's thread, and names the folder in that of the save, or another process.
+            asked = checked_path(checkpoint_id, "checkpoint_id")
+            thread, here = self._staged_in or (None, None)
+            is_anothers = here is not None and thread != _this_thread()
+            directory = Path(here, asked) if is_anothers else Path(kept_path(asked))  # type: ignore[arg-type]
+        super().reset(directory)
         # Asynchronous saves that overlap have a thread each, and this object together.
-        self._of_thread.next_directory = Path(checkpoint_id) if checkpoint_id else None
+        self._of_thread.next_directory = directory
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse what may not be overwritten."""
@@ -267,6 +280,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
             self._stager = Stager()
         self.per_thread_copy_ahead = 0  # as in torch: nothing is on an accelerator any more
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # where it has been removed no path is relative
+            self._staged_in = _this_thread(), str(Path.cwd())
         staged: Any = self._stager.stage(state_dict)
         return staged  # type: ignore[no-any-return]
 
