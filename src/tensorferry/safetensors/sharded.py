@@ -190,6 +190,11 @@ class Model:
         weakref.finalize(self, _abort, self._files).atexit = False
         make_directory(self._directory)
 
+    @property
+    def names(self) -> set[str]:
+        """The files that have no place yet."""
+        return set(self._files)
+
     def check_count(self, count: int) -> None:
         """Refuse more files than can be open at a time.
 

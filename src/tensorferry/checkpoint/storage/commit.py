@@ -43,7 +43,7 @@ from tensorferry.replacement import rename
 from tensorferry.replacement import sync_directory as sync_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint.storage import WriteResult
@@ -100,13 +100,7 @@ def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult
             if summary is not None:
                 files[info.relative_path] = (summary.nbytes, summary.chunk_crcs)
             _complete_place(metadata, result.index, info)
-    missing = [index for index in _planned(metadata) if index not in storage_data]
-    if missing:
-        raise CheckpointError(
-            f"{len(missing)} of the parts that were to be saved have not been written; the checkpoint before this "
-            "one stays",
-            names=tuple(sorted({index.fqn for index in missing})),
-        )
+    check_complete(metadata, storage_data)
     if "version" in {field.name for field in dataclasses.fields(metadata)}:  # since torch 2.9
         metadata.version = METADATA_VERSION
     metadata.storage_data = storage_data
@@ -114,6 +108,23 @@ def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult
     if files:
         extras = {"version": EXTRAS_VERSION, "chunk_nbytes": CHUNK_NBYTES, "files": files}
         metadata.__dict__[EXTRAS] = extras
+
+
+def check_complete(metadata: Metadata, written: Container[MetadataIndex]) -> None:
+    """Check that everything that was planned has been written.
+
+    Raises
+    ------
+    CheckpointError
+        Something has not.
+    """
+    missing = [index for index in _planned(metadata) if index not in written]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of the parts that were to be saved have not been written; the checkpoint before this "
+            "one stays",
+            names=tuple(sorted({index.fqn for index in missing})),
+        )
 
 
 def _complete_place(metadata: Metadata, index: MetadataIndex, info: Any) -> None:

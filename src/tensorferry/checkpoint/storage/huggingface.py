@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.hf_storage import (
@@ -43,6 +44,7 @@ from torch.futures import Future
 import tensorferry
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
+from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.assembly import write_tensors
 from tensorferry.checkpoint.storage.contents import Item
 from tensorferry.checkpoint.storage.reader import Load
@@ -59,7 +61,7 @@ from tensorferry.safetensors.version import Version
 from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.planner import (
         LoadPlan,
@@ -165,12 +167,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 f"{type(self).__name__} sets fs, and tensorferry writes to local files by itself"
             )
         self._abandon()
-        objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        if objects:
-            raise CheckpointError(
-                "the format of safetensors holds tensors only, and these are none",
-                names=tuple(objects),
-            )
+        _refuse_objects(plan)
         make_directory(Path(self.path))
         return plan
 
@@ -201,9 +198,13 @@ class HuggingFaceStorageWriter(TorchsWriter):
             The file system's refusal, with the file's name.
         """
         self.last_save = None
-        storage_data: dict[str, Any] = plan.storage_data or {}
-        mapping = storage_data.get("fqn_to_index_mapping")
-        shard = storage_data.get("shard_index")
+        _refuse_objects(plan)
+        # A planner may have kept the plan of another writer's save, and prepare_local_plan() has not seen its items.
+        storage_data: dict[str, Any] = (
+            plan.storage_data if isinstance(plan.storage_data, dict) else {}
+        )
+        mapping = self.fqn_to_index_mapping
+        shard = self._shard(storage_data) if self.save_distributed else None
         highest = max(mapping.values()) if mapping else 1
         meter = Meter(self._progress, total_nbytes=sum(map(_nbytes, plan.items)))
         results: list[WriteResult] = []
@@ -233,10 +234,19 @@ class HuggingFaceStorageWriter(TorchsWriter):
         Raises
         ------
         CheckpointError
-            Parts are missing.
+            Parts or files are missing, or ranks have written files of the same name.
         StorageError, OSError
             Something could not be read or written.
         """
+        commit.check_complete(metadata, {result.index for each in results for result in each})
+        model: Model | None = getattr(self._of_thread, "model", None)
+        self._of_thread.model = None
+        try:
+            self._check_files(results, set() if model is None else model.names)
+        except CheckpointError:
+            if model is not None:
+                model.abort()
+            raise
         names = {
             result.index.fqn: result.storage_data.relative_path
             for written in results
@@ -265,8 +275,6 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 sync_directory(Path(self.path))
             return
         total = sum(result.storage_data.length for written in results for result in written)
-        model: Model | None = getattr(self._of_thread, "model", None)
-        self._of_thread.model = None
         with model or Model(self.path, sync=self.sync_files) as model:
             # Where the coordinator has no tensors another rank has put them in their places.
             model.commit(_index(names, total), files)
@@ -276,6 +284,30 @@ class HuggingFaceStorageWriter(TorchsWriter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _of_thread=threading.local())
+
+    def _shard(self, storage_data: dict[str, Any]) -> int:
+        """Return the number of this rank's files, from 1 on."""
+        rank = getattr(self, "rank", None)  # since torch 2.9
+        if rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            return int(storage_data.get("shard_index") or rank + 1)
+        return int(rank) + 1
+
+    def _check_files(self, results: list[list[WriteResult]], coming: Container[str]) -> None:
+        """Check that every file of a save is there, and was written by one rank."""
+        written: set[str] = set()
+        for each in results:
+            own = {result.storage_data.relative_path for result in each}
+            for name in own:
+                path = Path(self.path) / name
+                if name in written:
+                    raise CheckpointError(
+                        "several ranks have written a file of this name (remedy: save_distributed=True)",
+                        str(path),
+                    )
+                if name not in coming and not path.is_file():
+                    raise CheckpointError("a file of this save is missing", str(path))
+            written |= own
 
     def _place(self, path: Path) -> None:
         """Take the directory that files go to."""
@@ -303,6 +335,15 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 )
             found.setdefault(1 if mapping is None else mapping[item.index.fqn], []).append(item)
         return found
+
+
+def _refuse_objects(plan: SavePlan) -> None:
+    objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+    if objects:
+        raise CheckpointError(
+            "the format of safetensors holds tensors only, and these are none",
+            names=tuple(objects),
+        )
 
 
 class HuggingFaceStorageReader(TorchsReader):
