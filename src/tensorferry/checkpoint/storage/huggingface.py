@@ -47,7 +47,7 @@ from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.assembly import write_tensors
 from tensorferry.checkpoint.storage.contents import Item
-from tensorferry.checkpoint.storage.reader import Load
+from tensorferry.checkpoint.storage.reader import Load, Narrowed
 from tensorferry.checkpoint.storage.reading import DataFile, Reading
 from tensorferry.checkpoint.storage.writer import is_of_state
 from tensorferry.checkpoint.zipformat.blobs import Payload
@@ -421,10 +421,12 @@ class HuggingFaceStorageReader(TorchsReader):
         meter = Meter(self._progress)
         meter.expect(sum(item.nbytes for items in by_file.values() for item in items), len(by_file))
         with Reading(lambda: meter.add(0, files=1)) as reading:
-            load = Load(contents, reading, planner, meter.add, converts=True)
+            narrowed = Narrowed()
+            load = Load(contents, reading, planner, meter.add, converts=True, narrowed=narrowed)
             contents.read(reading, by_file, load.begin)
             self.nbytes_read = reading.nbytes_read
         self.last_load = meter.finish()
+        narrowed.warn()
         done: Future[None] = Future()
         done.set_result(None)
         return done

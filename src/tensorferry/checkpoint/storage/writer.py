@@ -128,6 +128,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     planner makes on demand are let go of one by one, as they are written.
     """
 
+    # Whether objects that readers refuse without trust are told; install() and Checkpoints say otherwise.
+    _warns_of_refusals = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -154,7 +157,6 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         )
         self.last_save: Throughput | None = None
         self._progress = progress
-        self._warns_of_refusals = True
         self._stager: Stager | None = None
         self._staged_in: tuple[tuple[int, int], str] | None = None
         self._of_thread = threading.local()
