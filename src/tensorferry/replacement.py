@@ -99,7 +99,7 @@ class Place(abc.ABC):
             self._beside = {each.with_name(each.name + beside_suffix) for each in by_either_name}
         self._last_name = target.name
         self._name: str | None = None  # what it is called for now, in the directory
-        self._own_path = ""
+        self._own_path = self._linked = ""
         self._sync = sync
         self._finished = False
         self._generation = _core.fork_generation()
@@ -120,6 +120,8 @@ class Place(abc.ABC):
         if old is not None:
             _keep_rights(self._descriptor, self.target, old)
         self._own_path = f"/proc/self/fd/{self._descriptor}"
+        with contextlib.suppress(OSError):  # what it is called meanwhile, in failures of the core
+            self._linked = os.readlink(self._own_path)  # noqa: PTH115
         self._open()
         self._opened = True
 
@@ -175,8 +177,8 @@ class Place(abc.ABC):
             yield
         except OSError as error:
             directory = str(Path(self.target).parent)
-            own = self._name and f"{directory}/{self._name}"
-            if error.filename in (None, ".", directory, self._own_path, self._name, own):
+            own = (self._own_path, self._linked, self._name)
+            if error.filename in (None, ".", directory, *own):
                 error.filename = self.target
                 if error.filename2 is not None:
                     del error.filename2

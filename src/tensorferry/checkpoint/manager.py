@@ -77,7 +77,8 @@ class Checkpoints:
     Notes
     -----
     The drive must hold one checkpoint more than are kept, and host memory a copy of this rank's part of the state.
-    A checkpoint stays, whatever else is said, while a symbolic link in ``root`` or in another checkpoint leads to it.
+    A checkpoint stays, whatever else is said, while a symbolic link in ``root`` or in another checkpoint leads to it,
+    and while a tensorferry reader loads it (on file systems with locks of directories, as all local ones).
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Checkpoints:
         self._given_group = process_group
         self._damaged: set[int] = set()
         self._restored: int | None = None
+        self._abandoned: list[int] = []  # known to the first rank
         self._begin()
 
     def _begin(self) -> None:
@@ -148,7 +150,9 @@ class Checkpoints:
             Return when it has been saved; it takes no copy then.
         overwrite : bool
             Whether it may take the place of a checkpoint of the same step, which stays until the new one is whole.
-            After :meth:`restore` it may for steps behind the restored one.
+            After :meth:`restore` it may for steps behind the restored one. After ``restore(step=...)`` the first save
+            behind that step sets aside all newer ones, as ``.tensorferry-abandoned.*``: :meth:`restore` would prefer
+            them. With ``keep_last`` they are removed when the new one is whole.
 
         Raises
         ------
@@ -169,6 +173,7 @@ class Checkpoints:
             def prepare() -> int:
                 if ranks.is_first:
                     flight.saver = self._folder.begin(step, replace=replace)
+                    self._abandon(step)
                 return step
 
             def copy() -> None:
@@ -246,6 +251,8 @@ class Checkpoints:
                 else:
                     ranks.call(lambda: _give(state, plain))  # noqa: B023
                     self._damaged, self._restored = set(failed), chosen
+                    if step is not None:
+                        self._abandoned = [each for each in self.steps() if each > step]
                     return chosen
         if not failed:
             return None
@@ -314,6 +321,18 @@ class Checkpoints:
             if flight.error is not None:
                 raise flight.error
 
+    def _abandon(self, step: int) -> None:
+        """Set aside what is newer than the step that was restored, now that another one follows it."""
+        if not self._abandoned or self._restored is None or step <= self._restored:
+            return
+        going = [each for each in self._abandoned if each != step and each in self.steps()]
+        self._abandoned = self._folder.abandon(going)
+        if self._abandoned:
+            _warn(
+                f"steps {self._abandoned} are newer than step {self._restored}, which was restored, and restore() "
+                "will prefer them: they are being loaded or saved to, or links lead to them"
+            )
+
     def _write(self, flight: _Flight, state: dict[str, Any], ranks: Ranks) -> None:
         """Save, and remove what has become superfluous: to fail in that is no failure of the save."""
         step, folder = flight.step, self._folder
@@ -372,7 +391,10 @@ class Checkpoints:
                     no_dist=ranks.group is None,
                 )
 
-        ranks.call(read)
+        try:
+            ranks.call(read)
+        finally:
+            reader._let_go()
 
 
 def _give(state: dict[str, Any], plain: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ from tensorferry.checkpoint.storage.metadata import (
 )
 from tensorferry.checkpoint.storage.names import METADATA_NAME, RANK_METADATA
 from tensorferry.checkpoint.storage.savers import LOCK_NAME
+from tensorferry.file_locks import unread
 from tensorferry.replacement import check_renames as check_renames
 from tensorferry.replacement import make_directory as make_directory
 from tensorferry.replacement import rename
@@ -193,9 +194,11 @@ def replace(
         removable = None if alone else _names_in(_metadata_files(directory, rank))
         write_metadata(path, metadata, sync=sync, overwrite=overwrite)
         referenced = {info.relative_path for info in metadata.storage_data.values()}
-        # A save has succeeded even if what it replaces cannot be removed now; the next one tries again.
-        with contextlib.suppress(OSError):
-            remove_replaced(directory, referenced, removable, rank=rank, sync=sync)
+        # A save has succeeded even if what it replaces cannot be removed now, or is being loaded; the next one tries
+        # again.
+        with contextlib.suppress(OSError), unread(directory) as is_unread:
+            if is_unread:
+                remove_replaced(directory, referenced, removable, rank=rank, sync=sync)
             if alone:
                 remove_unfinished(directory, rank=rank)
 
@@ -319,8 +322,15 @@ def remove_replaced(
 def remove_leftovers(directory: Path, *, rank: int | None = None) -> None:
     """Remove what is left of saves that did not come to their end, else they might fill the disk.
 
-    No other save may be alive. Where there is metadata that is not ours, or not whole, no data file is removed.
+    No other save may be alive. Where there is metadata that is not ours, or not whole, no data file is removed; and
+    nothing while somebody loads.
     """
+    with unread(directory) as is_unread:
+        if is_unread:
+            _remove_leftovers(directory, rank)
+
+
+def _remove_leftovers(directory: Path, rank: int | None) -> None:
     remove_unfinished(directory, rank=rank)
     mentioned: set[str] = set()
     for path in directory.iterdir():

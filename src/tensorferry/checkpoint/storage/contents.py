@@ -143,9 +143,13 @@ class Contents:
                 path, name, checksums, self.names_at, verify=self._verify, damaged=damaged
             )
         except StorageError as error:
-            if error.errno == errno.ENOENT and self._was_replaced(name):
-                why = "another save has replaced the checkpoint since its metadata was read: load again"
-                error.strerror = f"{error.strerror}; {why}"
+            if error.errno == errno.ENOENT:
+                if not pathlib.Path(self._folder).exists():
+                    why = "the checkpoint has been removed since its metadata was read"
+                    error.strerror = f"{error.strerror}; {why}"
+                elif self._was_replaced(name):
+                    why = "another save has replaced the checkpoint since its metadata was read: load again"
+                    error.strerror = f"{error.strerror}; {why}"
             raise
 
     def _was_replaced(self, name: str) -> bool:

@@ -26,6 +26,7 @@ from tensorferry.checkpoint.storage import delivery, sharing
 from tensorferry.checkpoint.storage.contents import Contents, Item
 from tensorferry.checkpoint.storage.metadata import check_metadata, metadata_path, read_metadata
 from tensorferry.checkpoint.storage.reading import Reading
+from tensorferry.file_locks import read_directory
 from tensorferry.reprs import once_made
 from tensorferry.transfers import kept_path
 from tensorferry.warned import warn
@@ -114,6 +115,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._checked: Metadata | None = None
         self._global_error: Exception | None = None
         self._narrowed = Narrowed()
+        self._let_go: Callable[[], Any] = lambda: None  # of the folder
 
     @once_made
     def __repr__(self) -> str:
@@ -125,6 +127,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         """Read from another folder next, if one is given."""
         super().reset(checkpoint_id and Path(kept_path(checkpoint_id, "checkpoint_id")))
         self._metadata = self._checked = self._global_error = None
+        self._let_go()
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
         """Read and check `.metadata`, or that of one ``rank``.
@@ -174,6 +177,14 @@ class FileSystemReader(filesystem.FileSystemReader):
             check_metadata(metadata, str(self.path))
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
+        self._let_go()
+        try:  # who keeps checkpoints removes none that is being loaded
+            self._let_go = read_directory(self, self.path)
+        except FileNotFoundError as error:
+            why = "the checkpoint has been removed since its metadata was read"
+            raise FileNotFoundError(
+                error.errno, f"{error.strerror}; {why}", str(self.path)
+            ) from None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verify what this rank is going to read, with ``verify="before"``: a failure ends the load on all ranks."""
@@ -204,10 +215,13 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._narrowed = Narrowed()
         share = plan.storage_data if isinstance(plan.storage_data, sharing.Share) else None
         meter = Meter(self._progress)
-        if share is None:
-            self._read_own(plan, planner, meter)
-        else:
-            self._read_shared(share, plan, planner, meter)
+        try:
+            if share is None:
+                self._read_own(plan, planner, meter)
+            else:
+                self._read_shared(share, plan, planner, meter)
+        finally:
+            self._let_go()
         self.last_load = meter.finish()
         self._narrowed.warn()
         done: Future[None] = Future()
