@@ -67,7 +67,7 @@ def lock_directory(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
 
 @contextlib.contextmanager
 def unread(directory: str | os.PathLike[str]) -> Iterator[bool]:
-    """Tell whether nobody reads a directory (:func:`read_directory`); if so, none begins before the end of the block."""
+    """Tell whether nobody reads a directory, as :func:`read_directory` shows; none begins before the block ends."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield lock_directory(descriptor) is not False
@@ -85,7 +85,9 @@ def read_directory(owner: object, directory: str | os.PathLike[str]) -> Callable
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # its files may be readable all the same
+    except FileNotFoundError:
+        raise
+    except OSError:  # its files may be readable all the same
         return lambda: None
     let_go = weakref.finalize(owner, _unlock_directory, descriptor, os.getpid())
     let_go.atexit = False

@@ -17,10 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.stateful import Stateful
 
-from tensorferry.checkpoint import CheckpointError, Checkpoints, FileSystemWriter, verify
+from tensorferry.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    FileSystemReader,
+    FileSystemWriter,
+    verify,
+)
 from tensorferry.checkpoint.storage import commit
+from tensorferry.checkpoint.storage.contents import Contents
 from tensorferry.checkpoint.storage.savers import Saver
 from tests.checkpoint.damage import flip
 from tests.checkpoint.states import metadata_of, steps_in
@@ -200,6 +208,121 @@ def test_a_checkpoint_into_which_somebody_saves_is_not_removed(directory: pathli
     saver.leave()
     save_all(directory, 3, keep_last=1)
     assert Checkpoints(directory).steps() == [3]
+
+
+def load_held(_rank: int, path: str, marks: str) -> float:
+    """Load a checkpoint by a planner that waits for leave when it has begun, and live on."""
+
+    class Waiting(dcp.DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            pathlib.Path(marks, "begun").touch()
+            assert settled(pathlib.Path(marks, "go").exists)
+            return super().create_local_plan()
+
+    state = state_of(-1)
+    dcp.load(state, storage_reader=FileSystemReader(path), planner=Waiting())
+    pathlib.Path(marks, "loaded").touch()
+    assert settled(pathlib.Path(marks, "end").exists)
+    return step_in(state)
+
+
+def test_a_checkpoint_that_another_process_is_loading_is_not_removed(
+    directory: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    save_all(directory, 1)
+    with started(1, load_held, str(directory / "step_00000001"), str(marks)) as ranks:
+        assert settled((marks / "begun").exists)
+        save_all(directory, 2, keep_last=1)
+        assert Checkpoints(directory).steps() == [1, 2]
+        (marks / "go").touch()
+        assert settled((marks / "loaded").exists)
+        save_all(directory, 3, keep_last=1)  # by a process that lives on
+        assert Checkpoints(directory).steps() == [3]
+        (marks / "end").touch()
+        assert ranks[0].answers.poll(60)
+        answer = ranks[0].answers.recv()
+        assert (answer.failure, answer.result) == (None, 1)
+
+
+def test_what_is_replaced_while_it_is_loaded_is_loaded_whole(directory: pathlib.Path) -> None:
+    save_all(directory, 1)
+    path = directory / "step_00000001"
+    reader = FileSystemReader(path)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    before = files_of(path)
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(1, state_of(7), overwrite=True)
+    assert before <= files_of(path)
+    del reader
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(1, state_of(8), overwrite=True)
+    assert files_of(path) & before == {".metadata"}
+    assert len(files_of(path)) == len(before)
+
+
+def test_a_checkpoint_that_is_gone_is_told_as_such(directory: pathlib.Path) -> None:
+    save_all(directory, 1)
+    path = directory / "step_00000001"
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    contents = Contents(path, metadata)
+    shutil.rmtree(path)
+    with pytest.raises(FileNotFoundError, match="has been removed"):
+        reader.set_up_storage_reader(metadata, True)
+    name = next(iter(metadata.storage_data.values())).relative_path
+    with pytest.raises((OSError, CheckpointError), match="has been removed"):
+        contents.open(name)
+
+
+def aside(directory: pathlib.Path) -> set[str]:
+    return {name.split(".")[2] for name in files_of(directory) if "-abandoned." in name}
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_steps_that_were_gone_back_from_are_set_aside_by_the_first_save_behind(
+    directory: pathlib.Path, wait: bool
+) -> None:
+    save_all(directory, 1, 2, 3, 4)
+    checkpoints = Checkpoints(directory)
+    assert restored(checkpoints, 2) == 2
+    assert checkpoints.steps() == [1, 2, 3, 4]  # to look at an older one changes nothing
+    checkpoints.save(3, state_of(30), wait=wait)
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 2, 3]
+    assert aside(directory) == {"step_00000004"}
+    state = state_of(-1)
+    assert Checkpoints(directory).restore(state) == 3
+    assert step_in(state) == 30
+    checkpoints.save(4, state_of(40), wait=True)
+    assert checkpoints.steps() == [1, 2, 3, 4]
+
+
+def test_steps_that_were_gone_back_from_go_where_not_all_stay(directory: pathlib.Path) -> None:
+    save_all(directory, 1, 2, 4, 6)
+    (directory / "best").symlink_to("step_00000006")
+    checkpoints = Checkpoints(directory, keep_last=2, keep_every=4)
+    restored(checkpoints, 1)
+    with pytest.warns(RuntimeWarning, match=r"steps \[6\] are newer than step 1"):
+        checkpoints.save(2, state_of(20), wait=True)
+    assert checkpoints.steps() == [1, 2, 6]  # a link leads there
+    assert aside(directory) == {"step_00000004"}  # which was to stay for good
+    (directory / "best").unlink()
+    checkpoints.save(3, state_of(30), wait=True)
+    assert checkpoints.steps() == [2, 3]
+    assert aside(directory) == {"step_00000004"}
+
+
+def test_a_save_that_is_not_behind_leaves_newer_steps(directory: pathlib.Path) -> None:
+    save_all(directory, 1, 5, 6)
+    checkpoints = Checkpoints(directory)
+    restored(checkpoints, 5)
+    checkpoints.save(2, state_of(2), wait=True)
+    assert checkpoints.steps() == [1, 2, 5, 6]
+    assert restored(checkpoints) == 6  # the newest one: nothing is abandoned any more
+    checkpoints.save(7, state_of(7), wait=True)
+    assert checkpoints.steps() == [1, 2, 5, 6, 7]
 
 
 def test_a_step_is_saved_again_only_if_that_is_said_or_an_older_one_was_restored(

@@ -2,9 +2,9 @@
 
 ``step_00001000`` is a checkpoint of torch.distributed.checkpoint, and counts from when it has its ``.metadata``. Until
 then it has a file ``.tensorferry-unfinished``, by which a later save knows what is left of one that died. What is to go
-gets another name first, ``.tensorferry-removed.*``: nothing half removed is ever taken for a checkpoint. Checkpoints that
-a training has left behind by going back to an older one are called ``.tensorferry-abandoned.*``. All else is left alone,
-and so is what symbolic links in the folder, or in its checkpoints, lead to, and what is being loaded.
+gets another name first, ``.tensorferry-removed.*``: nothing half removed is ever taken for a checkpoint. Checkpoints
+behind one that a training went back to are called ``.tensorferry-abandoned.*``. All else is left alone, and so is what
+symbolic links in the folder, or in its checkpoints, lead to, and what is being loaded.
 """
 
 from __future__ import annotations
@@ -189,15 +189,14 @@ def _set_aside(path: Path, prefix: str = _REMOVED) -> None:
 
 def _set_aside_unless_used(path: Path, prefix: str = _REMOVED) -> bool:
     """Set a checkpoint aside unless somebody saves to it or loads it; return whether it has gone."""
-    try:
-        saver = Saver(path, None)
-    except FileNotFoundError:
-        return True
+    saver = Saver(path, None)
     try:
         with saver.alone() as alone, unread(path) as is_unread:
             if is_unread and (alone or not saver.reaches_all):
                 _set_aside(path, prefix)
                 return True
+    except FileNotFoundError:  # another process has
+        return True
     finally:
         saver.leave()
     return False

@@ -251,8 +251,9 @@ class Checkpoints:
                 else:
                     ranks.call(lambda: _give(state, plain))  # noqa: B023
                     self._damaged, self._restored = set(failed), chosen
-                    if step is not None:
-                        self._abandoned = [each for each in self.steps() if each > step]
+                    self._abandoned = [
+                        each for each in self.steps() if step is not None and each > step
+                    ]
                     return chosen
         if not failed:
             return None
