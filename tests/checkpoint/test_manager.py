@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
 import errno
 import gc
+import io
 import os
 import pathlib
 import random
@@ -434,7 +436,7 @@ def test_an_object_that_is_refused_is_told_by_the_save_and_is_no_damage(
 ) -> None:
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, {**state_of(1), "phase": None})
-    with pytest.warns(RuntimeWarning, match=r"phase\.0.*Phase.*trust_pickle") as told:
+    with pytest.warns(RuntimeWarning, match=r"phase.*Phase.*trust_pickle") as told:
         checkpoints.save(2, {**state_of(2), "phase": [Phase.COOLDOWN]}, wait=wait)
     assert [each.filename for each in told if "phase" in str(each.message)] == [__file__]
     checkpoints.wait()
@@ -448,6 +450,42 @@ def test_an_object_that_is_refused_is_told_by_the_save_and_is_no_damage(
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             checkpoints.save(3, {**state_of(2), "phase": [Phase.COOLDOWN]}, wait=True)
+
+
+class Deeper(dict[str, Any]):
+    """A dict that torch takes apart."""
+
+
+@pytest.mark.parametrize(
+    ("value", "is_refused"),
+    [
+        (Phase.COOLDOWN, True),
+        ({"a": (1, Phase.COOLDOWN)}, True),
+        ([torch.ones(1), Phase.COOLDOWN], True),
+        ((1, torch.eye(2).to_sparse()), True),  # an object, as tuples are, and not a tensor
+        ({Phase.COOLDOWN: 1}, False),  # torch makes text of keys
+        ([{Phase.COOLDOWN: 1}], False),
+        (({Phase.COOLDOWN: 1},), True),
+        (Deeper(a=1), False),
+        (io.BytesIO(b"x"), False),
+        ({"a": [1, 2.5, None, {"b": (torch.float32, datetime.time(1))}]}, False),
+    ],
+    ids=repr,
+)
+def test_a_save_warns_of_just_what_is_refused(
+    directory: pathlib.Path, value: Any, is_refused: bool
+) -> None:
+    checkpoints = Checkpoints(directory)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        checkpoints.save(1, {"value": value}, wait=True)
+    assert len([each for each in told if "will refuse" in str(each.message)]) == is_refused
+    try:
+        assert checkpoints.restore({"value": value}) == 1
+    except CheckpointError:
+        assert is_refused
+    else:
+        assert not is_refused
 
 
 def test_what_an_object_fails_with_when_it_gets_its_state_is_no_damage(

@@ -28,6 +28,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from tensorferry.checkpoint.checksums import crc32
 from tensorferry.checkpoint.storage.metadata import OLDER_MODULES, SIMPLE_MAKERS
@@ -82,27 +83,35 @@ def refusal(blob: bytes) -> str | None:
     return None
 
 
-def refused_in(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the names of objects in a state that :func:`harmless` would refuse, and why.
+def refused_in(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names of objects that planners make of a state and :func:`harmless` would refuse, and why.
 
     What pickle says of an object is raised: it could not be saved.
     """
-    todo: list[tuple[str, Any]] = [*state.items()]
-    seen: set[int] = set()
-    while todo:
-        name, value = todo.pop()
-        kind = type(value)
-        if kind in _CERTAIN or isinstance(value, torch.Tensor) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if kind in (dict, collections.OrderedDict) and all(type(key) in _CERTAIN for key in value):
-            todo += [(f"{name}.{key}", each) for key, each in value.items()]
-        elif kind in (list, tuple):
-            todo += [(f"{name}.{index}", each) for index, each in enumerate(value)]
-        else:
+    objects, _ = flatten_state_dict(state)
+    for name, value in objects.items():
+        if not isinstance(value, torch.Tensor) and not _is_certain(value):
             torch.save(value, stream := io.BytesIO())
             if (why := refusal(stream.getvalue())) is not None:
                 yield name, why
+
+
+def _is_certain(value: Any) -> bool:
+    """Return whether an object is made of nothing that could be refused; False where that takes a closer look."""
+    todo, seen = [value], set()
+    while todo:
+        each = todo.pop()
+        kind = type(each)
+        if kind in _CERTAIN or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if kind in (dict, collections.OrderedDict):
+            todo += [*each, *each.values()]
+        elif kind in (list, tuple):
+            todo += each
+        else:
+            return False
+    return True
 
 
 def warn_of(refusals: Mapping[str, str], reader: str, line: Line | None = None) -> None:
