@@ -160,7 +160,11 @@ class Contents:
     def _named_now(self) -> set[str] | None:
         """The files that present metadata names, looked up once; None where there is none that can be read."""
         named: set[str] | None = None
-        for path in pathlib.Path(self._folder).iterdir():
+        try:
+            paths = [*pathlib.Path(self._folder).iterdir()]
+        except OSError:  # it goes as well; what failed before is what matters
+            return None
+        for path in paths:
             if path.name == METADATA_NAME or RANK_METADATA.fullmatch(path.name):
                 with contextlib.suppress(OSError, CheckpointError):
                     metadata = read_metadata(path, trust_pickle=self._trusted)
