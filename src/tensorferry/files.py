@@ -263,9 +263,19 @@ class File(Transferring):
         own = chosen_scheduler(engine, block_size, queue_depth)
         self._open(text, how, past_cache, own or default_scheduler(), own)
 
+    @classmethod
+    def _of_descriptor(cls, descriptor: int, *, direct: Direct = "auto") -> File:
+        """Open, for writing, the file of a descriptor, which stays the caller's.
+
+        Where the file system refuses to open it a second time, both share what is open.
+        """
+        file = cls.__new__(cls)
+        file._open(descriptor, _MODES["r+"], direct_mode(direct), default_scheduler(), None)
+        return file
+
     def _open(
         self,
-        path: str,
+        path: str | int,
         how: tuple[bool, bool, bool, bool, bool],
         direct: str,
         scheduler: AnyScheduler,
@@ -275,7 +285,12 @@ class File(Transferring):
         self._pending = Pending()
         self._closing = threading.RLock()
         self._file: _core.File | None = with_descriptors(
-            scheduler, lambda: _core.open_file(path, *how, direct)
+            scheduler,
+            lambda: (
+                _core.file_from_descriptor(path, how[1], direct)
+                if isinstance(path, int)
+                else _core.open_file(path, *how, direct)
+            ),
         )
         self._own_scheduler = own
         self._scheduler = scheduler_of(scheduler, self._file)

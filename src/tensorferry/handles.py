@@ -23,7 +23,7 @@ from tensorferry.runtime import (
     default_scheduler,
     make_scheduler,
 )
-from tensorferry.transfers import Path, checked_offset, start, transfer
+from tensorferry.transfers import Path, checked_offset, kept_path, start, transfer
 from tensorferry.warned import warn
 
 if TYPE_CHECKING:
@@ -568,7 +568,9 @@ class _Operation:
         self.future = future
         self._validate = validate
         self._memory = memory if validate else None
-        self._filename = filename
+        self._filename = (
+            kept_path(filename) if validate and not isinstance(filename, int) else filename
+        )
         self._offset = offset
 
     def __str__(self) -> str:

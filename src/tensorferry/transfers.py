@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import re
 from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -33,6 +34,9 @@ Direct: TypeAlias = "bool | Literal['auto']"
 # Offsets are signed 64-bit numbers in the kernel.
 MAX_FILE_NBYTES = (1 << 63) - 1
 
+# pathlib makes one slash of two: of those only known ones are told from a folder whose name ends with a colon.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(s3|gs|gcs|hf|az|abfss?|hdfs|https?|ftp|file):/")
+
 
 def direct_mode(direct: Direct) -> str:
     """Return the core's name of what a caller says of O_DIRECT."""
@@ -50,6 +54,11 @@ def checked_path(path: Path, name: str = "path") -> str:
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise TypeError(f"{name}: {path!r} is no path")
     text = os.fsdecode(path)
+    if ":/" in text and _URL.match(text):
+        raise ValueError(
+            f"{name}: {path!r} is a URL, and only local files are read and written (remedy: a local folder, or one "
+            "where the storage is mounted)"
+        )
     if "\0" in text:
         raise ValueError(f"{name}: {path!r} has a null character")
     if not text.isascii():
@@ -58,6 +67,12 @@ def checked_path(path: Path, name: str = "path") -> str:
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: {path!r} is no path: {error}") from None
     return text
+
+
+def kept_path(path: Path, name: str = "path") -> str:
+    """Return the absolute path of what is used after the call: the process may change its directory meanwhile."""
+    text = checked_path(path, name)
+    return text if text.startswith("/") else f"{os.getcwd()}/{text}"  # noqa: PTH109 (a fifth of the time)
 
 
 def checked_descriptor(descriptor: int, name: str = "path") -> int:

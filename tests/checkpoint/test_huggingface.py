@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import safetensors
-from tensorferry.checkpoint import CheckpointError
+from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
 from tensorferry.checkpoint.storage.default import install, uninstall
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
@@ -26,6 +30,8 @@ from tests.support import child
 from tests.support.ranks import call_on_ranks, files_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.support.power_cuts import Cut
 
 hf_storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
@@ -112,6 +118,119 @@ def test_objects_are_refused(directory: pathlib.Path) -> None:
     with pytest.raises(dcp.api.CheckpointException, match=r"'step'.*holds tensors only"):
         dcp.save({"rows": torch.ones(3), "step": 5}, storage_writer=Writer(directory), no_dist=True)
     assert_same(load(Reader(directory)), whole())
+
+
+@pytest.fixture
+def no_plans() -> Iterator[None]:
+    """Planners keep plans for all writers of a process."""
+    yield
+    for name, kept in vars(dcp.planner.SavePlanner).items():
+        if name.startswith("_cached"):
+            kept.clear()
+
+
+KINDS: dict[str, Any] = {
+    "DCP": FileSystemWriter,
+    "plain": Writer,
+    "mapped": lambda path: Writer(path, fqn_to_index_mapping=MAPPING),
+    "distributed": lambda path: Writer(path, save_distributed=True),
+    "consolidated": lambda path: Writer(
+        path, save_distributed=True, enable_consolidation=True, fqn_to_index_mapping=MAPPING
+    ),
+}
+
+
+@pytest.mark.usefixtures("no_plans")
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(KINDS, 2)])
+def test_a_plan_that_a_planner_has_kept_for_another_writer_changes_nothing(
+    directory: pathlib.Path, first: str, second: str
+) -> None:
+    pytest.importorskip("torch", minversion="2.7")
+    for turn, name in enumerate((first, second, first)):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        path = directory / f"{turn}"
+        dcp.save(whole(turn), storage_writer=KINDS[name](path), planner=planner, no_dist=True)
+        reader = FileSystemReader(path) if name == "DCP" else Reader(path)
+        assert_same(load(reader), whole(turn))
+        dcp.save(whole(turn), storage_writer=KINDS[name](directory / "alone"), no_dist=True)
+        names = {_without_ids(each) for each in files_of(path)}
+        assert names == {_without_ids(each) for each in files_of(directory / "alone")}
+        shutil.rmtree(directory / "alone")
+
+
+def _without_ids(name: str) -> str:
+    return re.sub("_[0-9a-f]{16}_", "_", name)
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_objects_of_a_plan_that_was_kept_are_refused_before_anything_is_written(
+    directory: pathlib.Path,
+) -> None:
+    pytest.importorskip("torch", minversion="2.7")
+    state = {"rows": torch.ones(3), "step": 5}
+
+    def save(writer: Any) -> None:
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+    save(FileSystemWriter(directory / "dcp"))
+    with pytest.raises(dcp.api.CheckpointException, match=r"'step'.*holds tensors only"):
+        save(Writer(directory / "hf"))
+    assert not files_of(directory / "hf")
+
+
+class Losing(Writer):  # type: ignore[misc]
+    """Loses a file that has been written."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        for path in pathlib.Path(self.path).glob("*.safetensors"):
+            path.unlink()
+        super().finish(metadata, results)
+
+
+class Forgetting(Writer):  # type: ignore[misc]
+    """Leaves an item out."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        return super().write_data(dataclasses.replace(plan, items=plan.items[1:]), planner)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "match"),
+    [
+        (Losing, {"save_distributed": True}, "file of this save is missing"),
+        (Forgetting, {"save_distributed": True}, "have not been written"),
+        (Forgetting, {}, "have not been written"),
+    ],
+)
+def test_a_save_of_which_something_is_missing_fails(
+    directory: pathlib.Path, kind: Any, options: dict[str, Any], match: str
+) -> None:
+    writer = kind(directory, **options)
+    with pytest.raises(dcp.api.CheckpointException, match=match):
+        dcp.save(whole(), storage_writer=writer, no_dist=True)
+    assert INDEX_NAME not in files_of(directory)
+
+
+def save_two_parts_by_a_plan_that_was_kept(rank: int, directory: str) -> str:
+    def save(writer: Any) -> None:
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(distributed(0), storage_writer=writer, planner=planner)
+
+    save(Writer(f"{directory}/parts", save_distributed=True))
+    try:
+        save(Writer(f"{directory}/plain"))
+    except dcp.api.CheckpointException as failure:
+        return str(failure)
+    return "saved"
+
+
+def test_ranks_that_write_files_of_one_name_by_plans_that_were_kept_fail(
+    directory: pathlib.Path,
+) -> None:
+    pytest.importorskip("torch", minversion="2.7")
+    for answer in call_on_ranks(2, save_two_parts_by_a_plan_that_was_kept, str(directory)):
+        assert "several ranks" in answer
 
 
 @pytest.mark.parametrize(

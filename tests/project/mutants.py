@@ -574,10 +574,10 @@ MUTANTS = [
     ),
     _mutant(
         "unknown-names-are-imported",
-        "reading a checkpoint runs no code and changes nothing in the process",
+        "reading a checkpoint runs no code that the file chooses, and changes nothing in the process",
         "src/tensorferry/checkpoint/zipformat/pickles.py",
-        "            return value\n    raise RefusedError(full_name)\n",
-        "            return value\n    return Maker(full_name, getattr(__import__(module), name))\n",
+        "        return trusted[full_name]\n    raise RefusedError(full_name)\n",
+        "        return trusted[full_name]\n    return Maker(full_name, getattr(__import__(module), name))\n",
         "tests/checkpoint/test_hostile.py::test_hostile_metadata_does_nothing[eval]",
     ),
     _mutant(
@@ -703,24 +703,41 @@ MUTANTS = [
         "removal-begins-with-the-files",
         "no half checkpoint counts, however a save or a removal ends",
         "src/tensorferry/checkpoint/folder.py",
-        '        path.rename(path.with_name(f"{_REMOVED}{path.name}.{secrets.token_hex(8)}"))',
+        '        path.rename(path.with_name(f"{prefix}{path.name}.{secrets.token_hex(8)}"))',
         "        shutil.rmtree(path)",
         "tests/checkpoint/test_manager.py::test_killed_at_any_step_of_saving_and_removing_no_half_checkpoint_"
         "counts_and_nothing_stays",
     ),
     _mutant(
         "links-protect-nothing",
-        "a checkpoint is removed only when a newer one is whole, and never while a link leads to it or a save goes "
-        "there",
+        "a checkpoint is removed only when a newer one is whole, and never while a link leads to it, a save goes "
+        "there, or it is loaded",
         "src/tensorferry/checkpoint/folder.py",
         "        links = self._links() if going else []",
         "        links: list[tuple[Path, Path]] = []",
         "tests/checkpoint/test_manager.py::test_what_links_lead_to_stays",
     ),
     _mutant(
+        "what-is-loaded-is-removed",
+        "a checkpoint is removed only when a newer one is whole, and never while a link leads to it, a save goes "
+        "there, or it is loaded",
+        "src/tensorferry/checkpoint/folder.py",
+        "            if is_unread and (alone",
+        "            if (alone",
+        "tests/checkpoint/test_manager.py::test_a_checkpoint_that_another_process_is_loading_is_not_removed",
+    ),
+    _mutant(
+        "a-refusal-is-damage",
+        "an object that is refused is not damage",
+        "src/tensorferry/checkpoint/manager.py",
+        "    if isinstance(error, RefusedCheckpointError):\n        return False\n",
+        "",
+        "tests/checkpoint/test_manager.py::test_files_that_were_moved_and_linked_to_are_no_damage",
+    ),
+    _mutant(
         "newer-checkpoints-are-counted",
-        "a checkpoint is removed only when a newer one is whole, and never while a link leads to it or a save goes "
-        "there",
+        "a checkpoint is removed only when a newer one is whole, and never while a link leads to it, a save goes "
+        "there, or it is loaded",
         "src/tensorferry/checkpoint/folder.py",
         "        older = [each for each in self.steps() if each < step]",
         "        older = [each for each in self.steps() if each != step]",

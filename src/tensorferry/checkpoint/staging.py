@@ -498,7 +498,9 @@ class _PrivateImage(_Image):
             self._borrow = weakref.ref(view)
         count = math.prod(size) * dtype.itemsize
         part = torch.frombuffer(view, dtype=torch.uint8, count=count, offset=offset)
-        return torch.empty(0, dtype=dtype).set_(part.untyped_storage(), 0, size, stride)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(
+            part.untyped_storage(), 0, size, stride
+        )
 
 
 class _SharedImage(_Image):
@@ -513,7 +515,7 @@ class _SharedImage(_Image):
                 f"{_SHARED_MEMORY} has {free_nbytes} bytes left, and the state takes {nbytes} (remedy: enlarge it, "
                 "as by docker's --shm-size, or shared=False)"
             )
-        memory: Any = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+        memory: Any = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
         self._memory: torch.Tensor = memory.share_memory_()
         self._tensors: list[weakref.ref[torch.Tensor]] = []
 
@@ -530,7 +532,8 @@ class _SharedImage(_Image):
         self, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
     ) -> torch.Tensor:
         storage = self._memory.untyped_storage()
-        tensor = torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, size, stride)
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        tensor = empty.set_(storage, offset // dtype.itemsize, size, stride)
         self._tensors.append(weakref.ref(tensor))
         return tensor
 

@@ -35,6 +35,7 @@ from tensorferry.safetensors.saving import (
     without_duplicates,
     write_entries,
 )
+from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -179,12 +180,17 @@ class Model:
     """
 
     def __init__(self, directory: AnyPath, *, sync: bool) -> None:
-        self._directory = Path(os.fsdecode(directory))
+        self._directory = Path(kept_path(directory, "directory"))
         self._sync = sync
         self._files: dict[str, Replacement] = {}
         # One that nobody commits or aborts keeps no descriptors and no space.
         weakref.finalize(self, _abort, self._files).atexit = False
         make_directory(self._directory)
+
+    @property
+    def names(self) -> set[str]:
+        """The files that have no place yet."""
+        return set(self._files)
 
     def check_count(self, count: int) -> None:
         """Refuse more files than can be open at a time.

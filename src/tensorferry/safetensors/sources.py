@@ -24,7 +24,7 @@ from tensorferry.safetensors import header, index
 from tensorferry.safetensors.dtypes import DTYPES
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.version import Version
-from tensorferry.transfers import Path, checked_path
+from tensorferry.transfers import Path, kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -211,13 +211,13 @@ def hold(
 def files_of(source: Source) -> Files:
     """Return which files are the model; errors as for :func:`hold`."""
     if isinstance(source, (list, tuple)):
-        paths = [checked_path(path) for path in source]
+        paths = [kept_path(path) for path in source]
         if not paths:
             raise ValueError("files: there are none")
         if len(paths) != len(set(paths)):
             raise ValueError("files: one is given twice")
         return Files(paths)
-    path = checked_path(source)  # type: ignore[arg-type]
+    path = kept_path(source)  # type: ignore[arg-type]
     if path.endswith(".json"):
         return _indexed(path)
     folder = pathlib.Path(path)

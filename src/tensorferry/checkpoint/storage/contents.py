@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.storage import delivery, plain_objects
 from tensorferry.checkpoint.storage.metadata import (
     chunk_of,
@@ -143,9 +143,13 @@ class Contents:
                 path, name, checksums, self.names_at, verify=self._verify, damaged=damaged
             )
         except StorageError as error:
-            if error.errno == errno.ENOENT and self._was_replaced(name):
-                why = "another save has replaced the checkpoint since its metadata was read: load again"
-                error.strerror = f"{error.strerror}; {why}"
+            if error.errno == errno.ENOENT:
+                if not pathlib.Path(self._folder).exists():
+                    why = "the checkpoint has been removed since its metadata was read"
+                    error.strerror = f"{error.strerror}; {why}"
+                elif self._was_replaced(name):
+                    why = "another save has replaced the checkpoint since its metadata was read: load again"
+                    error.strerror = f"{error.strerror}; {why}"
             raise
 
     def _was_replaced(self, name: str) -> bool:
@@ -156,7 +160,11 @@ class Contents:
     def _named_now(self) -> set[str] | None:
         """The files that present metadata names, looked up once; None where there is none that can be read."""
         named: set[str] | None = None
-        for path in pathlib.Path(self._folder).iterdir():
+        try:
+            paths = [*pathlib.Path(self._folder).iterdir()]
+        except OSError:  # it goes as well; what failed before is what matters
+            return None
+        for path in paths:
             if path.name == METADATA_NAME or RANK_METADATA.fullmatch(path.name):
                 with contextlib.suppress(OSError, CheckpointError):
                     metadata = read_metadata(path, trust_pickle=self._trusted)
@@ -274,18 +282,17 @@ class Contents:
         if self._trusted:
             return data
         info = self._info(index)
+        # Bytes that have been verified are not damaged, whatever is in them.
+        kind = RefusedCheckpointError if self._verify else CheckpointError
         try:
             return io.BytesIO(plain_objects.harmless(data.read()))
         except RefusedError as error:
-            reason = (
-                f"it asks for {error}, which is no plain value and may run any code; if you trust whoever made this "
-                "checkpoint, read it with trust_pickle=True"
-            )
+            kind, reason = RefusedCheckpointError, plain_objects.refused(error)
         except MalformedError as error:
-            reason = f"it is damaged, or no object of torch.save's ({error})"
+            reason = f"it is not an object of torch.save's that can be read without trust ({error})"
         path = data_file(self._folder, info.relative_path, trusted=self._trusted)
         end = info.offset + info.length
-        raise CheckpointError(reason, path, names=(index.fqn,), begin=info.offset, end=end)
+        raise kind(reason, path, names=(index.fqn,), begin=info.offset, end=end)
 
     def contradiction(
         self, index: MetadataIndex, info: _StorageInfo, read: Callable[[int, int], bytes]

@@ -134,7 +134,7 @@ class Boxes:
             if self._kept:
                 return self._kept.pop()
             nbytes = _SLAB_NBYTES
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def give_back(self, box: torch.Tensor) -> None:
         """Keep memory that nobody uses any more, if it is of the size that is taken again."""

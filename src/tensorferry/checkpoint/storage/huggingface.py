@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.hf_storage import (
@@ -40,9 +41,10 @@ from torch.futures import Future
 
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
+from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.assembly import write_tensors
 from tensorferry.checkpoint.storage.contents import Item
-from tensorferry.checkpoint.storage.reader import Load
+from tensorferry.checkpoint.storage.reader import Load, Narrowed
 from tensorferry.checkpoint.storage.reading import DataFile, Reading
 from tensorferry.checkpoint.storage.writer import is_of_state
 from tensorferry.checkpoint.zipformat.blobs import Payload
@@ -53,9 +55,10 @@ from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import Entry
 from tensorferry.safetensors.sharded import Model
 from tensorferry.safetensors.version import Version
+from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.planner import (
         LoadPlan,
@@ -136,7 +139,8 @@ class HuggingFaceStorageWriter(TorchsWriter):
             "enable_consolidation": enable_consolidation,
             "thread_count_consolidation": thread_count_consolidation,
         }
-        super().__init__(os.fspath(path), **_known(TorchsWriter, wanted), **options)
+        path = kept_path(path)
+        super().__init__(path, **_known(TorchsWriter, wanted), **options)
         self.last_save: Throughput | None = None
         self._progress = progress
         self._of_thread = threading.local()
@@ -144,9 +148,10 @@ class HuggingFaceStorageWriter(TorchsWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to another directory next, if one is given."""
-        super().reset(checkpoint_id)
-        if checkpoint_id:
-            self._place(Path(checkpoint_id))
+        place = Path(kept_path(checkpoint_id, "checkpoint_id")) if checkpoint_id else None
+        super().reset(place)
+        if place:
+            self._place(place)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse what the format cannot hold."""
@@ -155,12 +160,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 f"{type(self).__name__} sets fs, and tensorferry writes to local files by itself"
             )
         self._abandon()
-        objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        if objects:
-            raise CheckpointError(
-                "the format of safetensors holds tensors only, and these are none",
-                names=tuple(objects),
-            )
+        _refuse_objects(plan)
         make_directory(Path(self.path))
         return plan
 
@@ -194,9 +194,16 @@ class HuggingFaceStorageWriter(TorchsWriter):
             The file system's refusal, with the file's name.
         """
         self.last_save = None
-        storage_data: dict[str, Any] = plan.storage_data or {}
-        mapping = storage_data.get("fqn_to_index_mapping")
-        shard = storage_data.get("shard_index")
+        _refuse_objects(plan)
+        # A planner may have kept the plan of another writer's save, and prepare_local_plan() has not seen its items.
+        storage_data: dict[str, Any] = (
+            plan.storage_data if isinstance(plan.storage_data, dict) else {}
+        )
+        mapping = self.fqn_to_index_mapping
+        shard = self._shard(storage_data) if self.save_distributed else None
+        # A cached plan has the name of an earlier save, and not on all ranks.
+        is_cached = getattr(planner, "_enable_plan_caching", False)
+        save = None if is_cached else storage_data.get(sources.SAVE)
         highest = max(mapping.values()) if mapping else 1
         meter = Meter(self._progress, total_nbytes=sum(map(_nbytes, plan.items)))
         results: list[WriteResult] = []
@@ -204,9 +211,10 @@ class HuggingFaceStorageWriter(TorchsWriter):
         try:
             for number, items in self._by_file(mapping, plan.items).items():
                 name = file_name(number, highest, shard)
-                own = {} if shard is None else {sources.SAVE: storage_data[sources.SAVE]}
-                if own and getattr(planner, "_enable_plan_caching", False):
-                    # A cached plan has the name of an earlier save, and not on all ranks.
+                own = {}
+                if shard is not None and save is not None:
+                    own = {sources.SAVE: save}
+                elif shard is not None:
                     sizes = {item.index.fqn: list(_data(item).size) for item in items}
                     own = {sources.WHOLE: json.dumps(sizes)}
                 results += _write_file(model, name, items, planner, meter, own)
@@ -228,10 +236,19 @@ class HuggingFaceStorageWriter(TorchsWriter):
         Raises
         ------
         CheckpointError
-            Parts are missing.
+            Parts or files are missing, or ranks have written files of the same name.
         StorageError, OSError
             Something could not be read or written.
         """
+        commit.check_complete(metadata, {result.index for each in results for result in each})
+        model: Model | None = getattr(self._of_thread, "model", None)
+        self._of_thread.model = None
+        try:
+            self._check_files(results, set() if model is None else model.names)
+        except CheckpointError:
+            if model is not None:
+                model.abort()
+            raise
         names = {
             result.index.fqn: result.storage_data.relative_path
             for written in results
@@ -254,8 +271,6 @@ class HuggingFaceStorageWriter(TorchsWriter):
             Model(self.path, sync=self.sync_files).commit(None, files)
             return
         total = sum(result.storage_data.length for written in results for result in written)
-        model: Model | None = getattr(self._of_thread, "model", None)
-        self._of_thread.model = None
         with model or Model(self.path, sync=self.sync_files) as model:
             # Where the coordinator has no tensors another rank has put them in their places.
             model.commit(_index(names, total), files)
@@ -265,6 +280,30 @@ class HuggingFaceStorageWriter(TorchsWriter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _of_thread=threading.local())
+
+    def _shard(self, storage_data: dict[str, Any]) -> int:
+        """Return the number of this rank's files, from 1 on."""
+        rank = getattr(self, "rank", None)  # since torch 2.9
+        if rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            return int(storage_data.get("shard_index") or rank + 1)
+        return int(rank) + 1
+
+    def _check_files(self, results: list[list[WriteResult]], coming: Container[str]) -> None:
+        """Check that every file of a save is there, and was written by one rank."""
+        written: set[str] = set()
+        for each in results:
+            own = {result.storage_data.relative_path for result in each}
+            for name in own:
+                path = Path(self.path) / name
+                if name in written:
+                    raise CheckpointError(
+                        "several ranks have written a file of this name (remedy: save_distributed=True)",
+                        str(path),
+                    )
+                if name not in coming and not path.is_file():
+                    raise CheckpointError("a file of this save is missing", str(path))
+            written |= own
 
     def _place(self, path: Path) -> None:
         """Take the directory that files go to."""
@@ -292,6 +331,15 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 )
             found.setdefault(1 if mapping is None else mapping[item.index.fqn], []).append(item)
         return found
+
+
+def _refuse_objects(plan: SavePlan) -> None:
+    objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+    if objects:
+        raise CheckpointError(
+            "the format of safetensors holds tensors only, and these are none",
+            names=tuple(objects),
+        )
 
 
 class HuggingFaceStorageReader(TorchsReader):
@@ -322,10 +370,14 @@ class HuggingFaceStorageReader(TorchsReader):
         progress: Listener | None = None,
     ) -> None:
         wanted = {"thread_count": thread_count}
-        super().__init__(os.fspath(path), **_known(TorchsReader, wanted))
+        super().__init__(kept_path(path), **_known(TorchsReader, wanted))
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._progress = checked_listener(progress)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Read from another folder next, if one is given."""
+        super().reset(checkpoint_id and kept_path(checkpoint_id, "checkpoint_id"))
 
     def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
         """Read and check all headers.
@@ -367,10 +419,12 @@ class HuggingFaceStorageReader(TorchsReader):
         meter = Meter(self._progress)
         meter.expect(sum(item.nbytes for items in by_file.values() for item in items), len(by_file))
         with Reading(lambda: meter.add(0, files=1)) as reading:
-            load = Load(contents, reading, planner, meter.add, converts=True)
+            narrowed = Narrowed()
+            load = Load(contents, reading, planner, meter.add, converts=True, narrowed=narrowed)
             contents.read(reading, by_file, load.begin)
             self.nbytes_read = reading.nbytes_read
         self.last_load = meter.finish()
+        narrowed.warn()
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,7 +26,10 @@ from tensorferry.checkpoint.storage import delivery, sharing
 from tensorferry.checkpoint.storage.contents import Contents, Item
 from tensorferry.checkpoint.storage.metadata import check_metadata, metadata_path, read_metadata
 from tensorferry.checkpoint.storage.reading import Reading
+from tensorferry.file_locks import read_directory
 from tensorferry.reprs import once_made
+from tensorferry.transfers import kept_path
+from tensorferry.warned import warn
 
 if TYPE_CHECKING:
     import os
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 
 Verify = Literal["read", "before", "off"]
 _LEVELS = ("read", "before", "off")
+_SHOWN_NAMES = 4
 
 
 class FileSystemReader(filesystem.FileSystemReader):
@@ -97,6 +102,7 @@ class FileSystemReader(filesystem.FileSystemReader):
     ) -> None:
         if verify not in _LEVELS:
             raise ValueError(f"verify: {verify!r} is none of {', '.join(_LEVELS)}")
+        path = Path(kept_path(path))
         super().__init__(path, *(() if _extension_registry is None else (_extension_registry,)))
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
@@ -108,6 +114,8 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._metadata: Metadata | None = None
         self._checked: Metadata | None = None
         self._global_error: Exception | None = None
+        self._narrowed = Narrowed()
+        self._let_go: Callable[[], Any] = lambda: None  # of the folder
 
     @once_made
     def __repr__(self) -> str:
@@ -117,8 +125,9 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another folder next, if one is given."""
-        super().reset(checkpoint_id)
+        super().reset(checkpoint_id and Path(kept_path(checkpoint_id, "checkpoint_id")))
         self._metadata = self._checked = self._global_error = None
+        self._let_go()
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
         """Read and check `.metadata`, or that of one ``rank``.
@@ -168,6 +177,14 @@ class FileSystemReader(filesystem.FileSystemReader):
             check_metadata(metadata, str(self.path))
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
+        self._let_go()
+        try:  # who keeps checkpoints removes none that is being loaded
+            self._let_go = read_directory(self, self.path)
+        except FileNotFoundError as error:
+            why = "the checkpoint has been removed since its metadata was read"
+            raise FileNotFoundError(
+                error.errno, f"{error.strerror}; {why}", str(self.path)
+            ) from None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verify what this rank is going to read, with ``verify="before"``: a failure ends the load on all ranks."""
@@ -195,13 +212,18 @@ class FileSystemReader(filesystem.FileSystemReader):
         """
         self.nbytes_read = 0
         self.last_load = None
+        self._narrowed = Narrowed()
         share = plan.storage_data if isinstance(plan.storage_data, sharing.Share) else None
         meter = Meter(self._progress)
-        if share is None:
-            self._read_own(plan, planner, meter)
-        else:
-            self._read_shared(share, plan, planner, meter)
+        try:
+            if share is None:
+                self._read_own(plan, planner, meter)
+            else:
+                self._read_shared(share, plan, planner, meter)
+        finally:
+            self._let_go()
         self.last_load = meter.finish()
+        self._narrowed.warn()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -218,7 +240,8 @@ class FileSystemReader(filesystem.FileSystemReader):
         nbytes = sum(item.nbytes for items in by_file.values() for item in items)
         meter.expect(nbytes + nbytes_by_torch, files=len(by_file))
         with Reading(lambda: meter.add(0, files=1)) as reading:
-            contents.read(reading, by_file, Load(contents, reading, planner, meter.add).begin)
+            load = Load(contents, reading, planner, meter.add, narrowed=self._narrowed)
+            contents.read(reading, by_file, load.begin)
             self.nbytes_read = reading.nbytes_read
         if by_torch:
             checked: Any = planner if self._trust_pickle else _Checked(planner, contents)
@@ -243,7 +266,10 @@ class FileSystemReader(filesystem.FileSystemReader):
                 self.nbytes_read += reading.nbytes_read
 
         arrivals = sharing.Arrivals(
-            shared, functools.partial(_resolved, planner), planner.commit_tensor, meter.add
+            shared,
+            functools.partial(_resolved, planner, self._narrowed),
+            planner.commit_tensor,
+            meter.add,
         )
         exchange = sharing.Exchange(share, self._group, read, arrivals.add)
         failure: BaseException | None = None
@@ -297,6 +323,30 @@ class Lent:
         """Nothing is to be done."""
 
 
+class Narrowed:
+    """Tensors whose destinations have a dtype that cannot hold what was saved."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+
+    def note(self, name: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+        """Take note of a tensor, if its destination has such a dtype."""
+        try:
+            narrows = torch.promote_types(stored, wanted) != wanted
+        except RuntimeError:  # of what has eight bits or fewer
+            narrows = wanted.itemsize <= stored.itemsize
+        if narrows and stored != wanted:
+            self._found[name] = f"{stored} to {wanted}"
+
+    def warn(self) -> None:
+        """Say which they are."""
+        if self._found:
+            shown = [f"{name!r} ({how})" for name, how in list(self._found.items())[:_SHOWN_NAMES]]
+            more = len(self._found) - len(shown)
+            names = ", ".join(shown) + (f" and {more} more" if more else "")
+            warn(f"values of tensors are converted to what may not hold them: {names}")
+
+
 class Load:
     """Reads items to where a planner wants them; ``converts`` says whether they may have another dtype there."""
 
@@ -308,7 +358,9 @@ class Load:
         count: Callable[[int], None],
         *,
         converts: bool = False,
+        narrowed: Narrowed | None = None,
     ) -> None:
+        self._narrowed = narrowed or Narrowed()
         self._contents = contents
         self._converts = converts
         self._reading = reading
@@ -322,8 +374,8 @@ class Load:
         request, payload = item.request, item.payload
         if request.type == LoadItemType.BYTE_IO:
             return self._blob(item, file, lambda data: self._load_bytes(request, data))
-        stored = None if payload is None or self._converts else payload.dtype
-        target = _resolved(self._planner, request, stored)
+        stored = None if payload is None else payload.dtype
+        target = _resolved(self._planner, self._narrowed, request, stored, converts=self._converts)
         if payload is None:
             return self._blob(
                 item, file, lambda data: self._copy_by_torch(item, file, data, target)
@@ -339,7 +391,9 @@ class Load:
             self._reading.drain()
         held = self._held.add(target) if plain else None
         request = item.request
-        inner = target if plain else torch.empty(request.lengths, dtype=payload.dtype)
+        inner = target
+        if not plain:
+            inner = torch.empty(request.lengths, dtype=payload.dtype, device="cpu")
         takes_crc = item.is_whole and self._contents.has_only_payload_crc(item, file)
 
         def finish() -> None:
@@ -383,7 +437,8 @@ class Load:
         """Do as torch's reader does, with what it alone knows to read."""
         request = item.request
         self._contents.check_tensor_blob(item, file, data)
-        tensor = torch.load(data, map_location="cpu", weights_only=True)
+        with torch.device("cpu"):  # sparse ones would be made on the default device
+            tensor = torch.load(data, map_location="cpu", weights_only=True)
         for dim, (offset, length) in enumerate(
             zip(request.storage_offsets, request.lengths, strict=True)
         ):
@@ -393,7 +448,8 @@ class Load:
             raise AssertionError(
                 f"req {request.storage_index} mismatch sizes {target.size()} vs {tensor.size()}"
             )
-        target.copy_(tensor)
+        with torch.no_grad():
+            target.copy_(tensor)
         self._planner.commit_tensor(request, target)
 
 
@@ -443,11 +499,22 @@ class _HeldMemory:
         )
 
 
-def _resolved(planner: LoadPlanner, request: ReadItem, stored: torch.dtype | None) -> torch.Tensor:
+def _resolved(
+    planner: LoadPlanner,
+    narrowed: Narrowed,
+    request: ReadItem,
+    stored: torch.dtype | None,
+    *,
+    converts: bool = False,
+) -> torch.Tensor:
     """Return where the planner wants an item; what cannot go there is refused."""
-    target = planner.resolve_tensor(request).detach()
+    target = planner.resolve_tensor(request)
+    if target.layout is torch.strided:  # what another one gets would not reach the planner's
+        target = target.detach()
     if stored is not None and target.dtype != stored:
-        _refuse_as_torch_does(request, target.dtype, stored)
+        if not converts:
+            _refuse_as_torch_does(request, target.dtype, stored)
+        narrowed.note(request.storage_index.fqn, stored, target.dtype)
     if target.size() != torch.Size(request.lengths):
         raise AssertionError(
             f"req {request.storage_index} mismatch sizes {target.size()} vs {torch.Size(request.lengths)}"
@@ -475,9 +542,9 @@ def _torchs_refusal() -> type[Exception] | None:
         dtype = torch.float32
 
         def resolve_tensor(self, _item: ReadItem) -> torch.Tensor:
-            return torch.zeros(1, dtype=self.dtype)
+            return torch.zeros(1, dtype=self.dtype, device="cpu")
 
-    torch.save(torch.zeros(1), blob := io.BytesIO())
+    torch.save(torch.zeros(1, device="cpu"), blob := io.BytesIO())
     origin, size = torch.Size([0]), torch.Size([1])
     index = MetadataIndex("a", origin)
     item = ReadItem(LoadItemType.TENSOR, index, origin, index, origin, size)

@@ -279,7 +279,7 @@ class Arrivals:
     ) -> None:
         self._items = {wanted_by(item): item for item in items}
         self._resolve, self._commit, self._count = resolve, commit, count
-        self._target = self._inner = torch.empty(0)
+        self._target = self._inner = torch.empty(0, device="cpu")
         self._missing = 0
 
     def add(self, piece: Piece, box: torch.Tensor) -> None:
@@ -290,7 +290,7 @@ class Arrivals:
         if not any(piece.offsets):
             target = self._target = self._inner = self._resolve(item, piece.dtype)
             if piece.lengths != piece.wanted.lengths and not is_plain(target):
-                self._inner = torch.empty(piece.wanted.lengths, dtype=piece.dtype)
+                self._inner = torch.empty(piece.wanted.lengths, dtype=piece.dtype, device="cpu")
             self._missing = math.prod(piece.wanted.lengths)
         places = zip(piece.offsets, piece.lengths, strict=True)
         place = tuple(slice(offset, offset + length) for offset, length in places)

@@ -28,9 +28,9 @@ from tensorferry.arrays import check_storage, is_plain
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import commit
+from tensorferry.checkpoint.storage import commit, plain_objects
 from tensorferry.checkpoint.storage.layout import content_nbytes, files_of, max_nbytes
-from tensorferry.checkpoint.storage.metadata import EXTRAS
+from tensorferry.checkpoint.storage.metadata import EXTRAS, metadata_path
 from tensorferry.checkpoint.storage.names import DATA_FILE_SUFFIX
 from tensorferry.checkpoint.storage.savers import Saver
 from tensorferry.checkpoint.storage.watched import WatchedFileSystem
@@ -42,6 +42,7 @@ from tensorferry.checkpoint.zipformat.archive import (
 from tensorferry.new_file import NewFile, RawNewFile
 from tensorferry.reprs import once_made
 from tensorferry.runtime import descriptor_limit
+from tensorferry.transfers import checked_path, kept_path
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -66,6 +67,10 @@ class _Save:
 
     directory: Path
     saver: Saver | None = None  # of the coordinator
+
+
+def _this_thread() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
 
 
 class _NothingThere(filesystem.FileSystem):
@@ -123,6 +128,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     planner makes on demand are let go of one by one, as they are written.
     """
 
+    # Whether objects that readers refuse without trust are told; install() and Checkpoints say otherwise.
+    _warns_of_refusals = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -138,7 +146,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     ) -> None:
         checked_listener(progress)
         super().__init__(
-            path,
+            Path(kept_path(path)),
             single_file_per_rank=single_file_per_rank,
             sync_files=sync_files,
             thread_count=thread_count,
@@ -150,6 +158,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self.last_save: Throughput | None = None
         self._progress = progress
         self._stager: Stager | None = None
+        self._staged_in: tuple[tuple[int, int], str] | None = None
         self._of_thread = threading.local()
 
     @once_made
@@ -159,9 +168,16 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to another directory next, if one is given."""
-        super().reset(checkpoint_id)
+        directory = None
+        if checkpoint_id:
+            # async_save() stages in the caller's thread, and names the folder in that of the save, or another process.
+            asked = checked_path(checkpoint_id, "checkpoint_id")
+            thread, here = self._staged_in or (None, None)
+            is_anothers = here is not None and thread != _this_thread()
+            directory = Path(here, asked) if is_anothers else Path(kept_path(asked))  # type: ignore[arg-type]
+        super().reset(directory)
         # Asynchronous saves that overlap have a thread each, and this object together.
-        self._of_thread.next_directory = Path(checkpoint_id) if checkpoint_id else None
+        self._of_thread.next_directory = directory
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse what may not be overwritten."""
@@ -185,6 +201,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         """Give back the space of saves that did not come to their end; no rank has begun to write."""
         save = self._of_thread.save = self._save()
         save.saver = Saver(save.directory, self._alone())
+        if not save.saver.reaches_all:  # FUSE, for one
+            is_there = metadata_path(save.directory, self._alone()).exists()
+            commit.check_renames(save.directory, replaced=is_there)
         with contextlib.suppress(OSError), save.saver.alone() as alone:
             if alone:
                 commit.remove_leftovers(save.directory, rank=self._alone())
@@ -263,6 +282,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
             self._stager = Stager()
         self.per_thread_copy_ahead = 0  # as in torch: nothing is on an accelerator any more
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # where it has been removed no path is relative
+            self._staged_in = _this_thread(), str(Path.cwd())
         staged: Any = self._stager.stage(state_dict)
         return staged  # type: ignore[no-any-return]
 
@@ -330,6 +353,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         made: list[NewFile] = []
         results: list[WriteResult] = []
         unfinished: deque[tuple[WriteResult, NewFile]] = deque()
+        refusals: dict[str, str] | None = {} if self._warns_of_refusals else None
         self.last_save = None
         # Each holds two descriptors at most.
         max_unfinished = max(1, min(_MAX_UNFINISHED_FILES, descriptor_limit() // 4))
@@ -370,7 +394,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
                 made.append(file)
                 written = []
                 for item in items:
-                    written.append(_write_item(file, name, item, planner))
+                    written.append(_write_item(file, name, item, planner, refusals))
                     meter.add(content_nbytes(item) or written[-1].size_in_bytes)
                 file.begin_to_finish(self.sync_files)
                 unfinished.append((written[0], file))
@@ -380,6 +404,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             if self.sync_files:
                 commit.sync_directory(directory)
             self.last_save = meter.finish()
+            plain_objects.warn_of(refusals or {}, "FileSystemReader")
         except BaseException:
             with contextlib.suppress(OSError), contextlib.ExitStack() as whatever_happens:
                 for file in made:
@@ -409,14 +434,21 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             if generation == _core.fork_generation():  # else they are the parent's
                 watched.give_up()
                 for path in watched.written:
-                    path.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # what failed before is what matters
+                        path.unlink()
             if watched.failures and isinstance(error, Exception):
                 raise cause_of(watched.failures[0]) from None
             raise
         return results
 
 
-def _write_item(file: NewFile, name: str, item: WriteItem, planner: SavePlanner) -> WriteResult:
+def _write_item(
+    file: NewFile,
+    name: str,
+    item: WriteItem,
+    planner: SavePlanner,
+    refusals: dict[str, str] | None,
+) -> WriteResult:
     """Write an item; what the planner made for it is let go of as soon as it has been copied."""
     offset = file.nbytes
     data = planner.resolve_data(item)
@@ -425,6 +457,8 @@ def _write_item(file: NewFile, name: str, item: WriteItem, planner: SavePlanner)
         if not isinstance(data, io.BytesIO):
             raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for bytes")
         file.write_copied(data.getbuffer())
+        if refusals is not None and (why := plain_objects.refusal(data.getvalue())) is not None:
+            refusals[item.index.fqn] = why
     else:
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for a tensor")

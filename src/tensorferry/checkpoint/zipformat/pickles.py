@@ -8,7 +8,12 @@ there, and what is hashed is small.
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import fractions
+import pathlib
 import struct
+import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +27,15 @@ _SIGNED, _DOUBLE = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_f
 # In the keys of dicts: tuples of tuples are hashed again and again, and without a limit of depth; frozensets of
 # frozensets are compared so.
 _MAX_KEY_NODES = 256
-_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.Size, torch.dtype, frozenset)
+_PLAIN = frozenset(
+    [
+        *(str, bytes, int, float, bool, complex, type(None), frozenset, range),
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+        *(decimal.Decimal, fractions.Fraction, uuid.UUID),
+        *(type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath),
+        *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    ]
+)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 
 
@@ -75,7 +88,7 @@ def record(name: str, kind: type, build: Callable[[Any, Any], None] | None = Non
             raise MalformedError(f"a {kind.__name__} made of arguments")
         return object.__new__(kind)
 
-    return Maker(name, make, build or _update, kind)
+    return Maker(name, make, build or update, kind)
 
 
 def table(makers: list[Maker]) -> dict[str, Maker]:
@@ -83,8 +96,10 @@ def table(makers: list[Maker]) -> dict[str, Maker]:
     return {maker.name: maker for maker in makers}
 
 
-def find(names: Mapping[str, Maker], module: Any, name: Any) -> Any:
-    """Return what stands for a name, or one of torch's constants."""
+def find(
+    names: Mapping[str, Maker], module: Any, name: Any, trusted: Mapping[str, Any] | None = None
+) -> Any:
+    """Return what stands for a name, or one of torch's constants, or what is trusted itself."""
     full_name = f"{_text(module)}.{_text(name)}"
     maker = names.get(full_name)
     if maker is not None:
@@ -93,6 +108,8 @@ def find(names: Mapping[str, Maker], module: Any, name: Any) -> Any:
         value = vars(torch).get(name)
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return value
+    if trusted and full_name in trusted:
+        return trusted[full_name]
     raise RefusedError(full_name)
 
 
@@ -102,6 +119,7 @@ def loads(
     persistent: Callable[[Any], Any] | None = None,
     older: Mapping[str, str] | None = None,
     begin: int = 0,
+    trusted: Mapping[str, Any] | None = None,
 ) -> tuple[Any, int]:
     """Read a pickle of protocol 2 or later.
 
@@ -117,6 +135,8 @@ def loads(
         Modules that had other names.
     begin : int
         Where it begins.
+    trusted : mapping of str to object, optional
+        Classes and functions that it may name and call as they are, because the program said so.
 
     Returns
     -------
@@ -131,7 +151,7 @@ def loads(
         It is no pickle.
     """
     try:
-        return _run(data, names, persistent, older or {}, begin)
+        return _run(data, names, persistent, older or {}, begin, trusted or {})
     except (RefusedError, MalformedError):
         raise
     except (LookupError, struct.error, TypeError, AttributeError) as error:
@@ -192,6 +212,7 @@ def _run(
     persistent: Callable[[Any], Any] | None,
     older: Mapping[str, str],
     at: int,
+    trusted: Mapping[str, Any],
 ) -> tuple[Any, int]:
     builders = {maker.kind: maker.build for maker in names.values() if maker.build is not None}
     memo: dict[int, Any] = {}
@@ -205,7 +226,7 @@ def _run(
             raise MalformedError("a name that is no text")
         value = found.get((module, name))
         if value is None:
-            value = found[module, name] = find(names, older.get(module, module), name)
+            value = found[module, name] = find(names, older.get(module, module), name, trusted)
         return value
 
     # In the order of how frequent they are. A value that is cut short ends behind the data, and so does the loop.
@@ -232,12 +253,17 @@ def _run(
             stack = []
         elif code == 0x81 or code == 0x52:  # NEWOBJ, REDUCE
             arguments, maker = stack.pop(), stack[-1]
-            if type(maker) is not Maker or type(arguments) is not tuple:
+            if type(arguments) is not tuple:
                 raise MalformedError("a call of what cannot be called")
-            stack[-1] = maker.make(*arguments)
+            if type(maker) is Maker:
+                stack[-1] = maker.make(*arguments)
+            else:
+                stack[-1] = _call_trusted(trusted, maker, arguments, as_class=code == 0x81)
         elif code == 0x62:  # BUILD
             state = stack.pop()
             build = builders.get(type(stack[-1]))
+            if build is None and _is_one_of(trusted, type(stack[-1])):
+                build = _build_trusted
             if build is None:
                 raise MalformedError(f"a {type(stack[-1]).__name__} that is given a state")
             build(stack[-1], state)
@@ -373,6 +399,33 @@ def _run(
     raise MalformedError("it is cut short")
 
 
+def _is_one_of(trusted: Mapping[str, Any], value: Any) -> bool:
+    return any(value is each for each in trusted.values())
+
+
+def _call_trusted(
+    trusted: Mapping[str, Any], function: Any, arguments: tuple[Any, ...], *, as_class: bool
+) -> Any:
+    """Do what Python's unpicklers do, with what the program has declared safe."""
+    if not _is_one_of(trusted, function):
+        raise MalformedError("a call of what cannot be called")
+    for each in arguments:
+        if type(each) is Maker:
+            raise RefusedError(each.name)
+    return function.__new__(function, *arguments) if as_class else function(*arguments)
+
+
+def _build_trusted(instance: Any, state: Any) -> None:
+    if hasattr(instance, "__setstate__"):
+        instance.__setstate__(state)
+        return
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    if attributes:
+        update(instance, attributes)
+    for name, value in (slots or {}).items():
+        setattr(instance, _text(name), value)
+
+
 _REFUSED_CODES = {
     0x50: "a persistent object",
     0x69: "an instance of an old class",
@@ -402,10 +455,17 @@ def checked_keys(values: Any) -> Any:
         while todo:
             each = todo.pop()
             count += 1
-            if type(each) in (tuple, frozenset) and count + len(each) <= _MAX_KEY_NODES:
+            # Tuples of another class are those that :mod:`plain_objects` makes: named ones.
+            is_nested = type(each) is frozenset or (
+                isinstance(each, tuple) and type(each) is not torch.Size
+            )
+            if is_nested and count + len(each) <= _MAX_KEY_NODES:
                 todo += each
-            elif type(each) in (tuple, frozenset) or not (
-                type(each) in (*_PLAIN, Blank) or _is_index(each)
+            elif is_nested or not (
+                type(each) in _PLAIN
+                or type(each) is Blank
+                or type(each).__module__ == "numpy"  # its scalars
+                or _is_index(each)
             ):
                 raise MalformedError(f"a key of type {type(each).__name__}")
     return values
@@ -456,7 +516,8 @@ def _keep(blank: Blank, items: Callable[[], Any]) -> None:
         blank.inside.append(items())
 
 
-def _update(instance: Any, state: Any) -> None:
+def update(instance: Any, state: Any) -> None:
+    """Give an instance attributes, and nothing else."""
     if type(state) is not dict or not set(map(type, state)) <= {str}:
         raise MalformedError(f"the state of a {type(instance).__name__} is no dict of attributes")
     instance.__dict__.update(state)
