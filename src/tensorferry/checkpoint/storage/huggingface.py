@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader as TorchsReader,
@@ -38,16 +37,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 import tensorferry
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
+from tensorferry.checkpoint.storage import hooks
 from tensorferry.checkpoint.storage.assembly import write_tensors
 from tensorferry.checkpoint.storage.contents import Item
 from tensorferry.checkpoint.storage.reader import Load
 from tensorferry.checkpoint.storage.reading import DataFile, Reading
-from tensorferry.checkpoint.storage.writer import is_of_state
+from tensorferry.checkpoint.storage.writer import all_of, done, is_of_state
 from tensorferry.checkpoint.zipformat.blobs import Payload
 from tensorferry.checkpoint.zipformat.ranges import is_inside
 from tensorferry.replacement import make_directory, sync_directory
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
         SavePlanner,
         WriteItem,
     )
+    from torch.futures import Future
 
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.storage.assembly import Source
@@ -152,15 +152,11 @@ class HuggingFaceStorageWriter(TorchsWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to another directory next, if one is given."""
         super().reset(checkpoint_id)
-        if checkpoint_id:
+        if checkpoint_id and "fs" not in self._changed():
             self._place(Path(checkpoint_id))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse what the format cannot hold."""
-        if type(self.fs) is not filesystem.FileSystem:
-            raise TypeError(
-                f"{type(self).__name__} sets fs, and tensorferry writes to local files by itself"
-            )
         self._abandon()
         objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
         if objects:
@@ -168,6 +164,9 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 "the format of safetensors holds tensors only, and these are none",
                 names=tuple(objects),
             )
+        if changed := self._changed():
+            hooks.tell(self, changed, "it saves, and files that are there change in the middle")
+            return super().prepare_local_plan(plan)
         make_directory(Path(self.path))
         return plan
 
@@ -198,6 +197,8 @@ class HuggingFaceStorageWriter(TorchsWriter):
             The file system's refusal, with the file's name.
         """
         self.last_save = None
+        if self._changed():
+            return done(all_of(super().write_data(plan, planner).wait(), plan))
         storage_data: dict[str, Any] = plan.storage_data or {}
         mapping = storage_data.get("fqn_to_index_mapping")
         shard = storage_data.get("shard_index")
@@ -206,7 +207,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
         results: list[WriteResult] = []
         model = Model(self.path, sync=self.sync_files)
         try:
-            for number, items in self._by_file(mapping, plan.items).items():
+            for number, items in self._split_by_storage_plan(mapping, plan.items).items():
                 name = file_name(number, highest, shard)
                 # A cached plan has the name of an earlier save, and not on all ranks.
                 cached = getattr(planner, "_enable_plan_caching", False)
@@ -220,9 +221,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
             model.abort()
             raise
         self.last_save = meter.finish()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint the new one: put files in their places, or together.
@@ -234,6 +233,9 @@ class HuggingFaceStorageWriter(TorchsWriter):
         StorageError, OSError
             Something could not be read or written.
         """
+        if self._changed():
+            super().finish(metadata, results)
+            return
         names = {
             result.index.fqn: result.storage_data.relative_path
             for written in results
@@ -288,9 +290,16 @@ class HuggingFaceStorageWriter(TorchsWriter):
         if model is not None:
             model.abort()
 
-    def _by_file(
-        self, mapping: Mapping[str, int] | None, items: list[WriteItem]
+    def _changed(self) -> frozenset[str]:
+        """Return what a subclass has changed that only torch's code uses."""
+        changed = hooks.changed(self, _WRITER_HOOKS)
+        form = self.serialization_format.name
+        return changed if form == "SAFETENSORS" else changed | {"serialization_format"}
+
+    def _split_by_storage_plan(
+        self, mapping: dict[str, int] | None, items: list[WriteItem]
     ) -> dict[int, list[WriteItem]]:
+        """Return the items of each file, by its number; a subclass may have its own way, as with torch's."""
         found: dict[int, list[WriteItem]] = {}
         for item in items:
             if mapping is not None and item.index.fqn not in mapping:
@@ -348,6 +357,8 @@ class HuggingFaceStorageReader(TorchsReader):
         StorageError
             A file cannot be read.
         """
+        if "fs" in self._changed():
+            return super().read_metadata(*_arguments, **_options)
         paths = files_of_model(self.path)
         tensors, places = scan(paths, owners_in(self.path, paths))
         metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=places)
@@ -368,18 +379,57 @@ class HuggingFaceStorageReader(TorchsReader):
         """
         self.nbytes_read = 0
         self.last_load = None
-        contents: Any = SafetensorsFiles(self.storage_data)
-        by_file = contents.locate(plan.items)
         meter = Meter(self._progress)
+        if self._changed():
+            super().read_data(plan, planner).wait()
+            meter.add(sum(_nbytes_read(self.storage_data, item) for item in plan.items))
+            self.last_load = meter.finish()
+            return done(None)
+        contents: Any = SafetensorsFiles(self._places(plan.items))
+        by_file = contents.locate(plan.items)
         meter.expect(sum(item.nbytes for items in by_file.values() for item in items), len(by_file))
         with Reading(lambda: meter.add(0, files=1)) as reading:
             load = Load(contents, reading, planner, meter.add, converts=True)
             contents.read(reading, by_file, load.begin)
             self.nbytes_read = reading.nbytes_read
         self.last_load = meter.finish()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return done(None)
+
+    def _places(self, requests: Iterable[ReadItem]) -> Mapping[MetadataIndex, Place]:
+        """Return where all lies that is asked for, looked up in headers where metadata of torch's does not say it."""
+        places: dict[MetadataIndex, Any] = self.storage_data
+        wanted = (places.get(request.storage_index) for request in requests)
+        paths = {each.relative_path for each in wanted if each and not isinstance(each, Place)}
+        if not paths:
+            return places
+        _, found = scan(sorted(paths))
+        for key, place in found.items():
+            known = places.get(key)
+            if known is None or known.relative_path != place.relative_path:
+                continue
+            is_as_said = (tuple(known.shape), known.dtype) == (tuple(place.shape), place.dtype)
+            if not is_as_said:
+                there = f"{place.dtype} of {list(place.shape)}"
+                said = f"{known.dtype} of {list(known.shape)}"
+                raise CheckpointError(
+                    f"it is {there}, and not {said} as the metadata says",
+                    place.relative_path,
+                    names=(key.fqn,),
+                )
+        return {key: each for key, each in places.items() if isinstance(each, Place)} | found
+
+    def _changed(self) -> frozenset[str]:
+        """Return what a subclass has changed that only torch's code uses."""
+        return hooks.changed(self, _READER_HOOKS)
+
+
+_WRITER_HOOKS = hooks.hooks_of(HuggingFaceStorageWriter, TorchsWriter)
+_READER_HOOKS = hooks.hooks_of(HuggingFaceStorageReader, TorchsReader)
+
+
+def _nbytes_read(places: Mapping[MetadataIndex, Any], item: ReadItem) -> int:
+    dtype = getattr(places[item.storage_index], "dtype", None)
+    return math.prod(item.lengths) * (0 if dtype is None else int(dtype.itemsize))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,15 @@ from torch.futures import Future
 
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import delivery, sharing
+from tensorferry.checkpoint.storage import delivery, hooks, sharing
 from tensorferry.checkpoint.storage.contents import Contents, Item
-from tensorferry.checkpoint.storage.metadata import check_metadata, metadata_path, read_metadata
+from tensorferry.checkpoint.storage.metadata import (
+    check_metadata,
+    metadata_path,
+    parse_metadata,
+    read_metadata,
+)
+from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.storage.reading import Reading
 from tensorferry.reprs import once_made
 
@@ -128,7 +134,6 @@ class FileSystemReader(filesystem.FileSystemReader):
         CheckpointError
             It is damaged, or holds what torch does not put there.
         """
-        self._check_hooks()
         rank = kwargs.get("rank")
         try:
             return self._read_metadata(rank)
@@ -140,9 +145,12 @@ class FileSystemReader(filesystem.FileSystemReader):
             return unread  # type: ignore[no-any-return]
 
     def _read_metadata(self, rank: int | None) -> Metadata:
-        path = metadata_path(self.path, rank)
         try:
-            metadata = read_metadata(path, trust_pickle=self._trust_pickle)
+            if self._changed():
+                metadata = self._read_metadata_by_torch(rank)
+            else:
+                path = metadata_path(self.path, rank)
+                metadata = read_metadata(path, trust_pickle=self._trust_pickle)
         except FileNotFoundError:
             if rank is None or self._global_error is None:
                 raise
@@ -161,16 +169,26 @@ class FileSystemReader(filesystem.FileSystemReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Take the metadata that loads will go by."""
-        self._check_hooks()
         if isinstance(metadata, _Unread):
             raise metadata.error
-        if metadata is not self._checked:
+        # A subclass that reads by itself knows what its own metadata says.
+        if metadata is not self._checked and not self._changed():
             check_metadata(metadata, str(self.path))
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verify what this rank is going to read, with ``verify="before"``: a failure ends the load on all ranks."""
+        if changed := self._changed():
+            if self._verify == "before":
+                raise ValueError(
+                    f"verify: 'before' is not possible, as {type(self).__name__} changes {', '.join(sorted(changed))}"
+                )
+            if self._verify != "off":
+                hooks.tell(
+                    self, changed, "nothing is verified (verify='off' says that this is known)"
+                )
+            return super().prepare_local_plan(plan)
         if self._verify == "before":
             self._contents().verify(plan.items)
         plan = super().prepare_local_plan(plan)
@@ -179,7 +197,8 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Find what ranks are to share."""
-        return sharing.shared(super().prepare_global_plan(plans), self._contents())
+        plans = super().prepare_global_plan(plans)
+        return plans if self._changed() else sharing.shared(plans, self._contents())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for into the planner's tensors.
@@ -197,7 +216,9 @@ class FileSystemReader(filesystem.FileSystemReader):
         self.last_load = None
         share = plan.storage_data if isinstance(plan.storage_data, sharing.Share) else None
         meter = Meter(self._progress)
-        if share is None:
+        if self._changed():
+            self._read_by_torch(plan, planner, meter)
+        elif share is None:
             self._read_own(plan, planner, meter)
         else:
             self._read_shared(share, plan, planner, meter)
@@ -221,9 +242,25 @@ class FileSystemReader(filesystem.FileSystemReader):
             contents.read(reading, by_file, Load(contents, reading, planner, meter.add).begin)
             self.nbytes_read = reading.nbytes_read
         if by_torch:
-            checked: Any = planner if self._trust_pickle else _Checked(planner, contents)
-            super().read_data(dataclasses.replace(plan, items=by_torch), checked).wait()
-            meter.add(nbytes_by_torch)
+            self._read_by_torch(dataclasses.replace(plan, items=by_torch), planner, meter)
+
+    def _read_by_torch(self, plan: LoadPlan, planner: LoadPlanner, meter: Meter) -> None:
+        """Have torch's code read what a plan asks for; no planner gets a blob from it that may run code."""
+        checked: Any = planner if self._trust_pickle else _Checked(planner, self._contents())
+        super().read_data(plan, checked).wait()
+        infos = (self.storage_data[item.storage_index] for item in plan.items)
+        meter.add(sum(getattr(info, "length", 0) for info in infos))
+
+    def _read_metadata_by_torch(self, rank: int | None) -> Metadata:
+        """Read metadata where torch's code would, without what it would run."""
+        path: str | os.PathLike[str]
+        if hasattr(self, "_get_metadata_path"):
+            path = self._get_metadata_path(rank)
+        else:  # before torch 2.9
+            path = self.fs.concat_path(self.path, METADATA_NAME)
+        with self.fs.create_stream(path, "rb") as stream:
+            data = stream.read()
+        return parse_metadata(data, str(path), trust_pickle=self._trust_pickle)
 
     def _read_shared(
         self, share: sharing.Share, plan: LoadPlan, planner: LoadPlanner, meter: Meter
@@ -255,21 +292,24 @@ class FileSystemReader(filesystem.FileSystemReader):
             failure = error
         exchange.run(failure)
 
-    def _check_hooks(self) -> None:
-        """Refuse what torch's reader would use, and this one does not."""
-        if type(self.fs) is not filesystem.FileSystem:
-            raise TypeError(
-                f"{type(self).__name__} sets fs to a {type(self.fs).__name__}, but tensorferry's FileSystemReader "
-                "reads local files by itself; derive from "
-                "torch.distributed.checkpoint.filesystem.FileSystemReader"
-            )
+    def _changed(self) -> frozenset[str]:
+        """Return what a subclass has changed that only torch's code uses."""
+        return hooks.changed(self, _HOOKS)
 
     def _contents(self) -> Contents:
         if self._metadata is None:
             raise RuntimeError("set_up_storage_reader() has not been called")
+        metadata = self._metadata
+        if self.storage_data is not metadata.storage_data:  # by a subclass; torch's goes by this
+            metadata = dataclasses.replace(metadata, storage_data=self.storage_data)
+            if not self._changed():
+                check_metadata(metadata, str(self.path))
         return Contents(
-            self.path, self._metadata, verify=self._verify != "off", trusted=self._trust_pickle
+            self.path, metadata, verify=self._verify != "off", trusted=self._trust_pickle
         )
+
+
+_HOOKS = hooks.hooks_of(FileSystemReader, filesystem.FileSystemReader)
 
 
 class _Unread:
