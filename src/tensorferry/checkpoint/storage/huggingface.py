@@ -409,10 +409,10 @@ class HuggingFaceStorageReader(TorchsReader):
                 continue
             is_as_said = (tuple(known.shape), known.dtype) == (tuple(place.shape), place.dtype)
             if not is_as_said:
-                there = f"{place.dtype} of {list(place.shape)}"
+                there = f"{place.dtype} of the size {list(place.shape)}"
                 said = f"{known.dtype} of {list(known.shape)}"
                 raise CheckpointError(
-                    f"it is {there}, and not {said} as the metadata says",
+                    f"it is {there} in the file, and not {said} as the metadata says",
                     place.relative_path,
                     names=(key.fqn,),
                 )

@@ -69,10 +69,10 @@ class FileSystemReader(filesystem.FileSystemReader):
     progress : function of a Progress, optional
         Called by the thread that loads, at most every 0.1 seconds and once at the end, with how far this rank has come.
         What it raises ends the load.
-    broadcast : "auto", True or False
-        Whether tensors that several ranks of a node want are read by one of them, in parts, and handed on by the
-        process group. "auto": where the group moves memory of GPUs (NCCL), or the folder is on no local drive. All
-        ranks must say the same.
+    broadcast : False, True or "auto"
+        Whether plain tensors that several ranks of a node want, of a checkpoint that our writer saved, are read by one
+        of them, in parts, and handed on by the process group. "auto": where the group moves memory of GPUs (NCCL), or
+        the folder is on no local drive. All ranks must say the same.
     process_group : ProcessGroup, optional
         The one that ``load()`` is given; by default that of all ranks.
 
@@ -98,7 +98,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         verify: Verify = "read",
         trust_pickle: bool = False,
         progress: Listener | None = None,
-        broadcast: sharing.Broadcast = "auto",
+        broadcast: sharing.Broadcast = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if verify not in _LEVELS:
