@@ -46,7 +46,7 @@ from tensorferry.checkpoint.storage.assembly import write_tensors
 from tensorferry.checkpoint.storage.contents import Item
 from tensorferry.checkpoint.storage.reader import Load
 from tensorferry.checkpoint.storage.reading import DataFile, Reading
-from tensorferry.checkpoint.storage.writer import all_of, done, is_of_state
+from tensorferry.checkpoint.storage.writer import all_of, done, is_of_state, note_staged
 from tensorferry.checkpoint.zipformat.blobs import Payload
 from tensorferry.checkpoint.zipformat.ranges import is_inside
 from tensorferry.replacement import make_directory, sync_directory
@@ -197,6 +197,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
             The file system's refusal, with the file's name.
         """
         self.last_save = None
+        note_staged(planner)
         if self._changed():
             return done(all_of(super().write_data(plan, planner).wait(), plan))
         storage_data: dict[str, Any] = plan.storage_data or {}

@@ -9,8 +9,10 @@ import inspect
 import io
 import os
 import secrets
+import sys
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -213,6 +215,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         if self._changed_for_all():
             written = super().write_data(plan, planner).wait()
             return done(all_of(written, plan))
+        note_staged(planner)
         # Names are made here, not with the plan: a planner may use a plan again for the next save.
         save_id = secrets.token_hex(8)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self._rank()}_"
@@ -435,6 +438,14 @@ def done(result: _T) -> TorchFuture[_T]:
     future: TorchFuture[_T] = TorchFuture()
     future.set_result(result)
     return future
+
+
+def note_staged(planner: SavePlanner) -> None:
+    """Tell stagers, where there are any, that this thread saves what may be theirs."""
+    staging = sys.modules.get("tensorferry.checkpoint.staging")
+    state: Any = getattr(planner, "state_dict", None)
+    if staging is not None and isinstance(state, Mapping):
+        staging.saved_here(state.values())
 
 
 def all_of(results: list[WriteResult], plan: SavePlan) -> list[WriteResult]:
