@@ -222,11 +222,6 @@ class _Region:
     end: int
     offset: int = 0  # in the image
 
-    def bytes(self) -> torch.Tensor:
-        """Return them."""
-        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return empty.set_(self.storage, self.begin, (self.end - self.begin,), (1,))
-
 
 class _Plan:
     """Which tensors of a state go where in an image."""
@@ -247,15 +242,14 @@ class _Plan:
 
     def copied(self, state: Any, image: _Image) -> Any:
         """Return a copy of the state, its tensors in an image."""
-        moves = []
         for regions in self._regions.values():
             for region in regions:
                 nbytes = region.end - region.begin
-                storage, base = self._storages[id(region)] = image.storage(region.offset, nbytes)
-                empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-                moves.append((empty.set_(storage, base, (nbytes,), (1,)), region.bytes()))
+                self._storages[id(region)] = image.storage(region.offset, nbytes)
         copies = [recipe(image) for recipe in self._recipes]
-        _copy_all(moves, image.pages_locked)
+        self._recipes.clear()  # they refer to this plan, and so would keep what it has of the image
+        self._storages.clear()
+        _copy_all([each for some in self._regions.values() for each in some], image)
         # This plan keeps the tensors, and so their ids, until the state has been copied.
         memo: dict[int, Any] = {
             id(tensor): copied for tensor, copied in zip(self._tensors, copies, strict=True)
@@ -412,19 +406,28 @@ def _nothing(*_parts: Any) -> None:
     """Stand for what is made of parts."""
 
 
-def _copy_all(moves: list[tuple[torch.Tensor, torch.Tensor]], pages_locked: bool) -> None:
-    """Copy bytes; those of the host by threads without the GIL."""
+def _copy_all(regions: list[_Region], image: _Image) -> None:
+    """Copy regions to an image; those of the host by threads without the GIL."""
     pieces = []
     devices = set()
-    for copied, source in moves:
-        if source.is_cpu:
-            to, begin, nbytes = copied.data_ptr(), source.data_ptr(), source.nbytes
+    to = image.address()
+    for region in regions:
+        device, nbytes = region.storage.device, region.end - region.begin
+        if device.type == "cpu":
+            begin = region.storage.data_ptr() + region.begin
             for at in range(0, nbytes, _PIECE_NBYTES):
-                pieces.append((to + at, begin + at, min(_PIECE_NBYTES, nbytes - at)))
-        else:
-            copied.copy_(source, non_blocking=pages_locked and source.is_cuda)
-            if source.is_cuda:
-                devices.add(source.device)
+                size = min(_PIECE_NBYTES, nbytes - at)
+                pieces.append((to + region.offset + at, begin + at, size))
+            continue
+        source = torch.empty(0, dtype=torch.uint8, device=device)
+        source.set_(region.storage, region.begin, (nbytes,), (1,))
+        storage, base = image.storage(region.offset, nbytes)
+        copied = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+            storage, base, (nbytes,), (1,)
+        )
+        copied.copy_(source, non_blocking=image.pages_locked and device.type == "cuda")
+        if device.type == "cuda":
+            devices.add(device)
     queue = iter(pieces)
 
     def work() -> None:
