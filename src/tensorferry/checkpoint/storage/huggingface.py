@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import json
 import math
+import operator
 import os
 import re
 import secrets
@@ -572,6 +573,7 @@ def scan(
         A file cannot be read.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
+    chunks: dict[str, dict[torch.Size, ChunkStorageMetadata]] = {}  # of each, by their offsets
     places: dict[MetadataIndex, Place] = {}
     saves: dict[str | None, str] = {}  # of ranks' files, by what they say
     for each in paths:
@@ -594,15 +596,14 @@ def scan(
                 continue
             dtype = dtypes.torch_dtype(tensor.dtype)
             shape = torch.Size(dtypes.torch_shape(tensor.dtype, tensor.shape, path, name))
-            offsets = offsets_of(name, len(shape))
-            index = MetadataIndex(name, torch.Size(offsets))
+            offsets = torch.Size(offsets_of(name, len(shape)))
             place = Place(path, shape, dtype, tensor.begin, tensor.nbytes, identity)
-            places[index] = place
-            chunk = ChunkStorageMetadata(torch.Size(offsets), shape)
-            end = torch.Size([size + offset for size, offset in zip(shape, offsets, strict=True)])
+            places[MetadataIndex(name, offsets)] = place
+            end = torch.Size(map(operator.add, shape, offsets))
             known = tensors.get(name)
             if known is None:
-                tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), end, [chunk])
+                tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), end, [])
+                chunks[name] = {offsets: ChunkStorageMetadata(offsets, shape)}
                 continue
             if known.properties.dtype != dtype or len(known.size) != len(shape):
                 raise SafetensorError(
@@ -612,8 +613,10 @@ def scan(
                     name=name,
                 )
             known.size = torch.Size(map(max, known.size, end))
-            known.chunks = [each for each in known.chunks if each.offsets != chunk.offsets]
-            known.chunks.append(chunk)
+            chunks[name].pop(offsets, None)  # of two the later one counts, as for the place
+            chunks[name][offsets] = ChunkStorageMetadata(offsets, shape)
+    for name, described in tensors.items():
+        described.chunks = list(chunks[name].values())
     return tensors, places
 
 

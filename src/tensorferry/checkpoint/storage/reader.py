@@ -6,6 +6,7 @@ only shortly before their bytes come, and told when they are there, by the threa
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -374,10 +375,11 @@ class Load:
         self, item: Item, payload: Payload, file: DataFile, target: torch.Tensor
     ) -> Iterator[Want]:
         plain = delivery.is_plain(target)
-        if plain and self._held.overlaps(target):
+        held = self._held.add(target) if plain else None
+        if plain and held is None:
             # Two items for the same memory: the later one wins, and a planner may lend the same memory twice.
             self._reading.drain()
-        held = self._held.add(target) if plain else None
+            held = self._held.add(target)
         request = item.request
         inner = target if plain else torch.empty(request.lengths, dtype=payload.dtype)
         takes_crc = item.is_whole and self._contents.has_only_payload_crc(item, file)
@@ -453,34 +455,34 @@ class _Checked:
 
 
 class _HeldMemory:
-    """The memory of destinations that are being filled."""
+    """The memory of destinations that are being filled; none of it twice."""
 
     def __init__(self) -> None:
-        self._ranges: dict[tuple[str, int], set[tuple[int, int, int]]] = {}
-        self._count = 0
+        # By storage, in order: what is held has no byte in common.
+        self._begins: dict[tuple[str, int], list[int]] = {}
+        self._ends: dict[tuple[str, int], list[int]] = {}
 
-    def add(self, target: torch.Tensor) -> tuple[tuple[str, int], tuple[int, int, int]]:
-        """Hold the memory of a tensor."""
+    def add(self, target: torch.Tensor) -> tuple[tuple[str, int], int] | None:
+        """Hold the memory of a tensor; None if some of it is held."""
         key, begin, end = _memory_of(target)
-        self._count += 1
-        held = (begin, end, self._count)
-        self._ranges.setdefault(key, set()).add(held)
-        return key, held
+        begins, ends = self._begins.setdefault(key, []), self._ends.setdefault(key, [])
+        at = bisect.bisect_right(begins, begin)
+        if begin < end:
+            if (at and ends[at - 1] > begin) or (at < len(begins) and begins[at] < end):
+                return None
+            begins.insert(at, begin)
+            ends.insert(at, end)
+        return key, begin
 
-    def remove(self, held: tuple[tuple[str, int], tuple[int, int, int]]) -> None:
+    def remove(self, held: tuple[tuple[str, int], int]) -> None:
         """Let go of it."""
-        key, entry = held
-        self._ranges[key].discard(entry)
-        if not self._ranges[key]:
-            del self._ranges[key]
-
-    def overlaps(self, target: torch.Tensor) -> bool:
-        """Return whether some of a tensor's memory is held."""
-        key, begin, end = _memory_of(target)
-        return any(
-            begin < other_end and other_begin < end
-            for other_begin, other_end, _ in self._ranges.get(key, ())
-        )
+        key, begin = held
+        begins, ends = self._begins[key], self._ends[key]
+        at = bisect.bisect_left(begins, begin)
+        if at < len(begins) and begins[at] == begin:  # else it had no bytes
+            del begins[at], ends[at]
+        if not begins:
+            del self._begins[key], self._ends[key]
 
 
 def _resolved(planner: LoadPlanner, request: ReadItem, stored: torch.dtype | None) -> torch.Tensor:
