@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.storage import delivery, plain_objects
 from tensorferry.checkpoint.storage.metadata import (
     chunk_of,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
 
-@dataclass
+@dataclass(slots=True)
 class Item:
     """An item of a load plan, and where it lies.
 
@@ -176,10 +177,11 @@ class Contents:
     def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
         """Return the items of each data file, in the order in which they lie there."""
         by_file: dict[str, list[Item]] = {}
-        for request in requests:
-            info = self._info(request.storage_index)
-            payload = self._payload(request, info) if _is_tensor(request) else None
-            by_file.setdefault(info.relative_path, []).append(Item(request, info, payload))
+        with uncollected():
+            for request in requests:
+                info = self._info(request.storage_index)
+                payload = self._payload(request, info) if _is_tensor(request) else None
+                by_file.setdefault(info.relative_path, []).append(Item(request, info, payload))
         self._parse(by_file)
         for items in by_file.values():
             items.sort(key=operator.attrgetter("begin"))

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import tensorferry
 from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import hooks
 from tensorferry.checkpoint.storage.assembly import write_tensors
@@ -558,6 +559,7 @@ def owners_in(folder: str | os.PathLike[str], paths: Iterable[str]) -> dict[str,
     return {tensor: name for tensor, name in weights.items() if name in names}
 
 
+@uncollected()
 def scan(
     paths: Iterable[str | os.PathLike[str]], owners: Mapping[str, str] | None = None
 ) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, Place]]:
@@ -819,7 +821,8 @@ def _offsets(found: header.Header, path: str) -> Callable[[str, int], Sequence[i
         if (
             not isinstance(offsets, list)
             or len(offsets) != dims
-            or not all(type(each) is int and 0 <= each < 1 << 62 for each in offsets)
+            or not set(map(type, offsets)) <= {int}
+            or (dims and not 0 <= min(offsets) <= max(offsets) < 1 << 62)
         ):
             raise SafetensorError(f"its {_PARTS} do not say where it begins", path, name=name)
         return offsets
