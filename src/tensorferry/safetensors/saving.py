@@ -221,7 +221,9 @@ def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[E
         if torch is not None and isinstance(value, torch.Tensor):
             of_torch[name] = value
             if value.is_meta:
-                raise RuntimeError(f"Cannot copy out of meta tensor; no data! (tensor {name!r})")
+                raise NotImplementedError(
+                    f"Cannot copy out of meta tensor; no data! (tensor {name!r})"
+                )
             if value.layout is not torch.strided:
                 sparse.append(name)
         elif numpy is None or not isinstance(value, numpy.ndarray):

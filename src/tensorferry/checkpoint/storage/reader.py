@@ -465,24 +465,29 @@ class _HeldMemory:
     def add(self, target: torch.Tensor) -> tuple[tuple[str, int], int] | None:
         """Hold the memory of a tensor; None if some of it is held."""
         key, begin, end = _memory_of(target)
+        if begin == end:
+            return key, _NOTHING
         begins, ends = self._begins.setdefault(key, []), self._ends.setdefault(key, [])
         at = bisect.bisect_right(begins, begin)
-        if begin < end:
-            if (at and ends[at - 1] > begin) or (at < len(begins) and begins[at] < end):
-                return None
-            begins.insert(at, begin)
-            ends.insert(at, end)
+        if (at and ends[at - 1] > begin) or (at < len(begins) and begins[at] < end):
+            return None
+        begins.insert(at, begin)
+        ends.insert(at, end)
         return key, begin
 
     def remove(self, held: tuple[tuple[str, int], int]) -> None:
         """Let go of it."""
         key, begin = held
+        if begin == _NOTHING:
+            return
         begins, ends = self._begins[key], self._ends[key]
         at = bisect.bisect_left(begins, begin)
-        if at < len(begins) and begins[at] == begin:  # else it had no bytes
-            del begins[at], ends[at]
+        del begins[at], ends[at]
         if not begins:
             del self._begins[key], self._ends[key]
+
+
+_NOTHING = -1
 
 
 def _resolved(planner: LoadPlanner, request: ReadItem, stored: torch.dtype | None) -> torch.Tensor:
