@@ -201,7 +201,7 @@ class Stager:
     def _free_image(self, nbytes: int) -> _Image | None:
         """Return an image that nobody uses, a new one if there may be one more."""
         # A save whose thread has ended is over: what keeps its state is the exception that it failed with.
-        self._images = [i for i in self._images if i.saver is None or i.saver.is_alive()]
+        self._images = [i for i in self._images if not (i.in_use() and i.saved())]
         free = [image for image in self._images if not image.in_use()]
         # Those that are too small go before a new one comes.
         self._images = [i for i in self._images if i not in free or i.nbytes >= nbytes]
@@ -472,6 +472,10 @@ class _Image(abc.ABC):
 
     def lend(self, tensor: torch.Tensor) -> None:  # noqa: B027
         """Be in use as long as a tensor is there, where its storage does not see to that."""
+
+    def saved(self) -> bool:
+        """Return whether the save of what was lent last is known to be over."""
+        return not self.reserved and self.saver is not None and not self.saver.is_alive()
 
     def holds(self, address: int) -> bool:
         """Return whether an address lies in it."""
