@@ -504,6 +504,37 @@ def test_torchs_names_lead_to_ours_once_installed(directory: pathlib.Path) -> No
     assert hf_storage.HuggingFaceStorageReader is TorchsReader
 
 
+@pytest.mark.parametrize("files", [1, 2])
+def test_metadata_that_torchs_reader_has_read_loads(directory: pathlib.Path, files: int) -> None:
+    dcp.save(
+        whole(), storage_writer=Writer(directory, None if files == 1 else MAPPING), no_dist=True
+    )
+
+    class Mine(Reader):  # type: ignore[misc, valid-type]
+        def read_metadata(self) -> Any:
+            return TorchsReader(str(directory)).read_metadata()
+
+    assert_same(load(Mine(directory)), whole())
+
+
+def test_parts_of_ranks_load_by_torchs_metadata(directory: pathlib.Path) -> None:
+    for name, offset in (("1", 0), ("2", 2)):
+        part = torch.arange(2.0) + offset
+        part_of(directory, f"{name}.safetensors", {"a": {"saved_offsets": [offset]}}, a=part)
+    metadata = TorchsReader(str(directory)).read_metadata()
+    state = {"a": torch.zeros(4)}
+
+    class Mine(Reader):  # type: ignore[misc, valid-type]
+        def read_metadata(self) -> Any:
+            return metadata
+
+    dcp.load(state, storage_reader=Mine(directory), no_dist=True)
+    assert state["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    part_of(directory, "2.safetensors", {"a": {"saved_offsets": [2]}}, a=torch.arange(3.0))
+    with pytest.raises(dcp.api.CheckpointException, match="as the metadata says"):
+        dcp.load(state, storage_reader=Mine(directory), no_dist=True)
+
+
 def test_asynchronous_saves_work(directory: pathlib.Path) -> None:
     writer = Writer(directory, MAPPING)
     state = whole()

@@ -622,3 +622,26 @@ def test_a_load_that_narrows_a_dtype_warns(
     about = [str(each.message) for each in told if each.category is RuntimeWarning]
     assert len(about) == narrows
     assert all(f"'a' ({stored} to {wanted})" in each and "'b'" not in each for each in about)
+
+
+@given(data=st.data())
+def test_memory_is_held_once(data: st.DataObject) -> None:
+    """Against a list of what is held: views of two storages that come and go."""
+    flats = [torch.zeros(20), torch.zeros(20)]
+    held, known = reader_module._HeldMemory(), {}
+    for _ in range(data.draw(st.integers(1, 30))):
+        if known and data.draw(st.booleans()):
+            key = data.draw(st.sampled_from(sorted(known)))
+            held.remove(known.pop(key))
+            continue
+        which, begin = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 19))
+        end = data.draw(st.integers(begin, 20))
+        entry = held.add(flats[which][begin:end])
+        overlaps = any(w == which and b < end and begin < e for w, b, e in known if b < e)
+        assert (entry is None) == (overlaps and begin < end)
+        if entry is not None:
+            known[which, begin, end] = entry
+    for entry in known.values():
+        held.remove(entry)
+    assert not held._begins
+    assert not held._ends

@@ -181,15 +181,16 @@ MUTANTS = [
         "src/tensorferry/checkpoint/storage/sharing.py",
         "self._flag.fill_(self._failure is not None)",
         "self._flag.fill_(False)",
-        "tests/checkpoint/test_shared_reads.py::test_damage_that_one_rank_reads_is_raised_on_all_before_it_is_handed_on[ours]",
+        "tests/checkpoint/test_shared_reads.py::test_damage_that_one_rank_reads_is_raised_on_all_before_it_is_handed_on",
     ),
     _mutant(
-        "shared-reads-cut-what-is-only-verified-whole",
-        "ranks that share reads hand on nothing that is damaged, and fail together",
-        "src/tensorferry/checkpoint/storage/contents.py",
-        "in_parts = not self._verify or self.has_checksums(info.relative_path)",
-        "in_parts = True",
-        "tests/checkpoint/test_shared_reads.py::test_damage_that_one_rank_reads_is_raised_on_all_before_it_is_handed_on[torch]",
+        "hooks-of-subclasses-are-passed-over",
+        "what a subclass changes of torch's classes counts",
+        "src/tensorferry/checkpoint/storage/hooks.py",
+        "is not original",
+        "is None",
+        "tests/checkpoint/test_hooks.py::"
+        "test_methods_of_a_subclass_are_called_wherever_torchs_class_calls_them[FileSystemReader-_slice_file]",
     ),
     _mutant(
         "ctrl-c-cancels-nothing",

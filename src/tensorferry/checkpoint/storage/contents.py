@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
+from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.storage import delivery, plain_objects
 from tensorferry.checkpoint.storage.metadata import (
     chunk_of,
@@ -42,10 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
 
-_QUANTIZED = frozenset([torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4])
-
-
-@dataclass
+@dataclass(slots=True)
 class Item:
     """An item of a load plan, and where it lies.
 
@@ -91,13 +89,10 @@ class Stored(NamedTuple):
         The data file's name, and where in it: sorts as the files are read.
     dtype : dtype
         Of its elements.
-    in_parts : bool
-        Whether parts of it can be read by themselves with as much verified as of the whole.
     """
 
     place: tuple[str, int]
     dtype: torch.dtype
-    in_parts: bool
 
 
 class Contents:
@@ -190,10 +185,11 @@ class Contents:
     def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
         """Return the items of each data file, in the order in which they lie there."""
         by_file: dict[str, list[Item]] = {}
-        for request in requests:
-            info = self._info(request.storage_index)
-            payload = self._payload(request, info) if _is_tensor(request) else None
-            by_file.setdefault(info.relative_path, []).append(Item(request, info, payload))
+        with uncollected():
+            for request in requests:
+                info = self._info(request.storage_index)
+                payload = self._payload(request, info) if _is_tensor(request) else None
+                by_file.setdefault(info.relative_path, []).append(Item(request, info, payload))
         self._parse(by_file)
         for items in by_file.values():
             items.sort(key=operator.attrgetter("begin"))
@@ -228,18 +224,15 @@ class Contents:
         return found
 
     def stored(self, request: ReadItem) -> Stored | None:
-        """Return what an item asks for, if it is a plain tensor or a part of one."""
+        """Return what an item asks for, if metadata tells that it is a plain tensor, or a part of one.
+
+        Metadata of torch's does not: subclasses, which quantize for example, have the same there.
+        """
         info = self._info(request.storage_index)
-        entry = self._metadata.state_dict_metadata.get(request.storage_index.fqn)
-        if (
-            not _is_tensor(request)
-            or not isinstance(entry, TensorStorageMetadata)
-            or entry.properties.dtype in _QUANTIZED
-            or getattr(info, "transform_descriptors", None)
-        ):
+        payload = self._payload(request, info) if _is_tensor(request) else None
+        if payload is None:
             return None
-        in_parts = not self._verify or self.has_checksums(info.relative_path)
-        return Stored((info.relative_path, info.offset), entry.properties.dtype, in_parts)
+        return Stored((info.relative_path, info.offset), payload.dtype)
 
     def nbytes_of(self, requests: Sequence[ReadItem]) -> int:
         """Return how many bytes items take in data files."""

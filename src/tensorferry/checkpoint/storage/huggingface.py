@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader as TorchsReader,
@@ -37,16 +36,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import commit
+from tensorferry.checkpoint.storage import commit, hooks
 from tensorferry.checkpoint.storage.assembly import write_tensors
 from tensorferry.checkpoint.storage.contents import Item
 from tensorferry.checkpoint.storage.reader import Load, Narrowed
 from tensorferry.checkpoint.storage.reading import DataFile, Reading
-from tensorferry.checkpoint.storage.writer import is_of_state
+from tensorferry.checkpoint.storage.writer import all_of, done, is_of_state, note_staged
 from tensorferry.checkpoint.zipformat.blobs import Payload
 from tensorferry.checkpoint.zipformat.ranges import is_inside
 from tensorferry.replacement import make_directory
@@ -55,7 +54,6 @@ from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import Entry
 from tensorferry.safetensors.sharded import Model
 from tensorferry.safetensors.version import Version
-from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -69,6 +67,7 @@ if TYPE_CHECKING:
         TensorWriteData,
         WriteItem,
     )
+    from torch.futures import Future
 
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.storage.assembly import Source
@@ -139,8 +138,8 @@ class HuggingFaceStorageWriter(TorchsWriter):
             "enable_consolidation": enable_consolidation,
             "thread_count_consolidation": thread_count_consolidation,
         }
-        path = kept_path(path)
-        super().__init__(path, **_known(TorchsWriter, wanted), **options)
+        path = hooks.first_folder(self, HuggingFaceStorageWriter, path)
+        super().__init__(os.fspath(path), **_known(TorchsWriter, wanted), **options)
         self.last_save: Throughput | None = None
         self._progress = progress
         self._of_thread = threading.local()
@@ -148,19 +147,19 @@ class HuggingFaceStorageWriter(TorchsWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to another directory next, if one is given."""
-        place = Path(kept_path(checkpoint_id, "checkpoint_id")) if checkpoint_id else None
+        place = checkpoint_id and hooks.folder(self, checkpoint_id)
         super().reset(place)
-        if place:
-            self._place(place)
+        if place and not hooks.has_own_files(self):
+            self._place(Path(place))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse what the format cannot hold."""
-        if type(self.fs) is not filesystem.FileSystem:
-            raise TypeError(
-                f"{type(self).__name__} sets fs, and tensorferry writes to local files by itself"
-            )
+        hooks.check_folder(self)
         self._abandon()
         _refuse_objects(plan)
+        if changed := self._changed():
+            hooks.tell(self, changed, "it saves, and files that are there change in the middle")
+            return super().prepare_local_plan(plan)
         make_directory(Path(self.path))
         return plan
 
@@ -172,7 +171,10 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 "names"
             )
         self._of_thread.is_coordinator = True
-        count = sum(len(self._by_file(self.fqn_to_index_mapping, plan.items)) for plan in plans)
+        count = sum(
+            len(self._split_by_storage_plan(self.fqn_to_index_mapping, plan.items))
+            for plan in plans
+        )
         save = f"{secrets.token_hex(8)}/{count}"
         return [
             dataclasses.replace(
@@ -195,6 +197,9 @@ class HuggingFaceStorageWriter(TorchsWriter):
         """
         self.last_save = None
         _refuse_objects(plan)
+        note_staged(planner)
+        if self._changed():
+            return done(all_of(super().write_data(plan, planner).wait(), plan))
         # A planner may have kept the plan of another writer's save, and prepare_local_plan() has not seen its items.
         storage_data: dict[str, Any] = (
             plan.storage_data if isinstance(plan.storage_data, dict) else {}
@@ -209,7 +214,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
         results: list[WriteResult] = []
         model = Model(self.path, sync=self.sync_files)
         try:
-            for number, items in self._by_file(mapping, plan.items).items():
+            for number, items in self._split_by_storage_plan(mapping, plan.items).items():
                 name = file_name(number, highest, shard)
                 own = {}
                 if shard is not None and save is not None:
@@ -226,9 +231,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
             model.abort()
             raise
         self.last_save = meter.finish()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint the new one: put files in their places, or together.
@@ -241,6 +244,9 @@ class HuggingFaceStorageWriter(TorchsWriter):
             Something could not be read or written.
         """
         commit.check_complete(metadata, {result.index for each in results for result in each})
+        if self._changed():
+            super().finish(metadata, results)
+            return
         model: Model | None = getattr(self._of_thread, "model", None)
         self._of_thread.model = None
         try:
@@ -319,9 +325,16 @@ class HuggingFaceStorageWriter(TorchsWriter):
         if model is not None:
             model.abort()
 
-    def _by_file(
-        self, mapping: Mapping[str, int] | None, items: list[WriteItem]
+    def _changed(self) -> frozenset[str]:
+        """Return what a subclass has changed that only torch's code uses."""
+        changed = hooks.changed(self, _WRITER_HOOKS)
+        form = self.serialization_format.name
+        return changed if form == "SAFETENSORS" else changed | {"serialization_format"}
+
+    def _split_by_storage_plan(
+        self, mapping: dict[str, int] | None, items: list[WriteItem]
     ) -> dict[int, list[WriteItem]]:
+        """Return the items of each file, by its number; a subclass may have its own way, as with torch's."""
         found: dict[int, list[WriteItem]] = {}
         for item in items:
             if mapping is not None and item.index.fqn not in mapping:
@@ -370,14 +383,15 @@ class HuggingFaceStorageReader(TorchsReader):
         progress: Listener | None = None,
     ) -> None:
         wanted = {"thread_count": thread_count}
-        super().__init__(kept_path(path), **_known(TorchsReader, wanted))
+        folder = hooks.first_folder(self, HuggingFaceStorageReader, path)
+        super().__init__(os.fspath(folder), **_known(TorchsReader, wanted))
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._progress = checked_listener(progress)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another folder next, if one is given."""
-        super().reset(checkpoint_id and kept_path(checkpoint_id, "checkpoint_id"))
+        super().reset(checkpoint_id and hooks.folder(self, checkpoint_id))
 
     def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
         """Read and check all headers.
@@ -392,6 +406,9 @@ class HuggingFaceStorageReader(TorchsReader):
         StorageError
             A file cannot be read.
         """
+        if "fs" in self._changed():
+            return super().read_metadata(*_arguments, **_options)
+        hooks.check_folder(self)
         folder = Path(self.path)
         if folder.is_dir() and not any(index.names_in(folder)):
             raise FileNotFoundError(f"there are no safetensors files in the folder {str(folder)!r}")
@@ -414,9 +431,14 @@ class HuggingFaceStorageReader(TorchsReader):
         """
         self.nbytes_read = 0
         self.last_load = None
-        contents: Any = SafetensorsFiles(self.storage_data)
-        by_file = contents.locate(plan.items)
         meter = Meter(self._progress)
+        if self._changed():
+            super().read_data(plan, planner).wait()
+            meter.add(sum(_nbytes_read(self.storage_data, item) for item in plan.items))
+            self.last_load = meter.finish()
+            return done(None)
+        contents: Any = SafetensorsFiles(self._places(plan.items))
+        by_file = contents.locate(plan.items)
         meter.expect(sum(item.nbytes for items in by_file.values() for item in items), len(by_file))
         with Reading(lambda: meter.add(0, files=1)) as reading:
             narrowed = Narrowed()
@@ -425,9 +447,47 @@ class HuggingFaceStorageReader(TorchsReader):
             self.nbytes_read = reading.nbytes_read
         self.last_load = meter.finish()
         narrowed.warn()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return done(None)
+
+    def _places(self, requests: Iterable[ReadItem]) -> Mapping[MetadataIndex, Place]:
+        """Return where all lies that is asked for, looked up in headers where metadata of torch's does not say it."""
+        places: dict[MetadataIndex, Any] = self.storage_data
+        wanted = (places.get(request.storage_index) for request in requests)
+        paths = {each.relative_path for each in wanted if each and not isinstance(each, Place)}
+        if not paths:
+            return places
+        found = {}
+        for path in sorted(paths):
+            # Of what torch's metadata says not all is wanted: other files may be missing.
+            here = sources.hold([path], problem=lambda _: None)
+            for key, place in scan(here.tensors)[1].items():
+                known = places.get(key)
+                if known is None or known.relative_path != path:
+                    continue
+                found[key] = place
+                is_as_said = (tuple(known.shape), known.dtype) == (tuple(place.shape), place.dtype)
+                if not is_as_said:
+                    there = f"{place.dtype} of the size {list(place.shape)}"
+                    said = f"{known.dtype} of {list(known.shape)}"
+                    raise CheckpointError(
+                        f"it is {there} in the file, and not {said} as the metadata says",
+                        path,
+                        names=(key.fqn,),
+                    )
+        return {key: each for key, each in places.items() if isinstance(each, Place)} | found
+
+    def _changed(self) -> frozenset[str]:
+        """Return what a subclass has changed that only torch's code uses."""
+        return hooks.changed(self, _READER_HOOKS)
+
+
+_WRITER_HOOKS = hooks.hooks_of(HuggingFaceStorageWriter, TorchsWriter)
+_READER_HOOKS = hooks.hooks_of(HuggingFaceStorageReader, TorchsReader)
+
+
+def _nbytes_read(places: Mapping[MetadataIndex, Any], item: ReadItem) -> int:
+    dtype = getattr(places[item.storage_index], "dtype", None)
+    return math.prod(item.lengths) * (0 if dtype is None else int(dtype.itemsize))
 
 
 class Place(NamedTuple):  # made in less time than a frozen dataclass
@@ -526,6 +586,7 @@ class SafetensorsFiles:
         return False
 
 
+@uncollected()
 def scan(
     held: Mapping[str, tuple[tuple[int, ...], list[Stored]]],
 ) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, Place]]:

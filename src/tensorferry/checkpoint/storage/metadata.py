@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tensorferry.checkpoint.checksums import crc32
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
+from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.zipformat import pickles
 from tensorferry.checkpoint.zipformat.pickles import (
@@ -116,6 +117,7 @@ def read_metadata(path: pathlib.Path, *, trust_pickle: bool = False) -> Metadata
     return parse_metadata(path.read_bytes(), str(path), trust_pickle=trust_pickle)
 
 
+@uncollected()
 def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Metadata:
     """Do as :func:`read_metadata` does with what a file of that path holds."""
     trailer = _TRAILER.fullmatch(data[-TRAILER_NBYTES:])
@@ -301,9 +303,12 @@ def _member(kind: Any, name: Any) -> int:
     return int(torch_metadata._MEM_FORMAT_ENCODING[_text(name)].value)
 
 
+_SEQUENCES = (tuple, list, torch.Size)
+
+
 def _size(*lengths: Any) -> torch.Size:
     """Stand for torch.Size, which makes of a range as many numbers as that says."""
-    if len(lengths) > 1 or not {type(each) for each in lengths} <= {tuple, list, torch.Size}:
+    if len(lengths) > 1 or (lengths and type(lengths[0]) not in _SEQUENCES):
         raise MalformedError("a size that is none")
     return torch.Size(*lengths)
 
@@ -423,7 +428,7 @@ def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, torch.Size) and all(length >= 0 for length in value)
+    return isinstance(value, torch.Size) and (not value or min(value) >= 0)
 
 
 def _is_count(value: Any, most: int = _MAX_FILE_NBYTES) -> bool:

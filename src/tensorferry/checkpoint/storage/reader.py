@@ -6,11 +6,11 @@ only shortly before their bytes come, and told when they are there, by the threa
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
 import io
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,13 +22,18 @@ from torch.futures import Future
 
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import delivery, sharing
+from tensorferry.checkpoint.storage import delivery, hooks, sharing
 from tensorferry.checkpoint.storage.contents import Contents, Item
-from tensorferry.checkpoint.storage.metadata import check_metadata, metadata_path, read_metadata
+from tensorferry.checkpoint.storage.metadata import (
+    check_metadata,
+    metadata_path,
+    parse_metadata,
+    read_metadata,
+)
+from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.storage.reading import Reading
 from tensorferry.file_locks import read_directory
 from tensorferry.reprs import once_made
-from tensorferry.transfers import kept_path
 from tensorferry.warned import warn
 
 if TYPE_CHECKING:
@@ -68,10 +73,10 @@ class FileSystemReader(filesystem.FileSystemReader):
     progress : function of a Progress, optional
         Called by the thread that loads, at most every 0.1 seconds and once at the end, with how far this rank has come.
         What it raises ends the load.
-    broadcast : "auto", True or False
-        Whether tensors that several ranks of a node want are read by one of them, in parts, and handed on by the
-        process group. "auto": where the group moves memory of GPUs (NCCL), or the folder is on no local drive. All
-        ranks must say the same.
+    broadcast : False, True or "auto"
+        Whether plain tensors that several ranks of a node want, of a checkpoint that our writer saved, are read by one
+        of them, in parts, and handed on by the process group. "auto": where the group moves memory of GPUs (NCCL), or
+        the folder is on no local drive. All ranks must say the same.
     process_group : ProcessGroup, optional
         The one that ``load()`` is given; by default that of all ranks.
 
@@ -97,12 +102,12 @@ class FileSystemReader(filesystem.FileSystemReader):
         verify: Verify = "read",
         trust_pickle: bool = False,
         progress: Listener | None = None,
-        broadcast: sharing.Broadcast = "auto",
+        broadcast: sharing.Broadcast = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if verify not in _LEVELS:
             raise ValueError(f"verify: {verify!r} is none of {', '.join(_LEVELS)}")
-        path = Path(kept_path(path))
+        path = hooks.first_folder(self, FileSystemReader, path)
         super().__init__(path, *(() if _extension_registry is None else (_extension_registry,)))
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
@@ -125,7 +130,7 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another folder next, if one is given."""
-        super().reset(checkpoint_id and Path(kept_path(checkpoint_id, "checkpoint_id")))
+        super().reset(checkpoint_id and hooks.folder(self, checkpoint_id))
         self._metadata = self._checked = self._global_error = None
         self._let_go()
 
@@ -137,7 +142,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         CheckpointError
             It is damaged, or holds what torch does not put there.
         """
-        self._check_hooks()
+        hooks.check_folder(self)
         rank = kwargs.get("rank")
         try:
             return self._read_metadata(rank)
@@ -149,9 +154,12 @@ class FileSystemReader(filesystem.FileSystemReader):
             return unread  # type: ignore[no-any-return]
 
     def _read_metadata(self, rank: int | None) -> Metadata:
-        path = metadata_path(self.path, rank)
         try:
-            metadata = read_metadata(path, trust_pickle=self._trust_pickle)
+            if self._changed():
+                metadata = self._read_metadata_by_torch(rank)
+            else:
+                path = metadata_path(self.path, rank)
+                metadata = read_metadata(path, trust_pickle=self._trust_pickle)
         except FileNotFoundError:
             if rank is None or self._global_error is None:
                 raise
@@ -170,14 +178,16 @@ class FileSystemReader(filesystem.FileSystemReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Take the metadata that loads will go by."""
-        self._check_hooks()
         if isinstance(metadata, _Unread):
             raise metadata.error
-        if metadata is not self._checked:
+        # A subclass that reads by itself knows what its own metadata says.
+        if metadata is not self._checked and not self._changed():
             check_metadata(metadata, str(self.path))
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
         self._let_go()
+        if hooks.has_own_files(self):
+            return
         try:  # who keeps checkpoints removes none that is being loaded
             self._let_go = read_directory(self, self.path)
         except FileNotFoundError as error:
@@ -188,6 +198,16 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verify what this rank is going to read, with ``verify="before"``: a failure ends the load on all ranks."""
+        if changed := self._changed():
+            if self._verify == "before":
+                raise ValueError(
+                    f"verify: 'before' is not possible, as {type(self).__name__} changes {', '.join(sorted(changed))}"
+                )
+            if self._verify != "off":
+                hooks.tell(
+                    self, changed, "nothing is verified (verify='off' says that this is known)"
+                )
+            return super().prepare_local_plan(plan)
         if self._verify == "before":
             self._contents().verify(plan.items)
         plan = super().prepare_local_plan(plan)
@@ -196,7 +216,8 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Find what ranks are to share."""
-        return sharing.shared(super().prepare_global_plan(plans), self._contents())
+        plans = super().prepare_global_plan(plans)
+        return plans if self._changed() else sharing.shared(plans, self._contents())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for into the planner's tensors.
@@ -216,7 +237,9 @@ class FileSystemReader(filesystem.FileSystemReader):
         share = plan.storage_data if isinstance(plan.storage_data, sharing.Share) else None
         meter = Meter(self._progress)
         try:
-            if share is None:
+            if self._changed():
+                self._read_by_torch(plan, planner, meter)
+            elif share is None:
                 self._read_own(plan, planner, meter)
             else:
                 self._read_shared(share, plan, planner, meter)
@@ -244,9 +267,25 @@ class FileSystemReader(filesystem.FileSystemReader):
             contents.read(reading, by_file, load.begin)
             self.nbytes_read = reading.nbytes_read
         if by_torch:
-            checked: Any = planner if self._trust_pickle else _Checked(planner, contents)
-            super().read_data(dataclasses.replace(plan, items=by_torch), checked).wait()
-            meter.add(nbytes_by_torch)
+            self._read_by_torch(dataclasses.replace(plan, items=by_torch), planner, meter)
+
+    def _read_by_torch(self, plan: LoadPlan, planner: LoadPlanner, meter: Meter) -> None:
+        """Have torch's code read what a plan asks for; no planner gets a blob from it that may run code."""
+        checked: Any = planner if self._trust_pickle else _Checked(planner, self._contents())
+        super().read_data(plan, checked).wait()
+        infos = (self.storage_data[item.storage_index] for item in plan.items)
+        meter.add(sum(getattr(info, "length", 0) for info in infos))
+
+    def _read_metadata_by_torch(self, rank: int | None) -> Metadata:
+        """Read metadata where torch's code would, without what it would run."""
+        path: str | os.PathLike[str]
+        if hasattr(self, "_get_metadata_path"):
+            path = self._get_metadata_path(rank)
+        else:  # before torch 2.9
+            path = self.fs.concat_path(self.path, METADATA_NAME)
+        with self.fs.create_stream(path, "rb") as stream:
+            data = stream.read()
+        return parse_metadata(data, str(path), trust_pickle=self._trust_pickle)
 
     def _read_shared(
         self, share: sharing.Share, plan: LoadPlan, planner: LoadPlanner, meter: Meter
@@ -281,21 +320,24 @@ class FileSystemReader(filesystem.FileSystemReader):
             failure = error
         exchange.run(failure)
 
-    def _check_hooks(self) -> None:
-        """Refuse what torch's reader would use, and this one does not."""
-        if type(self.fs) is not filesystem.FileSystem:
-            raise TypeError(
-                f"{type(self).__name__} sets fs to a {type(self.fs).__name__}, but tensorferry's FileSystemReader "
-                "reads local files by itself; derive from "
-                "torch.distributed.checkpoint.filesystem.FileSystemReader"
-            )
+    def _changed(self) -> frozenset[str]:
+        """Return what a subclass has changed that only torch's code uses."""
+        return hooks.changed(self, _HOOKS)
 
     def _contents(self) -> Contents:
         if self._metadata is None:
             raise RuntimeError("set_up_storage_reader() has not been called")
+        metadata = self._metadata
+        if self.storage_data is not metadata.storage_data:  # by a subclass; torch's goes by this
+            metadata = dataclasses.replace(metadata, storage_data=self.storage_data)
+            if not self._changed():
+                check_metadata(metadata, str(self.path))
         return Contents(
-            self.path, self._metadata, verify=self._verify != "off", trusted=self._trust_pickle
+            self.path, metadata, verify=self._verify != "off", trusted=self._trust_pickle
         )
+
+
+_HOOKS = hooks.hooks_of(FileSystemReader, filesystem.FileSystemReader)
 
 
 class _Unread:
@@ -386,10 +428,11 @@ class Load:
         self, item: Item, payload: Payload, file: DataFile, target: torch.Tensor
     ) -> Iterator[Want]:
         plain = delivery.is_plain(target) and not (payload.conj or payload.neg)
-        if plain and self._held.overlaps(target):
+        held = self._held.add(target) if plain else None
+        if plain and held is None:
             # Two items for the same memory: the later one wins, and a planner may lend the same memory twice.
             self._reading.drain()
-        held = self._held.add(target) if plain else None
+            held = self._held.add(target)
         request = item.request
         inner = target
         if not plain:
@@ -469,34 +512,39 @@ class _Checked:
 
 
 class _HeldMemory:
-    """The memory of destinations that are being filled."""
+    """The memory of destinations that are being filled; none of it twice."""
 
     def __init__(self) -> None:
-        self._ranges: dict[tuple[str, int], set[tuple[int, int, int]]] = {}
-        self._count = 0
+        # By storage, in order: what is held has no byte in common.
+        self._begins: dict[tuple[str, int], list[int]] = {}
+        self._ends: dict[tuple[str, int], list[int]] = {}
 
-    def add(self, target: torch.Tensor) -> tuple[tuple[str, int], tuple[int, int, int]]:
-        """Hold the memory of a tensor."""
+    def add(self, target: torch.Tensor) -> tuple[tuple[str, int], int] | None:
+        """Hold the memory of a tensor; None if some of it is held."""
         key, begin, end = _memory_of(target)
-        self._count += 1
-        held = (begin, end, self._count)
-        self._ranges.setdefault(key, set()).add(held)
-        return key, held
+        if begin == end:
+            return key, _NOTHING
+        begins, ends = self._begins.setdefault(key, []), self._ends.setdefault(key, [])
+        at = bisect.bisect_right(begins, begin)
+        if (at and ends[at - 1] > begin) or (at < len(begins) and begins[at] < end):
+            return None
+        begins.insert(at, begin)
+        ends.insert(at, end)
+        return key, begin
 
-    def remove(self, held: tuple[tuple[str, int], tuple[int, int, int]]) -> None:
+    def remove(self, held: tuple[tuple[str, int], int]) -> None:
         """Let go of it."""
-        key, entry = held
-        self._ranges[key].discard(entry)
-        if not self._ranges[key]:
-            del self._ranges[key]
+        key, begin = held
+        if begin == _NOTHING:
+            return
+        begins, ends = self._begins[key], self._ends[key]
+        at = bisect.bisect_left(begins, begin)
+        del begins[at], ends[at]
+        if not begins:
+            del self._begins[key], self._ends[key]
 
-    def overlaps(self, target: torch.Tensor) -> bool:
-        """Return whether some of a tensor's memory is held."""
-        key, begin, end = _memory_of(target)
-        return any(
-            begin < other_end and other_begin < end
-            for other_begin, other_end, _ in self._ranges.get(key, ())
-        )
+
+_NOTHING = -1
 
 
 def _resolved(

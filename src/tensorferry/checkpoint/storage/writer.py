@@ -9,10 +9,12 @@ import inspect
 import io
 import os
 import secrets
+import sys
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -28,7 +30,7 @@ from tensorferry.arrays import check_storage, is_plain
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import commit, plain_objects
+from tensorferry.checkpoint.storage import commit, hooks, plain_objects
 from tensorferry.checkpoint.storage.layout import content_nbytes, files_of, max_nbytes
 from tensorferry.checkpoint.storage.metadata import EXTRAS, metadata_path
 from tensorferry.checkpoint.storage.names import DATA_FILE_SUFFIX
@@ -59,6 +61,9 @@ _MAX_UNFINISHED_NBYTES = 16 << 20
 _OVERWRITE: bool = (
     inspect.signature(filesystem.FileSystemWriter.__init__).parameters["overwrite"].default
 )
+
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass
@@ -146,7 +151,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     ) -> None:
         checked_listener(progress)
         super().__init__(
-            Path(kept_path(path)),
+            hooks.first_folder(self, FileSystemWriter, path),
             single_file_per_rank=single_file_per_rank,
             sync_files=sync_files,
             thread_count=thread_count,
@@ -169,6 +174,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to another directory next, if one is given."""
         directory = None
+        if checkpoint_id and hooks.has_own_files(self):
+            super().reset(checkpoint_id)
+            return
         if checkpoint_id:
             # async_save() stages in the caller's thread, and names the folder in that of the save, or another process.
             asked = checked_path(checkpoint_id, "checkpoint_id")
@@ -181,13 +189,21 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse what may not be overwritten."""
+        hooks.check_folder(self)
         directory = self._directory()
         if (forgotten := getattr(_finishing, "saver", None)) is not None:
             forgotten.leave()  # of a save that failed on another rank: nobody told its writer
             _finishing.saver = None
         self._of_thread.save = _Save(directory)
         self._of_thread.next_directory = None
-        self._check_hooks()
+        if changed := self._changed_for_all():
+            hooks.tell(
+                self,
+                changed,
+                "it saves, without checksums, and what a save that fails leaves is not looked at",
+            )
+            self._of_thread.save = None
+            return super().prepare_local_plan(plan)
         commit.make_directory(directory)
         if self._alone() is not None:
             commit.refuse_beside_all(directory)
@@ -199,6 +215,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give back the space of saves that did not come to their end; no rank has begun to write."""
+        if self._changed_for_all():
+            return super().prepare_global_plan(plans)
         save = self._of_thread.save = self._save()
         save.saver = Saver(save.directory, self._alone())
         if not save.saver.reaches_all:  # FUSE, for one
@@ -217,6 +235,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         StorageError
             The file system's refusal, with the file's name.
         """
+        if self._changed_for_all():
+            written = super().write_data(plan, planner).wait()
+            return done(all_of(written, plan))
+        note_staged(planner)
         # Names are made here, not with the plan: a planner may use a plan again for the next save.
         save_id = secrets.token_hex(8)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self._rank()}_"
@@ -231,9 +253,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         _finishing.saver = self._save().saver
         if _finishing.saver is None:
             self._end_save()  # the coordinator goes on
-        future: TorchFuture[list[WriteResult]] = TorchFuture()
-        future.set_result(results)
-        return future
+        return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint the new one, and remove what belonged to the one before.
@@ -243,6 +263,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         CheckpointError
             Not everything was written, or is there; the checkpoint before stays.
         """
+        if self._changed_for_all():
+            commit.check_complete(metadata, {result.index for each in results for result in each})
+            super().finish(metadata, results)
+            return
         _finishing.saver = None
         try:
             save, rank = self._save(), self._alone()
@@ -273,7 +297,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The directory of the present thread's save."""
-        return self._directory()
+        return self.path if self._changed_for_all() else self._directory()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state for an asynchronous save; see :class:`Stager`."""
@@ -319,14 +343,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         if saver is not None:
             saver.leave()
 
-    def _check_hooks(self) -> None:
-        """Refuse what torch's writer would use, and this one does not."""
-        if type(self.fs) is not filesystem.FileSystem:
-            raise TypeError(
-                f"{type(self).__name__} sets fs to a {type(self.fs).__name__}, but tensorferry's FileSystemWriter "
-                "writes to local files by itself; derive from "
-                "torch.distributed.checkpoint.filesystem.FileSystemWriter"
-            )
+    def _changed_for_all(self) -> frozenset[str]:
+        """Return what a subclass has changed, where that is not about the files of a save alone."""
+        changed = hooks.changed(self, _HOOKS)
+        return changed if changed - _OF_FILES else frozenset()
 
     def _alone(self) -> int | None:
         """Return this rank if it saves without the others (use_collectives=False), else None."""
@@ -337,15 +357,11 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def _is_torchs(self) -> bool:
         """Return whether torch's own code must write the files."""
-        transforms = getattr(self, "transforms", None)
         form = getattr(self, "serialization_format", None)
-        own_way = getattr(type(self), "_write_data", None) is not getattr(
-            filesystem.FileSystemWriter, "_write_data", None
-        )
         return (
-            bool(getattr(transforms, "extensions", ()))
+            bool(getattr(getattr(self, "transforms", None), "extensions", ()))
             or (form is not None and form.name != "TORCH_SAVE")
-            or own_way  # a subclass's, which torch's code calls
+            or bool(hooks.changed(self, _HOOKS))
         )
 
     def _write(self, plan: SavePlan, planner: SavePlanner, prefix: str) -> list[WriteResult]:
@@ -425,9 +441,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             results: list[WriteResult] = (
                 super(FileSystemWriter, own).write_data(plan, planner).wait()
             )
-            if len(results) != len(plan.items):
-                count = len(plan.items) - len(results)
-                raise CheckpointError(f"{count} of {len(plan.items)} items have not been written")
+            all_of(results, plan)
             if self.sync_files:
                 commit.sync_directory(directory)
         except BaseException as error:
@@ -440,6 +454,37 @@ class FileSystemWriter(filesystem.FileSystemWriter):
                 raise cause_of(watched.failures[0]) from None
             raise
         return results
+
+
+# Ours calls torch's prepare_local_plan(), which asks whether there is a checkpoint.
+_HOOKS = hooks.hooks_of(
+    FileSystemWriter, filesystem.FileSystemWriter, frozenset({"_metadata_exists"})
+)
+# What is about the files of a save alone, which are new ones, and count only when all is there.
+_OF_FILES = frozenset({"_write_data", "transforms"})
+
+
+def done(result: _T) -> TorchFuture[_T]:
+    """Return a future of torch's that has its result."""
+    future: TorchFuture[_T] = TorchFuture()
+    future.set_result(result)
+    return future
+
+
+def note_staged(planner: SavePlanner) -> None:
+    """Tell stagers, where there are any, that this thread saves what may be theirs."""
+    staging = sys.modules.get("tensorferry.checkpoint.staging")
+    state: Any = getattr(planner, "state_dict", None)
+    if staging is not None and isinstance(state, Mapping):
+        staging.saved_here(state.values())
+
+
+def all_of(results: list[WriteResult], plan: SavePlan) -> list[WriteResult]:
+    """Return what torch's code says it has written, if that is all: its threads tell nobody what they fail with."""
+    if len(results) < len(plan.items):
+        count = len(plan.items) - len(results)
+        raise CheckpointError(f"{count} of {len(plan.items)} items have not been written")
+    return results
 
 
 def _write_item(

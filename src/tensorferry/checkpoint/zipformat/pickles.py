@@ -36,6 +36,7 @@ _PLAIN = frozenset(
         *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     ]
 )
+_PLAIN_KEYS = _PLAIN - {frozenset}
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 
 
@@ -82,11 +83,12 @@ class Maker:
 
 def record(name: str, kind: type, build: Callable[[Any, Any], None] | None = None) -> Maker:
     """Return what makes instances of a plain class, that have only what is in their state."""
+    new = object.__new__
 
     def make(*arguments: Any) -> Any:
         if arguments:
             raise MalformedError(f"a {kind.__name__} made of arguments")
-        return object.__new__(kind)
+        return new(kind)
 
     return Maker(name, make, build or update, kind)
 
@@ -229,7 +231,8 @@ def _run(
             value = found[module, name] = find(names, older.get(module, module), name, trusted)
         return value
 
-    # In the order of how frequent they are. A value that is cut short ends behind the data, and so does the loop.
+    # In the order of how frequent they are; metadata of many chunks are mostly sizes and records, so what these are
+    # written as is done in one step. A value that is cut short ends behind the data, and so does the loop.
     while at < nbytes:
         code = data[at]
         at += 1
@@ -239,7 +242,9 @@ def _run(
             stack.append(memo[data[at]])
             at += 1
         elif code == 0x6A:  # LONG_BINGET
-            stack.append(memo[_WORD(data, at)[0]])
+            stack.append(
+                memo[data[at] | data[at + 1] << 8 | data[at + 2] << 16 | data[at + 3] << 24]
+            )
             at += 4
         elif code == 0x4B:  # BININT1
             stack.append(data[at])
@@ -270,12 +275,25 @@ def _run(
         elif code == 0x75:  # SETITEMS
             items, stack = stack, marks.pop()
             _set(stack[-1], items)
-        elif code == 0x85:  # TUPLE1
-            stack[-1] = (stack[-1],)
-        elif code == 0x86:  # TUPLE2
-            stack[-2:] = [(stack[-2], stack[-1])]
+        elif code == 0x85 or code == 0x86:  # TUPLE1, TUPLE2
+            last = stack.pop()
+            made: Any = (last,) if code == 0x85 else (stack.pop(), last)
+            if data.startswith(_MAKE_OF_ONE, at) and type(stack[-1]) is Maker:
+                memo[len(memo)] = made
+                memo[len(memo)] = (made,)
+                made = memo[len(memo)] = stack.pop().make(made)
+                at += len(_MAKE_OF_ONE)
+            stack.append(made)
         elif code == 0x29:  # EMPTY_TUPLE
-            stack.append(())
+            if data.startswith(_MAKE_RECORD, at) and stack and type(stack[-1]) is Maker:
+                made = stack[-1] = memo[len(memo)] = stack[-1].make()
+                state = memo[len(memo)] = {}
+                stack.append(state)
+                marks.append(stack)
+                stack = []
+                at += len(_MAKE_RECORD)
+            else:
+                stack.append(())
         elif code == 0x7D:  # EMPTY_DICT
             stack.append({})
         elif code == 0x5D:  # EMPTY_LIST
@@ -426,6 +444,8 @@ def _build_trusted(instance: Any, state: Any) -> None:
         setattr(instance, _text(name), value)
 
 
+_MAKE_OF_ONE = b"\x94\x85\x94R\x94"  # MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE
+_MAKE_RECORD = b"\x81\x94}\x94("  # NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK
 _REFUSED_CODES = {
     0x50: "a persistent object",
     0x69: "an instance of an old class",
@@ -447,9 +467,10 @@ def checked_keys(values: Any) -> Any:
     MalformedError
         It may not.
     """
+    if set(map(type, values)) <= _PLAIN_KEYS:
+        return values
     for value in values:
-        kind = type(value)
-        if kind in _PLAIN and kind is not frozenset:
+        if type(value) in _PLAIN_KEYS:
             continue
         todo, count = [value], 0
         while todo:
@@ -493,12 +514,13 @@ def _set(target: Any, items: list[Any]) -> None:
         raise MalformedError(f"a {type(target).__name__} used as a dict")
     keys = items[::2]
     checked_keys(keys)
-    pairs = zip(keys, items[1::2], strict=True)
-    if type(target) is Blank:
-        _keep(target, lambda: dict(pairs))
-        return
-    for key, value in pairs:
-        target[key] = value
+    if type(target) is dict:
+        target.update(zip(keys, items[1::2], strict=True))
+    elif type(target) is Blank:
+        _keep(target, lambda: dict(zip(keys, items[1::2], strict=True)))
+    else:
+        for key, value in zip(keys, items[1::2], strict=True):
+            target[key] = value
 
 
 def _extend(target: Any, items: list[Any]) -> None:
