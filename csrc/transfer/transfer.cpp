@@ -70,7 +70,14 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   const TransferSpec& own = transfer->spec_;
   bool direct = file.direct() && nbytes > 0;
   const bool may_be_cached = !snapshot || !snapshot->nothing_cached;
-  if (direct && !own.write && may_be_cached && file.direct_mode() == DirectMode::automatic) {
+  transfer->shared_ = file.in_memory();
+  if (file.in_memory() && !own.write) {
+    transfer->residency_ = Residency::whole;
+  } else if (!direct && !own.write && nbytes > block_nbytes) {
+    // It goes through the cache anyhow; what that holds, several may copy.
+    const auto resident = file.residency(own.offset, nbytes);
+    if (resident && resident->cached_pages >= resident->total_pages) transfer->residency_ = Residency::whole;
+  } else if (direct && !own.write && may_be_cached && file.direct_mode() == DirectMode::automatic) {
     if (auto resident = file.residency(own.offset, nbytes); resident && resident->cached_pages > 0) {
       const bool whole = resident->cached_pages >= resident->total_pages;
       // Without a descriptor to read it by (a limit), what is cached is on the drive as well.
@@ -281,6 +288,7 @@ Step Transfer::settle(WorkBlock& block, Statistics& statistics) {
 
 // No error number: the file has ended.
 Step Transfer::try_again(WorkBlock& block, Statistics& statistics, int error_number, std::string hint) {
+  if (request_->canceled()) return fail(block, ECANCELED, false);
   statistics.retried_blocks.fetch_add(1, std::memory_order_relaxed);
   if (++block.attempts >= max_attempts) return fail(block, error_number, error_number == 0, std::move(hint));
   return block.attempts > immediate_attempts ? Step::get_over : Step::move;

@@ -340,5 +340,26 @@ TEST_CASE("a forked child takes every name for new, and hangs on no lock of its 
   CHECK(status == 0);
 }
 
+TEST_CASE("files that were opened for a request are counted until they are closed, and others are not") {
+  TemporaryDirectory directory;
+  const std::string path = directory.file("file");
+  lay(path);
+  const auto before = File::of_requests();
+  {
+    auto own = open_with(path, {.read = true});
+    auto first = open_with(path, {.read = true, .for_request = true});
+    auto second = File::from_descriptor((*own)->descriptor(), false, DirectMode::automatic, true);
+    REQUIRE(second);
+    CHECK(File::of_requests().open == before.open + 2);
+    CHECK(File::of_requests().given_back == before.given_back);
+    CHECK_FALSE((*first)->close());
+    CHECK_FALSE((*first)->close());
+    CHECK(File::of_requests().open == before.open + 1);
+    CHECK(File::of_requests().given_back == before.given_back + 1);
+  }
+  CHECK(File::of_requests().open == before.open);
+  CHECK(File::of_requests().given_back == before.given_back + 2);
+}
+
 }  // namespace
 }  // namespace tensorferry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -41,13 +42,56 @@ def leave_with_pending_writes(engine: str, directory: str, count: int, nbytes: i
     kept = (handle, file, file.write_from(np.full(nbytes, 99, np.uint8)))
 
 
+def leave_with_hung_reads(
+    engine: str, path: str, count: int, patience_seconds: float, over: str
+) -> None:
+    """Leave with reads pending that hang, each of a handle of its own; make the file `over` when we are through."""
+    global kept
+    atexit.unregister(runtime._leave)
+    atexit.register(pathlib.Path(over).touch)  # FUSE lets go of no process before that
+    atexit.register(runtime._leave)
+    runtime.CLOSE_PATIENCE_SECONDS = patience_seconds
+    kept = [tensorferry.aio_handle(engine=engine) for _ in range(count)]
+    for handle in kept:
+        handle.async_pread(bytearray(1 << 20), path)
+
+
 kept: Any = None  # what only the end of the interpreter drops
+
+
+def import_in_another_interpreter(engine: str, directory: str, first: bool) -> str:
+    """Import the package in a sub-interpreter, before or after it is used here; return what came of that."""
+    try:
+        import _interpreters as interpreters  # type: ignore[import-not-found,unused-ignore]
+
+        other = interpreters.create("legacy")
+    except ImportError:
+        import _xxsubinterpreters as interpreters  # type: ignore[import-not-found,no-redef,unused-ignore]
+
+        other = interpreters.create(isolated=False)
+    said = pathlib.Path(directory) / "said"
+    if not first:
+        assert_works(tensorferry.aio_handle(engine=engine), pathlib.Path(directory))
+    program = f"""
+import sys
+sys.path[:] = {sys.path!r}
+try:
+    import tensorferry
+    said = "imported"
+except ImportError as error:
+    said = str(error)
+open({str(said)!r}, "w").write(said)
+"""
+    interpreters.run_string(other, program)
+    interpreters.destroy(other)
+    handle = tensorferry.aio_handle(engine=engine)
+    assert_works(handle, pathlib.Path(directory))
+    handle.async_pwrite(bytes(3_000_001), f"{directory}/pending")  # the interpreter leaves with it
+    return said.read_text()
 
 
 def leave_by_exception(engine: str, directory: str, nbytes: int) -> None:
     """Arrange that the interpreter ends through an exception while writes are pending."""
-    import atexit
-
     leave_with_pending_writes(engine, directory, 3, nbytes)
 
     def fail() -> None:
@@ -403,6 +447,65 @@ def files_while_none_ends(engine: str, directory: str, counted: str, limit: int,
     note()
     assert handle.wait() == count
     return taken[0]
+
+
+def files_already_open(engine: str, directory: str, held: str) -> int:
+    """Read from open files, which have more than half of the descriptors, while a read by path is held.
+
+    Returns how many reads have ended by then.
+    """
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    path = pathlib.Path(directory) / "file"
+    data = np.random.default_rng(1).integers(0, 256, 4 << 20, np.uint8)
+    data.tofile(path)
+    handle = tensorferry.aio_handle(engine=engine)
+    handle.async_pread(bytearray(4 << 20), held)
+    files = [tensorferry.open(path) for _ in range(120)]
+    ended = 0
+    for _ in range(10):
+        futures = [file.read_into(np.zeros(2 << 20, np.uint8), 1 << 20) for file in files[:5]]
+        for future in futures:
+            assert_equal(future.result(), data[1 << 20 : 3 << 20])
+            ended += 1
+    other = np.zeros(4 << 20, np.uint8)  # by path, of which few are on their way
+    handle.async_pread(other, path)
+    assert handle._scheduler.outstanding() > 0, "the held one"
+    pathlib.Path(f"{directory}/over").touch()
+    assert handle.wait() == 2
+    assert_equal(other, data)
+    return ended
+
+
+def descriptors_used_up_by_others(engine: str, directory: str, held: str, by_path: bool) -> int:
+    """Read by path where the application has all descriptors, while another read is held; return the errno."""
+    path = pathlib.Path(directory) / "file"
+    path.write_bytes(bytes(100_003))
+    handle = tensorferry.aio_handle(engine=engine)
+    assert_works(handle, path.parent)
+    with tensorferry.open(held, engine=engine) as file:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        scheduler = handle._scheduler if by_path else file._scheduler
+        if by_path:
+            handle.async_pread(bytearray(4 << 20), held)
+        else:
+            held_read = file.read_into(bytearray(4 << 20))
+        taken = _all_descriptors()
+        try:
+            tensorferry.transfers.transfer(
+                scheduler, str(path), arrays.memory_of(bytearray(10), writable=True), 0, write=False
+            )
+        except tensorferry.StorageError as error:
+            number = error.errno
+        for descriptor in taken:
+            os.close(descriptor)
+        assert scheduler.outstanding() > 0, "the held one"
+        pathlib.Path(f"{directory}/over").touch()
+        if by_path:
+            assert handle.wait() == 1
+        else:
+            held_read.result()
+    assert number is not None
+    return number
 
 
 def no_descriptors(engine: str, directory: str) -> dict[str, Any]:

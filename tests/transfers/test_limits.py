@@ -61,6 +61,33 @@ def test_descriptors_that_come_back_while_a_file_cannot_be_opened_are_taken(
 
 
 @pytest.mark.covers("fd_exhaustion")
+def test_files_that_are_open_already_wait_for_nobodys_descriptors(
+    engine: str, faultfs: FaultFS, directory: pathlib.Path
+) -> None:
+    held = faultfs.path / "held"
+    np.zeros(4 << 20, np.uint8).tofile(faultfs.backing / "held")
+    faultfs.order(Fault("read", hold=True))
+    program = f"{PROGRAMS}:files_already_open"
+    with faultfs.released_by(directory / "over"):
+        ended = child.call(program, timeout_s=120, engine=engine, directory=directory, held=held)
+    assert ended.result == 50
+
+
+@pytest.mark.covers("fd_exhaustion")
+@pytest.mark.parametrize("by_path", [False, True], ids=["an open file", "by path"])
+def test_descriptors_that_the_application_has_are_not_waited_for(
+    engine: str, faultfs: FaultFS, directory: pathlib.Path, by_path: bool
+) -> None:
+    held = faultfs.path / "held"
+    np.zeros(4 << 20, np.uint8).tofile(faultfs.backing / "held")
+    faultfs.order(Fault("read", hold=True))
+    program = f"{PROGRAMS}:descriptors_used_up_by_others"
+    arguments = {"engine": engine, "directory": directory, "held": held, "by_path": by_path}
+    with faultfs.released_by(directory / "over"):
+        assert child.call(program, timeout_s=120, **arguments).result == errno.EMFILE
+
+
+@pytest.mark.covers("fd_exhaustion")
 def test_a_stream_waits_for_descriptors(engine: str, directory: pathlib.Path) -> None:
     program = f"{PROGRAMS}:stream_at_the_limit"
     assert child.call(program, engine=engine, directory=directory).result == 5

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from tensorferry import _core
 from tensorferry.arrays import memory_or_segments
 from tensorferry.errors import StorageError
-from tensorferry.files import chosen_scheduler, in_background, patiently, positive
+from tensorferry.files import chosen_scheduler, in_background, positive
 from tensorferry.futures import Future
 from tensorferry.runtime import (
     automatic_scheduler,
     close_scheduler,
     default_scheduler,
+    patiently,
     warn_of_left_behind,
 )
 from tensorferry.stats import summed_stats
