@@ -115,6 +115,9 @@ class File : public std::enable_shared_from_this<File> {
   // With `keep_size` it is left as it was in any case.
   std::optional<Fault> preallocate(uint64_t offset, uint64_t nbytes, bool keep_size = false);
 
+  // Gives the blocks of a range back to the file system; the size stays, and the range reads as zeros.
+  std::optional<Fault> punch(uint64_t offset, uint64_t nbytes);
+
   std::optional<Fault> truncate(uint64_t size);
   std::optional<Fault> end_at(uint64_t size);  // the same, without a change where that is its size
 

@@ -17,29 +17,33 @@ from typing import TYPE_CHECKING, Any
 from tensorferry import _core, futures
 from tensorferry.arrays import moved
 from tensorferry.errors import StorageError, first_of, memory_moved
+from tensorferry.memory import locked_memory
 from tensorferry.runtime import scheduler_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tensorferry.arrays import AnyMemory
-    from tensorferry.store.room import Extents
     from tensorferry.store.segments import Piece
     from tensorferry.store.tensor_store import TensorStore
     from tensorferry.store.tensors import TensorInfo
 
 # Of what a CRC-32 is taken.
 CHUNK_NBYTES = 256 << 10
+# A multiple of it: how much is copied at a time.
+_COPIED_NBYTES = 8 << 20
 
 
 class Version:
-    """What a write makes of a tensor: on its way (``write``), kept, or failed (``extents`` is None)."""
+    """What a write makes of a tensor: on its way (``write``), kept, or failed (``pieces`` is None)."""
 
-    __slots__ = ("chunk_nbytes", "chunks", "extents", "info", "previous", "write")
+    __slots__ = ("chunk_nbytes", "chunks", "info", "pieces", "previous", "write")
 
-    def __init__(self, info: TensorInfo, extents: Extents | None, previous: Version | None) -> None:
+    def __init__(
+        self, info: TensorInfo, pieces: tuple[Piece, ...] | None, previous: Version | None
+    ) -> None:
         self.info = info
-        self.extents = extents
+        self.pieces = pieces
         self.previous = previous  # what counts if this one fails; None when it has ended well
         self.write: Write | None = None  # until it has ended
         self.chunks: list[numbers[int]] | None = None  # CRC-32s, of each piece
@@ -114,12 +118,11 @@ class Transfer:
     ) -> None:
         """Submit every piece, or raise with none on its way.
 
-        The core keeps the owner of the memory, and the extents, until it has done with them: whatever happens here.
+        The core keeps the owner of the memory, and the pieces, until it has done with them: whatever happens here.
         """
         assert self._memory is not None
-        extents = version.extents
-        assert extents is not None
-        pieces = extents.pieces
+        pieces = version.pieces
+        assert pieces is not None
         chunks = version.chunks
         try:
             for at, (piece, memory) in enumerate(
@@ -131,7 +134,7 @@ class Transfer:
                 elif chunks is not None:
                     # The memory is nobody's before the read has ended well: what arrives there can be compared there.
                     sums = _core.Checksums(version.chunk_nbytes, False, chunks[at], True)
-                request = _submit(piece, memory, sums, (owner, extents), write, background)
+                request = _submit(piece, memory, sums, (owner, pieces), write, background)
                 self._parts.append((piece, request, sums))
         except BaseException as error:
             for _, request, _ in self._parts:
@@ -187,7 +190,7 @@ class Write(Transfer):
                 ]
             version.previous = None
         else:
-            version.extents = None
+            version.pieces = None
             self._store._failed(self._name, version)
         version.write = None
         self._version = None
@@ -257,7 +260,7 @@ class Read(Transfer):
                 if write is not None and not write.done():
                     self._behind = write
                     return False
-                if version.extents is None and version.previous is not None:
+                if version.pieces is None and version.previous is not None:
                     self._version = version.previous
                     continue
                 self._start(version)
@@ -270,7 +273,7 @@ class Read(Transfer):
         try:
             if self._cancelled:
                 raise StorageError(ECANCELED, f"{os.strerror(ECANCELED)} (before it had begun)")
-            if version.extents is None:
+            if version.pieces is None:
                 raise StorageError(None, "nothing is stored: the write has failed")
             self._check_fit(version.info)
             self._begin(version, self._owner, write=False, background=self._background)
@@ -294,6 +297,57 @@ class Read(Transfer):
     def _end(self) -> None:
         self._error = self._outcome("reading")
         self._version = None
+
+
+class Copier:
+    """Copies pieces, verified, by way of two buffers: one is read into while the other is written from."""
+
+    def __init__(self, largest_nbytes: int, *, background: bool = False) -> None:
+        self._background = background
+        nbytes = min(largest_nbytes, _COPIED_NBYTES)
+        self._buffers = [memoryview(locked_memory(nbytes)[0]) for _ in range(2)]
+        self._writing: list[_core.Request | None] = [None, None]
+
+    def copy(
+        self, source: Piece, sums: Sequence[int] | None, chunk_nbytes: int, target: Piece
+    ) -> None:
+        """Begin to copy; ``finish`` waits for the end of what has been begun."""
+        for begin in range(0, source.nbytes, _COPIED_NBYTES):
+            buffer = self._buffers[0][: min(_COPIED_NBYTES, source.nbytes - begin)]
+            self._wait()
+            address, nbytes = _core.buffer_memory(buffer, True) or (0, 0)
+            memory = (address, nbytes, buffer, None)
+            wanted = None
+            if sums is not None:
+                first, last = begin // chunk_nbytes, -(-(begin + nbytes) // chunk_nbytes)
+                wanted = _core.Checksums(chunk_nbytes, False, sums[first:last], True)
+            self._writing[0] = self._submitted(source, memory, wanted, False, begin)
+            self._wait()
+            self._writing[0] = self._submitted(target, memory, None, True, begin)
+            self._buffers.reverse()
+            self._writing.reverse()
+
+    def finish(self) -> None:
+        """Wait until all that has been begun is written."""
+        for _ in range(2):
+            self._wait()
+            self._writing.reverse()
+
+    def _submitted(
+        self, piece: Piece, memory: AnyMemory, sums: Any, write: bool, begin: int
+    ) -> _core.Request:
+        owner = (
+            memory[2],
+            piece,
+        )  # both are kept until the core has done with them, whatever happens here
+        return _submit(piece, memory, sums, owner, write, self._background, begin)
+
+    def _wait(self) -> None:
+        if (request := self._writing[0]) is not None:
+            request.wait(None)
+            if (failure := request.exception()) is not None:
+                raise failure
+            self._writing[0] = None
 
 
 def told(errors: Sequence[StorageError], what: str) -> StorageError:
@@ -325,6 +379,7 @@ def _submit(
     owner: object,
     write: bool,
     background: bool,
+    begin: int = 0,
 ) -> _core.Request:
     given, nbytes, _, location = memory
     address, segments = (given, None) if isinstance(given, int) else (0, given)
@@ -334,7 +389,7 @@ def _submit(
     request = scheduler.new_request(write, False, False, False, background)
     locations: list[Any] | None = None if location is None else [location]
     for _, refusal in scheduler.submit(
-        *(request, [file], [address], [nbytes], [piece.offset], [0], owner, locations),
+        *(request, [file], [address], [nbytes], [piece.offset + begin], [0], owner, locations),
         segments=segments,
         checksums=sums,
     ):
