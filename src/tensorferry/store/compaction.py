@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     Wanted: TypeAlias = Mapping[Piece, tuple[str, Sequence[int] | None]]
 
 _PAUSE_SECONDS = 0.25
-# With so much to give up a snapshot does not leave it to the thread.
-_HURRY_FROM_NBYTES, _HURRY_FROM_COUNT = 64 << 20, 64
+# With so many bytes to give up, or segments, a snapshot does not leave it to the thread.
+HURRY_FROM = 64 << 20, 64
 # To give up a segment that a snapshot has too frees nothing yet: this much must be free for the copies.
 _FREE_NBYTES = 64 << 20
 
@@ -54,14 +54,6 @@ def start(store: TensorStore) -> None:
         store._compactor = None
 
 
-def hurry(store: TensorStore) -> None:
-    """Compact now what the thread has not come to, where it is much."""
-    with store._lock:
-        much = store._room.sparse_segments(_HURRY_FROM_NBYTES, _HURRY_FROM_COUNT)
-    if much:
-        compact(store, COMPACT_TO_NBYTES, COMPACT_TO_COUNT)
-
-
 def compact(
     store: TensorStore,
     most_nbytes: int,
@@ -72,36 +64,37 @@ def compact(
 
     Where ``before`` is given, only those are that have as many bytes in use as it says.
     """
+    room = store._room
     with store._compacting:
         with store._lock:
             store._sweep()
-        store._room.reclaim()
+        room.reclaim()
         with store._lock:
             if before is None:  # what could not be done before is tried again
-                for segment in store._room.segments():
+                for segment in room.segments():
                     segment.stuck_at_nbytes = -1
-            found = store._room.sparse_segments(most_nbytes, most_count)
-            mapped = {piece.segment for one in list(store._mapped) for piece in one.pieces}
-            chosen = []
-            for segment in found:
-                if segment in mapped or (segment.sync_failed and not store._checksums):
-                    segment.stuck_at_nbytes = segment.used_nbytes
-                elif before is None or before.get(segment) == segment.used_nbytes:
-                    chosen.append(segment)
-            opened = [segment for segment in chosen if not segment.frozen]
-            store._room.empty(opened)
-        try:
-            wanted = _wanted(store, chosen, committed=True)
-            for segment in chosen:
+            found = room.sparse_segments(most_nbytes, most_count)
+        mapped = {piece.segment for one in list(store._mapped) for piece in one.pieces}
+        chosen = []
+        for segment in found:
+            if before is not None and before.get(segment) != segment.used_nbytes:
+                continue
+            if not segment.frozen:
+                room.retire([segment])  # its free space goes back at once
+            elif segment in mapped or (segment.sync_failed and not store._checksums):
+                segment.stuck_at_nbytes = segment.used_nbytes
+            else:
+                chosen.append(segment)
+        wanted = _wanted(store, chosen, committed=True) if chosen else {}
+        for segment in chosen:
+            used_nbytes = segment.used_nbytes
+            try:
+                _give_up(store, segment, wanted.pop(segment))
+            except StorageError:
                 if store._ending.is_set():
                     break
-                try:
-                    _give_up(store, segment, wanted.pop(segment))
-                except StorageError:
-                    segment.stuck_at_nbytes = segment.used_nbytes
-                store._room.reclaim()
-        finally:
-            store._room.fill([segment for segment in opened if segment.leaving])
+                segment.stuck_at_nbytes = used_nbytes
+            room.reclaim()
         return found
 
 
@@ -120,7 +113,7 @@ def _work(reference: weakref.ref[TensorStore], ending: threading.Event) -> None:
             return
         try:
             found = compact(store, COMPACT_TO_NBYTES, COMPACT_TO_COUNT, seen)
-        except ValueError:  # the store has been closed
+        except (ValueError, RuntimeError):  # the store has been closed, or the process leaves
             return
         with store._lock:
             seen = {one: one.used_nbytes for one in found if one.used_nbytes != one.stuck_at_nbytes}
@@ -135,7 +128,7 @@ def _wanted(
     store: TensorStore, segments: Sequence[Segment], *, committed: bool
 ) -> dict[Segment, dict[Piece, tuple[str, Sequence[int] | None]]]:
     """Return what names have in segments, and the last commit if that is asked for."""
-    found: dict[Segment, dict[Piece, tuple[str, Sequence[int] | None]]] = {}
+    found: dict[Segment, dict[Piece, tuple[str, Sequence[int] | None]]]
     found = {segment: {} for segment in segments}
     with store._lock:
         kept = [(name, last_kept(version)) for name, version in store._names.copy().items()]
@@ -155,7 +148,7 @@ def _wanted(
 def _give_up(store: TensorStore, segment: Segment, wanted: Wanted) -> None:
     """Move all that is wanted out of a segment, which is dropped then; StorageError, and it stays as it is."""
     directory = segment.directory
-    # What is not a name's or the commit's is a transfer's, and goes with it.
+    # What else it has is a transfer's, and goes with that.
     if sum(directory.rounded(piece.nbytes) for piece in wanted) != segment.used_nbytes:
         raise _cancelled()
     links = os.fstat(segment.file.descriptor).st_nlink - (segment.name is not None)

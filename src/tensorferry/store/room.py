@@ -19,14 +19,15 @@ from tensorferry.store.segments import Piece
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tensorferry.store.segments import Directory, Place, Segment
 
-# How much more than twice the bytes that are wanted a store may have on its drives before it is compacted, and how much
-# is left when it has been; and how many segments may hardly be worth their descriptors.
-COMPACT_FROM_NBYTES, COMPACT_TO_NBYTES = 48 << 20, 16 << 20
-COMPACT_FROM_COUNT, COMPACT_TO_COUNT = 32, 16
+# A store is compacted when it has so much more than twice the bytes that are wanted, each segment counted as a mebibyte
+# more, and then until that is so much, and so few segments are hardly worth their descriptors.
+_COMPACT_FROM_NBYTES = 48 << 20
+COMPACT_TO_NBYTES, COMPACT_TO_COUNT = 16 << 20, 16
+_COUNTED_AS_NBYTES = 1 << 20
 
 
 class Room:
@@ -43,7 +44,7 @@ class Room:
         self._freed: deque[weakref.ref[Piece]] = deque()
         self._taken: dict[weakref.ref[Piece], Place] = {}
         self._torn = False
-        self._compact_from = (COMPACT_FROM_NBYTES, COMPACT_FROM_COUNT)
+        self._compact_from_nbytes = _COMPACT_FROM_NBYTES
 
     def rounded(self, nbytes: int) -> int:
         """Return the space that so many bytes take, wherever they go."""
@@ -148,20 +149,21 @@ class Room:
             self.close_dropped()
             raise
         self._add(made)
-        holes: dict[Segment, list[tuple[int, int]]] = {}
-        with self._lock, self._change():
-            for segment in new:
-                holes[segment] = segment.directory.freeze(segment)
-        for segment, ranges in holes.items():
-            punched = segment.directory.punch(segment, ranges)
-            with self._lock, self._change():
-                segment.held_nbytes -= punched
-                segment.directory.held_nbytes -= punched
+        self.retire(new)
 
-    def retire(self, segment: Segment) -> None:
-        """Write nothing more to a segment; none takes its place."""
-        with self._lock, self._change():
-            segment.directory.freeze(segment)
+    def retire(self, segments: Sequence[Segment]) -> None:
+        """Write nothing more to segments; what is free in them goes back to the file system. The lock is not held."""
+        for segment in segments:
+            with self._lock, self._change():
+                holes = segment.directory.freeze(segment)
+            punched = 0
+            with contextlib.suppress(StorageError):  # a file system that cannot do that
+                for offset, nbytes in holes:
+                    segment.file.punch(offset, nbytes)
+                    punched += nbytes
+            with self._lock, self._change():
+                segment.directory.count_holes(segment, punched)
+        self.close_dropped()
 
     def close_dropped(self) -> None:
         """Close the files of which nothing is wanted. The lock is not held."""
@@ -173,67 +175,44 @@ class Room:
 
     def is_sparse(self) -> bool:
         """Return whether it is time to look for segments that may be given up."""
-        nbytes, count = self._excess_nbytes(), sum(len(one.segments) for one in self.directories)
-        most_nbytes, most_count = self._compact_from
-        # After an attempt that could not do all that it should, more has to come together before the next one.
-        self._compact_from = (
-            min(most_nbytes, max(COMPACT_FROM_NBYTES, nbytes + COMPACT_TO_NBYTES)),
-            min(most_count, max(COMPACT_FROM_COUNT, count + COMPACT_TO_COUNT)),
-        )
-        return nbytes > self._compact_from[0] or count > self._compact_from[1]
+        now = self._sparse_nbytes()
+        least = min(self._compact_from_nbytes, now + COMPACT_TO_NBYTES)
+        self._compact_from_nbytes = max(least, _COMPACT_FROM_NBYTES)
+        return now > self._compact_from_nbytes
 
     def compacted(self) -> None:
-        """Note that there is nothing more to be given up now."""
-        self._compact_from = (
-            max(COMPACT_FROM_NBYTES, self._excess_nbytes() + COMPACT_TO_NBYTES),
-            max(COMPACT_FROM_COUNT, len(list(self.segments())) + COMPACT_TO_COUNT),
-        )
+        """Note that all has been done that can be done: more has to come together before the next attempt."""
+        self._compact_from_nbytes = self._sparse_nbytes() + COMPACT_TO_NBYTES
 
     def sparse_segments(self, most_nbytes: int, most_count: int) -> list[Segment]:
-        """Return which segments are to be given up, the emptiest first: with those gone the limits are kept.
+        """Return which segments are to be given up, the emptiest first, so that the limits are kept. The lock is held.
 
-        The lock is held. Each has less than half of its bytes in use, so that what stays behind takes at most twice the
-        bytes that are wanted; or it is hardly worth its descriptor.
+        Each has less than half of its space in use, so that all that stay take at most twice the bytes that are
+        wanted; or it is hardly worth its descriptor.
         """
         segments = [
             one
             for one in self.segments()
             if (one.frozen or not one.promised) and one.used_nbytes != one.stuck_at_nbytes
         ]
+        excess = sum(one.held_nbytes - 2 * one.used_nbytes for one in self.directories)
         found = []
-        excess = self._excess_nbytes() - most_nbytes
         for segment in sorted(segments, key=lambda one: one.used_nbytes / one.held_nbytes):
-            if excess <= 0 or 2 * segment.used_nbytes >= segment.held_nbytes:
+            if excess <= most_nbytes or 2 * segment.used_nbytes >= segment.held_nbytes:
                 break
             found.append(segment)
             excess -= segment.held_nbytes - segment.used_nbytes
-        small = [
-            one
-            for one in segments
-            if one.frozen and one.used_nbytes < one.smallest_nbytes and one not in found
-        ]
+        small = [one for one in segments if one.is_small and one not in found]
         if len(small) > most_count:
             small.sort(key=lambda one: one.used_nbytes)
-            found += small[: len(small) - min(COMPACT_TO_COUNT, most_count)]
+            found += small[:-COMPACT_TO_COUNT]
         return found
 
-    def empty(self, segments: Collection[Segment]) -> None:
-        """Take nothing more of segments, which are to be copied out. The lock is held."""
-        with self._change():
-            for segment in segments:
-                segment.leaving = True
-                segment.directory.clear(segment)
-
-    def fill(self, segments: Collection[Segment]) -> None:
-        """Take of segments again, where they have not been emptied."""
-        with self._lock:
-            for segment in segments:
-                segment.leaving = False
-            self._torn = True  # what is free in them is found by rebuilding
-        self.reclaim()
-
-    def _excess_nbytes(self) -> int:
-        return sum(one.held_nbytes - 2 * one.used_nbytes for one in self.directories)
+    def _sparse_nbytes(self) -> int:
+        return sum(
+            one.held_nbytes - 2 * one.used_nbytes + len(one.segments) * _COUNTED_AS_NBYTES
+            for one in self.directories
+        )
 
     def segments(self) -> Iterator[Segment]:
         """Yield all segments."""

@@ -50,7 +50,6 @@ class Segment:
         "file",
         "frozen",
         "held_nbytes",
-        "leaving",
         "name",
         "nbytes",
         "number",
@@ -71,15 +70,14 @@ class Segment:
         self.used_nbytes = 0  # of it, what is wanted
         self.name = name  # None: it has none
         self.frozen = False  # nothing will be written to it any more
-        self.leaving = False  # nothing is written to it while it is copied out
         self.promised = False  # reserved by the user: not given back
         self.stuck_at_nbytes = -1  # with so much in it, it could not be copied out
         self.sync_failed = False  # some of it may never have reached the drive
 
     @property
-    def smallest_nbytes(self) -> int:
-        """With less than this in it, it is not worth its descriptor."""
-        return max(self.nbytes, self.directory.first_nbytes) // 4
+    def is_small(self) -> bool:
+        """Whether it is hardly worth its descriptor."""
+        return self.frozen and 4 * self.used_nbytes < max(self.nbytes, self.directory.first_nbytes)
 
 
 class Place(NamedTuple):
@@ -165,7 +163,7 @@ class Directory:
         segment, nbytes = place.segment, self.rounded(place.nbytes)
         segment.used_nbytes -= nbytes
         self.used_nbytes -= nbytes
-        if not (segment.frozen or segment.leaving):
+        if not segment.frozen:
             self._space.give(segment.number, place.offset, nbytes)
         elif segment.used_nbytes == 0:
             self.drop(segment)
@@ -182,7 +180,7 @@ class Directory:
             self.count(place)
             begins[place.segment].append(place)
         for segment, places in begins.items():
-            if segment.frozen or segment.leaving:
+            if segment.frozen:
                 if not places:
                     self.drop(segment)
                 continue
@@ -197,23 +195,16 @@ class Directory:
     def freeze(self, segment: Segment) -> list[tuple[int, int]]:
         """Write nothing more to a segment; return what was free in it: offset, bytes."""
         segment.frozen = True
-        return self.clear(segment)
-
-    def clear(self, segment: Segment) -> list[tuple[int, int]]:
-        """Take nothing more of a segment; return what was free in it: offset, bytes."""
         ranges = self._space.drop(segment.number)
         if segment.used_nbytes == 0:
             self.drop(segment)
         return ranges
 
-    def punch(self, segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
-        """Give ranges of a frozen segment back to the file system; return how many bytes. No lock is held."""
-        try:
-            for offset, nbytes in ranges:
-                segment.file.punch(offset, nbytes)
-        except (StorageError, ValueError):  # it cannot do that, or the store has been closed
-            return 0
-        return sum(nbytes for _, nbytes in ranges)
+    def count_holes(self, segment: Segment, nbytes: int) -> None:
+        """Know that so much of a segment has gone back to the file system."""
+        if segment.number in self.segments:  # else it has gone meanwhile
+            segment.held_nbytes -= nbytes
+            self.held_nbytes -= nbytes
 
     def drop(self, segment: Segment) -> None:
         """Let go of a file of which nothing is wanted; ``close_dropped`` closes it."""

@@ -42,6 +42,7 @@ class Partial:
         self._partial: list[Path] = []
         self._locks: list[_Lock] = []
         self._made_in: list[str] = []
+        self._copier: Copier | None = None
         for path in self._paths:
             if os.path.lexists(path):
                 raise StorageError(
@@ -106,11 +107,11 @@ class Partial:
         file = _core.open_file(path, False, True, True, True, False, "auto")
         file.truncate(segment.nbytes)
         target = Segment(segment.directory, -1, file, segment.nbytes, name)
-        copier = Copier(segment.nbytes)
+        self._copier = self._copier or Copier()
         for piece, sums in wanted:
             place = Place(target, piece.offset, piece.nbytes)
-            copier.copy(piece, sums, CHUNK_NBYTES, Piece(place))
-        copier.finish()
+            self._copier.copy(piece, sums, CHUNK_NBYTES, Piece(place))
+        self._copier.finish()
         file.sync()
         file.close()
 

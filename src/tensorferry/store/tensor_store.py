@@ -518,7 +518,7 @@ class TensorStore:
         if len(paths) not in (1, len(self._directories)):
             raise ValueError(f"path: {len(paths)} of them for {len(self._directories)} directories")
         # Each snapshot leaves segments to which nothing more is written: background work may not keep up with that.
-        compaction.hurry(self)
+        compaction.compact(self, *compaction.HURRY_FROM)
         with self._committing:
             contents = self._contents(record)
             if not self._checksums:  # else a copy shows whether anything was lost
@@ -612,9 +612,7 @@ class TensorStore:
     def _sync(self, segments: Sequence[Segment]) -> None:
         """Make segments durable. To those where that fails nothing more is written: their files fail for ever."""
         failure = make_durable(segments)
-        for segment in segments:
-            if segment.sync_failed:
-                self._room.retire(segment)
+        self._room.retire([segment for segment in segments if segment.sync_failed])
         if failure is not None:
             raise failure
 

@@ -57,7 +57,9 @@ class Transfer:
         self._store = store
         self._name = name
         self._memory: AnyMemory | None = memory
-        self._parts: list[tuple[Piece, _core.Request, _core.Checksums | None]] = []
+        # Without the pieces: the space of an old version comes back though somebody keeps its ticket.
+        self._parts: list[tuple[_core.Request, _core.Checksums | None]] = []
+        self._begins_at = ("", 0)
         self._ended = False
         self._error: StorageError | None = None
 
@@ -76,7 +78,7 @@ class Transfer:
 
     def cancel(self) -> None:
         """End it before its time."""
-        for _, request, _ in self._parts:
+        for request, _ in self._parts:
             request.cancel()
 
     def exception(self) -> StorageError | None:
@@ -89,14 +91,14 @@ class Transfer:
         self._pending_request().notify(queue, token)
 
     def _pending_request(self) -> futures.Request:
-        waited_for = (request for _, request, _ in self._parts if not request.done())
-        return next(waited_for, self._parts[-1][1])
+        waited_for = (request for request, _ in self._parts if not request.done())
+        return next(waited_for, self._parts[-1][0])
 
     def _look(self) -> bool:
         """Return whether all parts have ended; if so, and for the first time, draw the consequences."""
         if self._store._is_parents():
             return False  # the lock may be that of a thread that is not here
-        if not all(request.done() for _, request, _ in self._parts):
+        if not all(request.done() for request, _ in self._parts):
             return False
         with self._store._lock:
             if not self._ended:
@@ -124,6 +126,8 @@ class Transfer:
         pieces = version.pieces
         assert pieces is not None
         chunks = version.chunks
+        if pieces:
+            self._begins_at = (pieces[0].segment.file.path, pieces[0].offset)
         try:
             for at, (piece, memory) in enumerate(
                 zip(pieces, cut(self._memory, pieces), strict=True)
@@ -135,12 +139,12 @@ class Transfer:
                     # The memory is nobody's before the read has ended well: what arrives there can be compared there.
                     sums = _core.Checksums(version.chunk_nbytes, False, chunks[at], True)
                 request = _submit(piece, memory, sums, (owner, pieces), write, background)
-                self._parts.append((piece, request, sums))
+                self._parts.append((request, sums))
         except BaseException as error:
-            for _, request, _ in self._parts:
+            for request, _ in self._parts:
                 request.cancel()
             if isinstance(error, Exception):  # not for Ctrl-C: the arrays stay referenced
-                for _, request, _ in self._parts:
+                for request, _ in self._parts:
                     request.wait(None)
             raise
 
@@ -149,14 +153,13 @@ class Transfer:
         memory = self._memory
         if memory is None:  # a signal handler has seen the end meanwhile
             return self._error
-        failed = [error for _, request, _ in self._parts if (error := request.exception())]
+        failed = [error for request, _ in self._parts if (error := request.exception())]
         # Those that were cancelled after another's fault are no news.
         failed.sort(key=lambda error: error.errno == ECANCELED)
         if failed:
             return told(failed, f"{verb} tensor {self._name!r}")
         if moved(memory) and self._parts:
-            piece = self._parts[0][0]
-            error = memory_moved(piece.segment.file.path, piece.offset, memory[1])
+            error = memory_moved(*self._begins_at, memory[1])
             return told([error], f"{verb} tensor {self._name!r}")
         return None
 
@@ -186,7 +189,7 @@ class Write(Transfer):
         if self._error is None:
             if self._store._checksums:
                 version.chunks = [
-                    numbers("I", sums.chunks or []) for _, _, sums in self._parts if sums
+                    numbers("I", sums.chunks or []) for _, sums in self._parts if sums
                 ]
             version.previous = None
         else:
@@ -267,7 +270,7 @@ class Read(Transfer):
         return True
 
     def _start(self, version: Version) -> None:
-        for _, request, _ in self._parts:
+        for request, _ in self._parts:
             request.wait(None)  # of an attempt that Ctrl-C has ended
         self._parts.clear()
         try:
@@ -300,9 +303,12 @@ class Read(Transfer):
 
 
 class Copier:
-    """Copies pieces, verified, by way of two buffers: one is read into while the other is written from."""
+    """Copies pieces of at most so many bytes, verified.
 
-    def __init__(self, largest_nbytes: int, *, background: bool = False) -> None:
+    There are two buffers: one is read into while the other is written from.
+    """
+
+    def __init__(self, largest_nbytes: int = _COPIED_NBYTES, *, background: bool = False) -> None:
         self._background = background
         nbytes = min(largest_nbytes, _COPIED_NBYTES)
         self._buffers = [memoryview(locked_memory(nbytes)[0]) for _ in range(2)]
