@@ -205,7 +205,7 @@ class Room:
         small = [one for one in segments if one.is_small and one not in found]
         if len(small) > most_count:
             small.sort(key=lambda one: one.used_nbytes)
-            found += small[:-COMPACT_TO_COUNT]
+            found += small[: len(small) - min(most_count, COMPACT_TO_COUNT)]
         return found
 
     def _sparse_nbytes(self) -> int:
