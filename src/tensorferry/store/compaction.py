@@ -148,6 +148,8 @@ def _wanted(
 def _give_up(store: TensorStore, segment: Segment, wanted: Wanted) -> None:
     """Move all that is wanted out of a segment, which is dropped then; StorageError, and it stays as it is."""
     directory = segment.directory
+    if not wanted:  # it has gone, or will
+        return
     # What else it has is a transfer's, and goes with that.
     if sum(directory.rounded(piece.nbytes) for piece in wanted) != segment.used_nbytes:
         raise _cancelled()
