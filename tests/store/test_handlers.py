@@ -42,7 +42,9 @@ def work(store, path):
     store.delete("c")
     store.write("a", full(3, 30_000))
     store.commit(b"work")
-    compaction.compact(store, -(1 << 60), 0)  # what "b" has left of a segment of the snapshot's and the commit's
+    compaction.compact(
+        store, -(1 << 60), 0
+    )  # what "b" has left of a segment of the snapshot's and the commit's
     store.stats()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING
@@ -18,7 +19,6 @@ from tensorferry.errors import StorageError
 from tensorferry.store.segments import Piece
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tensorferry.store.segments import Directory, Place, Segment
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _COMPACT_FROM_NBYTES = 48 << 20
 COMPACT_TO_NBYTES, COMPACT_TO_COUNT = 16 << 20, 16
 _COUNTED_AS_NBYTES = 1 << 20
+_WAIT_SECONDS = 1.0
 
 
 class Room:
@@ -39,6 +40,7 @@ class Room:
         self.directories: list[Directory] = []
         self.closed = False
         self._lock = lock
+        self._grown = threading.Condition(lock)
         self._segment_nbytes = segment_nbytes
         self._sweep = sweep  # lets go of pieces of transfers that have ended
         self._freed: deque[weakref.ref[Piece]] = deque()
@@ -68,6 +70,10 @@ class Room:
         while True:
             with self._lock:
                 piece, full = self._find(nbytes, directories, failures)
+                if piece is None and full is None and len(failures) < len(directories):
+                    # Other threads make segments in all that are left; not for ever, since Ctrl-C may stop a notice.
+                    self._grown.wait(_WAIT_SECONDS)
+                    continue
             self.close_dropped()
             if piece is not None:
                 return piece
@@ -225,7 +231,7 @@ class Room:
         directories: Sequence[Directory],
         failures: Mapping[Directory, StorageError],
     ) -> tuple[Piece | None, Directory | None]:
-        """Return a piece, or the directory that is to grow first; neither where none can."""
+        """Return a piece, or the directory that is to grow first; neither where none can now."""
         if self.closed:
             raise ValueError("the store is closed")
         with self._change():
@@ -235,7 +241,6 @@ class Room:
             if not order[0].has_gap(nbytes):
                 self._sweep()
                 self._give_freed()
-            waits = None
             for directory in order:
                 place = directory.take(nbytes)
                 if place is not None:
@@ -245,8 +250,7 @@ class Room:
                 if not directory.is_growing:
                     return None, directory
                 # Another thread makes a segment there: perhaps slowly, while others have space.
-                waits = waits or directory
-            return None, waits
+            return None, None
 
     def _grow(self, directory: Directory, nbytes: int, ahead_nbytes: int) -> None:
         """Make a directory have a gap of so many bytes. The lock is not held."""
@@ -258,13 +262,15 @@ class Room:
             self._add([self._make(directory, nbytes, int(ahead_nbytes * share))])
 
     def _make(self, directory: Directory, needed_nbytes: int, ahead_nbytes: int) -> Segment:
-        with self._lock:
-            wanted = directory.wanted_nbytes(ahead_nbytes)
-            directory.is_growing = True
         try:
+            with self._lock:
+                wanted = directory.wanted_nbytes(ahead_nbytes)
+                directory.is_growing = True
             return directory.make(needed_nbytes, wanted)
         finally:
             directory.is_growing = False
+            with self._lock:
+                self._grown.notify_all()
 
     def _add(self, made: Sequence[Segment]) -> None:
         with self._lock:
