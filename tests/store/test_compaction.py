@@ -25,11 +25,10 @@ EVERYTHING = -(1 << 60), 0
 def used_nbytes(*directories):
     """Return what files that this process has open in directories have of the drive, as du counts it."""
     found = {}
-    for descriptor in os.listdir("/proc/self/fd"):
+    for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            if Path(path).parent in directories:
-                status = os.stat(f"/proc/self/fd/{descriptor}")
+            if descriptor.readlink().parent in directories:
+                status = descriptor.stat()
                 found[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(found.values()), len(found)
 
