@@ -186,6 +186,13 @@ void bind_files(nb::module_& module) {
           },
           "offset"_a, "nbytes"_a, "keep_size"_a = false)
       .def(
+          "punch",
+          [](const PyFile& file, uint64_t offset, uint64_t nbytes) {
+            const auto lease = lease_of(file);
+            raise_fault_of([&] { return file.core->punch(offset, nbytes); });
+          },
+          "offset"_a, "nbytes"_a)
+      .def(
           "reserve",
           [](const PyFile& file, const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& nbytes) {
             if (nbytes.size() != offsets.size()) throw nb::value_error("offsets and nbytes differ in length");

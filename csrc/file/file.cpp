@@ -532,6 +532,12 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool ke
   return std::nullopt;
 }
 
+std::optional<Fault> File::punch(uint64_t offset, uint64_t nbytes) {
+  const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+  if (fallocate_retrying(descriptor(), mode, offset, nbytes) == 0) return std::nullopt;
+  return fault("give space back", errno);
+}
+
 uint32_t File::write_granularity() const {
   struct statfs info;
   const uint32_t page = page_nbytes();

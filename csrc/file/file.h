@@ -126,6 +126,9 @@ class File : public std::enable_shared_from_this<File> {
   // How much the file system has left, for messages.
   std::string room() const;
 
+  // Gives the blocks of a range back to the file system; the size stays, and the range reads as zeros.
+  std::optional<Fault> punch(uint64_t offset, uint64_t nbytes);
+
   std::optional<Fault> truncate(uint64_t size);
   std::optional<Fault> end_at(uint64_t size);  // the same, without a change where that is its size
 

@@ -103,6 +103,7 @@ TEST_CASE("a closed file refuses everything, and closing it again does nothing")
   CHECK(file->size().fault().error_number == EBADF);
   CHECK(file->buffered_descriptor().fault().error_number == EBADF);
   CHECK(file->preallocate(0, 4096)->error_number == EBADF);
+  CHECK(file->punch(0, 4096)->error_number == EBADF);
   CHECK(file->truncate(0)->error_number == EBADF);
   CHECK(file->sync()->error_number == EBADF);
   CHECK_FALSE(file->directory());

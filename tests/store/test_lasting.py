@@ -205,10 +205,10 @@ def test_a_snapshot_without_space_for_what_it_freezes_leaves_nothing(tmp_path, s
     tensors = fill(store, 1)
     directory = store._directories[0]
 
-    def grow():
+    def make(*_):
         raise tensorferry.StorageError(errno.ENOSPC, "No space left on device", "somewhere")
 
-    monkeypatch.setattr(directory, "grow", grow)
+    monkeypatch.setattr(directory, "make", make)
     with pytest.raises(tensorferry.StorageError, match="No space"):
         store.snapshot(tmp_path / "snap")
     monkeypatch.undo()
