@@ -50,7 +50,7 @@ from tensorferry.store.segments import (
 from tensorferry.store.snapshots import Partial
 from tensorferry.store.tensors import TensorInfo, info_of, new_array
 from tensorferry.store.transfers import Read, Transfer, Version, Write, told
-from tensorferry.transfers import checked_path, direct_mode
+from tensorferry.transfers import direct_mode, kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -896,12 +896,12 @@ def _checked_directories(
     directories: Path | Sequence[Path], argument: str = "directories"
 ) -> list[str]:
     given = directories if isinstance(directories, (list, tuple)) else [directories]
-    paths = [checked_path(path, f"{argument}[{at}]") for at, path in enumerate(given)]
+    paths = [kept_path(path, f"{argument}[{at}]") for at, path in enumerate(given)]
     if not paths:
         raise ValueError(f"{argument}: one at least is needed, and this is an empty list")
     if len({os.path.realpath(path) for path in paths}) < len(paths):
         raise ValueError(f"{argument}: one comes twice among {paths!r}")
-    return [os.path.abspath(path) for path in paths]  # noqa: PTH100
+    return paths
 
 
 def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
