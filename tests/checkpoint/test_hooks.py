@@ -308,6 +308,56 @@ def test_a_file_system_of_ones_own_is_used_for_hugging_faces_format(
     assert names[0] == names[1]
 
 
+def with_urls(kind: Any, directory: pathlib.Path) -> Any:
+    """Return a class that is made as torch's fsspec classes are: it knows its paths only behind our constructor."""
+
+    class Mapped(filesystem.FileSystem):
+        def init_path(self, path: Any) -> Any:
+            return directory / str(path).removeprefix("mine://")
+
+    class Mine(kind):  # type: ignore[misc]
+        def __init__(self, path: str, **options: Any) -> None:
+            super().__init__(path, **options)
+            self.fs = Mapped()
+            self.path = self.fs.init_path(path)
+
+    return Mine
+
+
+@pytest.mark.filterwarnings("ignore:Mine changes", "ignore:os.fsync")
+@pytest.mark.parametrize("format_name", ["FileSystem", "HuggingFaceStorage"])
+def test_urls_are_what_a_file_system_of_ones_own_says(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, format_name: str
+) -> None:
+    monkeypatch.chdir(directory)
+    if f"{format_name}Writer" not in PAIRS:
+        pytest.skip("this torch has no Hugging Face storage")
+    kinds = PAIRS[f"{format_name}Writer"][0], PAIRS[f"{format_name}Reader"][0]
+    writer, reader = (with_urls(kind, directory) for kind in kinds)
+    state = {"a": torch.arange(1000.0)}
+    saving = writer("mine://one")
+    dcp.save(state, storage_writer=saving, no_dist=True)
+    dcp.save(state, storage_writer=saving, checkpoint_id="mine://two", no_dist=True)
+    loading = reader("mine://two")
+    assert_same(load_by(loading, state), state)
+    found = empty_like(state)
+    dcp.load(found, storage_reader=loading, checkpoint_id="mine://one", no_dist=True)
+    assert_same(found, state)
+    assert files_of(directory) == {"one", "two"}
+
+    class Plain(kinds[0]):  # type: ignore[misc, valid-type]
+        pass
+
+    class PlainReader(kinds[1]):  # type: ignore[misc, valid-type]
+        pass
+
+    with pytest.raises(dcp.api.CheckpointException, match="is a URL"):
+        dcp.save(state, storage_writer=Plain("mine://three"), no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match="is a URL"):
+        load_by(PlainReader("mine://one"), state)
+    assert files_of(directory) == {"one", "two"}
+
+
 @pytest.mark.filterwarnings("ignore:Mine changes")
 def test_slices_of_files_are_a_subclasss_own(directory: pathlib.Path) -> None:
     """A subclass that decodes what it reads: its numbers are loaded, not those of the file."""
