@@ -86,18 +86,24 @@ def first_folder(instance: Any, ours: type, path: _Path) -> _Path:
     except ValueError:
         if type(instance) is ours:
             raise
+        instance._url = path
         return path
 
 
 def folder(instance: Any, path: _Path) -> _Path:
     """Return the absolute path of another folder, or what a subclass's own file system understands."""
-    return path if has_own_files(instance) else Path(kept_path(path, "checkpoint_id"))
+    if has_own_files(instance):
+        return path
+    kept = Path(kept_path(path, "checkpoint_id"))
+    vars(instance).pop("_url", None)
+    return kept
 
 
 def check_folder(instance: Any) -> None:
     """Refuse a URL where no subclass has set a file system that understands it."""
-    if not has_own_files(instance):
-        checked_path(instance.path)
+    url = vars(instance).get("_url")
+    if url is not None and not has_own_files(instance):
+        checked_path(url)
 
 
 def tell(instance: Any, names: frozenset[str], consequence: str) -> None:
