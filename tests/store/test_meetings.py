@@ -223,17 +223,27 @@ def others_go_on(directory, call, temporary):
         for thread in threads:
             thread.start()
         calls.await_held()
-        for at in range(20):
-            store.write(f"new{at}", full(at, SEGMENT)).result()
-            assert (store.read(f"new{at}").result() == at).all()
-            assert (store.read(f"old{at % 8}").result() == at % 8).all()
-        store.delete("new0")
-        if not temporary:
-            store.commit()
-        assert len(store) >= 8 + 19
-        assert store.stats()["directories"][0]["used_nbytes"] >= 19 * SEGMENT
-        assert calls.held() >= 1
-        calls.release()
+
+        def go_on():
+            for at in range(20):
+                store.write(f"new{at}", full(at, SEGMENT)).result()
+                assert (store.read(f"new{at}").result() == at).all()
+                assert (store.read(f"old{at % 8}").result() == at % 8).all()
+            store.delete("new0")
+            if not temporary:
+                store.commit()
+            assert len(store) >= 8 + 19
+            assert store.stats()["directories"][0]["used_nbytes"] >= 19 * SEGMENT
+            gone_on.append(calls.held())
+
+        gone_on = []
+        going = threading.Thread(target=go_on)
+        going.start()
+        going.join(60)
+        calls.clear()
+        going.join()
+        assert gone_on
+        assert gone_on[0] >= 1
         for thread in threads:
             thread.join()
         for name in names:

@@ -518,8 +518,6 @@ class TensorStore:
         paths = _checked_directories(path, "path")
         if len(paths) not in (1, len(self._directories)):
             raise ValueError(f"path: {len(paths)} of them for {len(self._directories)} directories")
-        # Each snapshot leaves segments to which nothing more is written: background work may not keep up with that.
-        compaction.compact(self, *compaction.HURRY_FROM)
         with self._committing:
             contents = self._contents(record)
             if not self._checksums:  # else a copy shows whether anything was lost
@@ -543,6 +541,8 @@ class TensorStore:
                 partial.remove()
                 raise
         del contents
+        # Each snapshot leaves segments to which nothing more is written: the thread may not keep up with that.
+        compaction.compact(self, *compaction.HURRY_FROM)
         self._compact_soon()
 
     def commit(self, record: bytes = b"", sync: bool = False) -> None:
