@@ -8,7 +8,7 @@ VENV ?= .venv
 DEEPSPEED ?= 0.19.8
 DEEPSPEED_OLD ?= 0.18.2
 # Libraries on torch whose optimizers, hooks, models and trainers are tested with ours.
-LIBRARIES ?= accelerate diffusers lightning lion-pytorch pytorch-lightning pytorch-optimizer torchmetrics transformers
+LIBRARIES ?= accelerate diffusers lightning lion-pytorch peft pytorch-lightning pytorch-optimizer torchmetrics transformers
 # For `make test-gpu`: an interpreter that has tensorferry, torch for CUDA and what tests need; empty: that of VENV.
 GPU_PYTHON ?=
 # Interpreters `make wheel` builds for; empty: every one found on PATH.

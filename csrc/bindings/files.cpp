@@ -22,19 +22,17 @@ std::string path_of(nb::handle path) {
 }
 
 PyFile open_file(nb::str path, bool read, bool write, bool create, bool exclusive, bool truncate,
-                 const std::string& direct, bool replaced) {
+                 const std::string& direct, bool replaced, bool for_request) {
   const std::string name = path_of(path);
-  const OpenOptions options{read, write, create, exclusive, truncate, replaced, direct_mode_of(direct)};
-  auto file = [&] {
-    WithoutGil release;
-    return File::open(name, options);
-  }();
+  const OpenOptions options{read, write, create, exclusive, truncate, replaced, for_request, direct_mode_of(direct)};
+  auto file = interruptibly("this file", [&] { return File::open(name, options); });
   if (!file) raise(file.fault());
   return PyFile{*file};
 }
 
-PyFile file_from_descriptor(int descriptor, bool write, const std::string& direct) {
-  auto file = File::from_descriptor(descriptor, write, direct_mode_of(direct));
+PyFile file_from_descriptor(int descriptor, bool write, const std::string& direct, bool for_request) {
+  const DirectMode mode = direct_mode_of(direct);
+  auto file = interruptibly("this file", [&] { return File::from_descriptor(descriptor, write, mode, for_request); });
   if (!file) raise(file.fault());
   return PyFile{*file};
 }
@@ -147,9 +145,10 @@ File::Lease lease_of(const PyFile& file) {
 void bind_files(nb::module_& module) {
   nb::class_<PyFile>(module, "File")
       .def_prop_ro("path", path_object, nb::sig("def path(self) -> str"))
-      .def_prop_ro("device", [](const PyFile& file) { return file.core->identity().first; })
-      .def_prop_ro("inode", [](const PyFile& file) { return file.core->identity().second; })
+      .def_prop_ro("device", [](const PyFile& file) { return file.core->file_system(); })
+      .def_prop_ro("identity", [](const PyFile& file) { return file.core->identity(); })
       .def_prop_ro("direct", [](const PyFile& file) { return file.core->direct(); })
+      .def_prop_ro("regular", [](const PyFile& file) { return file.core->regular(); })
       .def_prop_ro("readable", [](const PyFile& file) { return file.core->readable(); })
       .def_prop_ro("writable", [](const PyFile& file) { return file.core->writable(); })
       .def_prop_ro("memory_alignment", [](const PyFile& file) { return file.core->alignment().memory; })
@@ -162,7 +161,7 @@ void bind_files(nb::module_& module) {
       .def("size",
            [](const PyFile& file) {
              const auto lease = lease_of(file);
-             auto size = file.core->size();
+             const auto size = interruptibly("this file", [&] { return file.core->size(); });
              if (!size) raise(size.fault());
              return *size;
            })
@@ -187,6 +186,13 @@ void bind_files(nb::module_& module) {
           },
           "offset"_a, "nbytes"_a, "keep_size"_a = false)
       .def(
+          "punch",
+          [](const PyFile& file, uint64_t offset, uint64_t nbytes) {
+            const auto lease = lease_of(file);
+            raise_fault_of([&] { return file.core->punch(offset, nbytes); });
+          },
+          "offset"_a, "nbytes"_a)
+      .def(
           "reserve",
           [](const PyFile& file, const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& nbytes) {
             if (nbytes.size() != offsets.size()) throw nb::value_error("offsets and nbytes differ in length");
@@ -205,11 +211,16 @@ void bind_files(nb::module_& module) {
   nb::class_<PyMapping>(module, "Mapping").def("bytes", &mapped_bytes, "begin"_a, "nbytes"_a, "alone"_a = false);
 
   module.def("open_file", &open_file, "path"_a, "read"_a, "write"_a, "create"_a, "exclusive"_a, "truncate"_a,
-             "direct"_a, "replaced"_a = false);
-  module.def("file_from_descriptor", &file_from_descriptor, "descriptor"_a, "write"_a, "direct"_a);
+             "direct"_a, "replaced"_a = false, "for_request"_a = false);
+  module.def("file_from_descriptor", &file_from_descriptor, "descriptor"_a, "write"_a, "direct"_a,
+             "for_request"_a = false);
   module.def("map_ranges", &map_ranges, "files"_a, "offsets"_a, "nbytes"_a, "owner"_a.none());
   module.def("map_pieces", &map_pieces, "files"_a, "offsets"_a, "nbytes"_a);
   module.def("open_descriptors", &File::open_descriptors);
+  module.def("files_of_requests", [] {
+    const auto [open, given_back] = File::of_requests();
+    return std::pair(open, given_back);
+  });
 }
 
 }  // namespace tensorferry

@@ -2,6 +2,7 @@
 
 #include <nanobind/ndarray.h>
 
+#include "base/limits.h"
 #include "bindings/python.h"
 #include "device/cufile.h"
 #include "device/gpu.h"
@@ -25,7 +26,8 @@ std::pair<nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu>, boo
     return made;
   }();
   if (!allocation) {
-    PyErr_Format(PyExc_MemoryError, "cannot allocate %zu bytes", nbytes);
+    const std::string why = why_no_memory(nbytes);
+    PyErr_Format(PyExc_MemoryError, "cannot allocate %zu bytes%s%s", nbytes, why.empty() ? "" : "; ", why.c_str());
     throw nb::python_error();
   }
   const bool locked = allocation->locked();

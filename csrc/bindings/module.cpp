@@ -3,7 +3,11 @@
 #include <Python.h>
 #include <nanobind/nanobind.h>
 
+#include <cassert>
+#include <iterator>
+
 #include "base/after_fork.h"
+#include "base/limits.h"
 #include "bindings/collect.h"
 #include "bindings/files.h"
 #include "bindings/memory.h"
@@ -35,6 +39,9 @@ uint32_t crc32_of(nb::handle exporter, uint32_t crc) {
 }  // namespace
 }  // namespace tensorferry
 
+// nanobind keeps what it knows of types in one place, which a second interpreter's import would take from the first. So
+// its own initialization has another name here, and each import, whichever interpreter runs it, asks first whose it is.
+#define PyInit__core PyInit_core_of_main_interpreter
 NB_MODULE(_core, module) {
   using namespace tensorferry;
   module.doc() = "The native core of tensorferry: see csrc/. Use the package's public names instead.";
@@ -50,4 +57,36 @@ NB_MODULE(_core, module) {
   module.def("crc32", &crc32_of, "buffer"_a, "crc"_a = 0);
   module.def("crc32_combine", &crc32_combine, "crc"_a, "next_crc"_a, "nbytes"_a);
   module.def("fork_generation", &fork_generation);
+  module.def("why_no_thread", &why_no_thread);
+}
+
+#undef PyInit__core
+
+namespace tensorferry {
+namespace {
+
+int refuse_other_interpreters(PyObject*) {
+  if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0) return 0;
+  PyErr_SetString(PyExc_ImportError,
+                  "tensorferry works in the main interpreter only, and this is a sub-interpreter; remedy: use it from "
+                  "the main interpreter, or from a process of its own");
+  return -1;
+}
+
+}  // namespace
+}  // namespace tensorferry
+
+extern "C" NB_EXPORT PyObject* PyInit__core() {
+  static PyModuleDef_Slot slots[8] = {};
+  PyObject* const found = PyInit_core_of_main_interpreter();
+  if (found == nullptr || slots[0].slot != 0) return found;
+  auto* const definition = reinterpret_cast<PyModuleDef*>(found);
+  slots[0] = {Py_mod_exec, reinterpret_cast<void*>(&tensorferry::refuse_other_interpreters)};
+  size_t count = 1;
+  for (const PyModuleDef_Slot* slot = definition->m_slots; slot->slot != 0; ++slot) {
+    assert(count + 1 < std::size(slots));
+    slots[count++] = *slot;
+  }
+  definition->m_slots = slots;
+  return found;
 }

@@ -26,8 +26,9 @@ void raise_forked(const char* what) {
   throw nb::python_error();
 }
 
-void check_signals() {
+void check_signals(uint64_t generation, const char* what) {
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  if (fork_generation() != generation) raise_forked(what);
 }
 
 }  // namespace tensorferry

@@ -9,6 +9,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <errno.h>
+
 #include <algorithm>
 #include <chrono>
 #include <optional>
@@ -16,6 +18,7 @@
 
 #include "base/after_fork.h"
 #include "base/fault.h"
+#include "base/interruption.h"
 #include "bindings/without_gil.h"
 
 namespace tensorferry {
@@ -34,17 +37,36 @@ nb::object exception_of(const Fault& fault);
 [[noreturn]] void raise_unavailable(const std::string& reason);
 [[noreturn]] void raise_forked(const char* what);
 
-// Raises what a signal handler has raised.
-void check_signals();
+// Raises what a signal handler has raised; in a child that a handler has forked, that `what` is the parent's.
+void check_signals(uint64_t generation, const char* what);
 
-// Runs without the GIL what waits for the drive, and raises the fault it returns.
+inline bool is_interrupted(const std::optional<Fault>& fault) { return fault && fault->error_number == EINTR; }
+template <typename T>
+bool is_interrupted(const Result<T>& result) {
+  return !result && result.fault().error_number == EINTR;
+}
+inline bool is_interrupted(bool over) { return !over; }
+
+// Runs without the GIL what waits for the drive. Where a signal interrupts it (EINTR, or false), handlers are called;
+// if they raise nothing, it is run again.
+template <typename Action>
+auto interruptibly(const char* what, Action action) {
+  const uint64_t generation = fork_generation();
+  for (uint32_t attempt = 1;; ++attempt) {
+    auto found = [&] {
+      WithoutGil release;
+      const InterruptionsReturned returned(attempt < max_interruptions);
+      return action();
+    }();
+    if (!is_interrupted(found) || attempt >= max_interruptions) return found;
+    check_signals(generation, what);
+  }
+}
+
+// The same, and raises the fault it returns.
 template <typename Action>
 void raise_fault_of(Action action) {
-  const std::optional<Fault> fault = [&] {
-    WithoutGil release;
-    return action();
-  }();
-  if (fault) raise(*fault);
+  if (const std::optional<Fault> fault = interruptibly("this file", action)) raise(*fault);
 }
 
 // Calls `step(milliseconds)` without the GIL until it returns true or time is over; returns whether it did.
@@ -69,8 +91,7 @@ bool wait_interruptibly(std::optional<double> timeout_seconds, Step step) {
       over = step(slice);
     }
     if (over) return true;
-    check_signals();
-    if (fork_generation() != generation) raise_forked("this transfer");  // a handler's child
+    check_signals(generation, "this transfer");
     if (!forever && clock::now() >= deadline) return false;
   }
 }

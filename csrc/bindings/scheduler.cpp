@@ -2,6 +2,8 @@
 
 #include <errno.h>
 
+#include <algorithm>
+
 #include "device/driver.h"
 #include "engine/engine.h"
 #include "transfer/completion_queue.h"
@@ -9,6 +11,8 @@
 
 namespace tensorferry {
 namespace {
+
+double seconds(milliseconds time) { return std::chrono::duration<double>(time).count(); }
 
 // Read with the items before and behind it, where these are moved as one: a drive takes longer for another request.
 constexpr uint64_t max_joined_gap_nbytes = uint64_t{16} << 10;
@@ -102,7 +106,7 @@ nb::list PyScheduler::submit(PyRequest& request, const std::vector<PyFile>& file
     admitted.handed_over(transfers.size());
     if (checksums) checksums->begun = true;
   }
-  if (transfers.size() == 1 && transfers.front()->from_page_cache()) request.cached = transfers.front();
+  if (transfers.size() == 1 && transfers.front()->is_shared()) request.cached = transfers.front();
   {
     WithoutGil release;
     std::vector<std::shared_ptr<File>> ended;
@@ -129,33 +133,35 @@ std::optional<PyRequest> PyScheduler::run(const PyFile& file, uintptr_t address,
   std::vector<File::Lease> leases;
   leases.push_back(lease_of(file));
   Admitted admitted(*this, 1);
+  const std::optional<Locations> locations = location ? std::optional(Locations{location}) : std::nullopt;
   std::vector<std::shared_ptr<Transfer>> transfers;
-  std::optional<Fault> fault;
+  Scheduler::Inline taken;
   bool inlined = false;
-  {
-    WithoutGil release;
-    const std::optional<Locations> locations = location ? std::optional(Locations{location}) : std::nullopt;
+  bool over = false;
+  const auto fault = interruptibly("this transfer", [&] {
     std::vector<std::pair<size_t, Fault>> refused;
-    fault = create_transfers({file}, leases, {address}, {nbytes}, {offset}, {0}, locations, segments, checksums,
-                             request.core, transfers, refused);
-    if (!refused.empty()) fault = std::move(refused.front().second);
-    inlined = !fault && core_->try_inline(transfers.front());
-    if (inlined) {
-      admitted.handed_over(1);
-      request.core->settle();
-    }
-  }
+    auto found = create_transfers({file}, leases, {address}, {nbytes}, {offset}, {0}, locations, segments, checksums,
+                                  request.core, transfers, refused);
+    if (!refused.empty()) found = std::move(refused.front().second);
+    inlined = !found && core_->try_inline(transfers.front(), taken);
+    over = inlined && core_->go_on(taken) && request.core->settle();
+    return found;
+  });
   if (fault) refuse(*fault);
   if (checksums) checksums->begun = true;
-  if (inlined && request.core->done() && request.core->faults().empty()) return std::nullopt;
+  if (inlined) {
+    admitted.handed_over(1);
+    if (!over) end_interrupted(request, taken);
+    if (request.core->done() && request.core->faults().empty()) return std::nullopt;
+  }
   if (!request.core->done()) {
     owners_->keep(request.core->id(), std::move(owner));
     if (!inlined) {
       admitted.handed_over(1);
+      if (transfers.front()->is_shared()) request.cached = transfers.front();
       WithoutGil release;
       core_->submit(request.core, transfers, {file.core});
       request.core->seal();
-      core_->share(transfers.front());
     }
     transfers.clear();  // what they keep ends with the request
     try {
@@ -166,6 +172,26 @@ std::optional<PyRequest> PyScheduler::run(const PyFile& file, uintptr_t address,
     }
   }
   return request;
+}
+
+// A signal came while this thread moved what it had taken on. Its handlers end that by what they raise.
+void PyScheduler::end_interrupted(const PyRequest& request, Scheduler::Inline& taken) {
+  const auto go_on = [&] { return core_->go_on(taken) && request.core->settle(); };
+  try {
+    check_signals(request.core->fork_generation(), "this transfer");
+    (void)interruptibly("this transfer", go_on);
+  } catch (...) {
+    if (request.core->fork_generation() != fork_generation()) {
+      new Scheduler::Inline(std::move(taken));  // what it would give back is the parent's
+      throw;
+    }
+    request.core->cancel();
+    WithoutGil release;
+    const InterruptionsReturned returned;
+    while (!go_on()) {
+    }
+    throw;
+  }
 }
 
 bool PyScheduler::run_plain(const PyFile& file, nb::handle array, nb::handle offset, bool write, bool sync,
@@ -193,14 +219,54 @@ bool PyScheduler::wait_for_progress(double timeout_seconds) {
   return wait_interruptibly(timeout_seconds, [&](milliseconds slice) { return core_->wait_for_progress(slice); });
 }
 
-bool PyScheduler::close(double patience_seconds, bool interruptible) {
-  if (!core_->belongs_to_this_process()) return true;
-  closed_ = true;
-  if (interruptible && !wait_until_idle(patience_seconds)) patience_seconds = 0;
+std::vector<bool> PyScheduler::close_together(const std::vector<PyScheduler*>& schedulers, double patience_seconds,
+                                              bool interruptible) {
+  struct Closing {
+    Scheduler& core;
+    uint64_t seen;
+    double left_seconds;
+  };
+  std::vector<Closing> closing;
+  for (PyScheduler* scheduler : schedulers) {
+    if (!scheduler->core_->belongs_to_this_process()) continue;
+    scheduler->closed_ = true;
+    scheduler->core_->refuse();
+    closing.push_back({*scheduler->core_, scheduler->core_->progress(), patience_seconds});
+  }
+  // Steps are counted: a stopped process must not lose its patience.
+  const auto step = [&](milliseconds slice) {
+    const auto is_hung = [](const Closing& one) { return one.left_seconds <= 0; };
+    const auto is_over = [&](const Closing& one) { return is_hung(one) || one.core.wait_until_idle(milliseconds(0)); };
+    const auto first = std::find_if_not(closing.begin(), closing.end(), is_over);
+    if (first == closing.end()) return true;
+    if (first->core.wait_until_idle(slice)) return false;
+    for (Closing& one : closing) {
+      const uint64_t now = one.core.progress();
+      const bool moved = std::exchange(one.seen, now) != now;
+      if (!is_hung(one)) one.left_seconds = moved ? patience_seconds : one.left_seconds - seconds(slice);
+    }
+    return false;
+  };
+  if (interruptible) {
+    (void)wait_interruptibly(std::nullopt, step);
+  } else {
+    WithoutGil release;
+    while (!step(signal_interval)) {
+    }
+  }
+  std::vector<bool> ended;
+  for (PyScheduler* scheduler : schedulers) {
+    ended.push_back(!scheduler->core_->belongs_to_this_process() || scheduler->end());
+  }
+  return ended;
+}
+
+// What is still outstanding hangs, and is left behind.
+bool PyScheduler::end() {
   bool ended;
   {
     WithoutGil release;
-    ended = core_->close(milliseconds(static_cast<int64_t>(patience_seconds * 1000)));
+    ended = core_->close(milliseconds(0));
   }
   reap();
   if (!ended && !left_behind_.exchange(true)) new std::shared_ptr<Owners>(owners_);
@@ -239,20 +305,6 @@ nb::dict PyScheduler::stats() const {
   return result;
 }
 
-bool PyScheduler::wait_until_idle(double patience_seconds) {
-  core_->refuse();
-  uint64_t seen = core_->progress();
-  double left = patience_seconds;
-  bool idle = false;
-  (void)wait_interruptibly(std::nullopt, [&](milliseconds slice) {
-    idle = core_->wait_until_idle(slice);
-    const uint64_t now = core_->progress();
-    left = std::exchange(seen, now) == now ? left - std::chrono::duration<double>(slice).count() : patience_seconds;
-    return idle || left <= 0;
-  });
-  return idle;
-}
-
 std::optional<Fault> PyScheduler::create_transfers(
     const std::vector<PyFile>& files, std::vector<File::Lease>& leases, const std::vector<uintptr_t>& addresses,
     const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets, const std::vector<size_t>& positions,
@@ -263,6 +315,9 @@ std::optional<Fault> PyScheduler::create_transfers(
   transfers.reserve(files.size());
   std::map<const File*, Fault> full;
   if (write) full = reserve_all(files, nbytes, offsets);
+  for (const auto& [file, fault] : full) {
+    if (fault.error_number == EINTR) return fault;
+  }
   const File* seen = nullptr;
   std::optional<File::Snapshot> snapshot;
   Gates gates;
@@ -318,7 +373,9 @@ std::optional<Fault> PyScheduler::create_transfers(
       continue;
     }
     const Fault& fault = transfer.fault();
-    if (fault.error_number == EMFILE || fault.error_number == ENFILE || fault.error_number == ENODEV) return fault;
+    for (const int of_all : {EMFILE, ENFILE, ENODEV, EINTR}) {
+      if (fault.error_number == of_all) return fault;
+    }
     request->refuse(file);
     refused.emplace_back(positions[index], fault);
   }
@@ -491,6 +548,16 @@ void bind_schedulers(nb::module_& module) {
       .def("close", &PyScheduler::close, "patience_seconds"_a = PyScheduler::close_patience_seconds,
            "interruptible"_a = false);
 
+  module.def(
+      "close_together",
+      [](const nb::list& schedulers, double patience_seconds, bool interruptible) {
+        std::vector<PyScheduler*> all;
+        for (nb::handle scheduler : schedulers) all.push_back(nb::cast<PyScheduler*>(scheduler));
+        return PyScheduler::close_together(all, patience_seconds, interruptible);
+      },
+      "schedulers"_a, "patience_seconds"_a, "interruptible"_a = false,
+      nb::sig("def close_together(schedulers: list[Scheduler], patience_seconds: float, interruptible: bool = False) "
+              "-> list[bool]"));
   module.def("probe_engines", &probe_engines);
   module.def("engine_names", [] {
     std::vector<std::string> names;

@@ -14,11 +14,13 @@ using FieldTuple = std::tuple<std::string, uint64_t, uint64_t, uint64_t, uint64_
 class PyStream {
  public:
   PyStream(PyScheduler& scheduler, const PyFile& file, const StreamOptions& options)
-      : scheduler_(scheduler.core_), core_(std::make_shared<Stream>(scheduler.core_, file.core, options)) {
+      : scheduler_(scheduler.core_),
+        core_(std::make_shared<Stream>(scheduler.core_, file.core, options)),
+        left_(scheduler.owners_) {
     scheduler.check_usable();
     (void)lease_of(file);
     // For ragged ends. Now, where a descriptor limit can still be waited out.
-    auto descriptor = file.core->buffered_descriptor();
+    auto descriptor = interruptibly("this stream", [&] { return file.core->buffered_descriptor(); });
     if (!descriptor) raise(descriptor.fault());
   }
 
@@ -110,10 +112,13 @@ class PyStream {
     return copied;
   }
 
-  // Nothing is copied any more, and nothing that was given is needed.
-  void abort() {
+  // Nothing is copied any more, and nothing that was given is needed. False if that is not so after so long: then it is
+  // kept until it is.
+  bool abort(double patience_seconds) {
     check_process();
+    const bool over = wait_interruptibly(patience_seconds, [&](milliseconds slice) { return core_->abort(slice); });
     let_go();
+    return over;
   }
 
   nb::object exception() const {
@@ -126,15 +131,17 @@ class PyStream {
     for (const auto& owner : owners_) Py_VISIT(owner.segments.ptr());
     return 0;
   }
+  // Waits for nobody: the collector calls it.
   void let_go() {
-    if (core_->fork_generation() == fork_generation()) {
-      WithoutGil release;
-      core_->abort();
-    } else {
-      new std::shared_ptr<Stream>(core_);  // whose state a thread of the parent may have held
-    }
     std::deque<Owner> dropped;  // a destructor may call back
     dropped.swap(owners_);
+    if (core_->fork_generation() != fork_generation()) {
+      new std::shared_ptr<Stream>(core_);  // whose state a thread of the parent may have held
+    } else if (!core_->abort(milliseconds(0)) && !dropped.empty()) {
+      const uint64_t id = scheduler_->next_request_id();
+      for (auto& owner : dropped) left_->keep(id, std::move(owner.segments));
+      core_->tell_when_aborted(id);
+    }
   }
 
   const Stream& core() const { return *core_; }
@@ -154,6 +161,7 @@ class PyStream {
 
   std::shared_ptr<Scheduler> scheduler_;
   std::shared_ptr<Stream> core_;
+  const std::shared_ptr<Owners> left_;  // what is being copied while nobody waits for it
   std::deque<Owner> owners_;
 };
 
@@ -191,7 +199,7 @@ void bind_streams(nb::module_& module) {
       .def("wait_for_copies", &PyStream::wait_for_copies, "scheduler"_a, "uncopied_nbytes"_a)
       .def("wait", &PyStream::wait, "timeout_seconds"_a.none())
       .def("take_copied", &PyStream::take_copied, nb::sig("def take_copied(self) -> list[Segments]"))
-      .def("abort", &PyStream::abort)
+      .def("abort", &PyStream::abort, "patience_seconds"_a)
       .def("exception", &PyStream::exception, nb::sig("def exception(self) -> tensorferry.errors.StorageError | None"))
       .def_prop_ro("nbytes", [](const PyStream& stream) { return stream.core().nbytes(); })
       .def_prop_ro("segment_count", [](const PyStream& stream) { return stream.core().segment_count(); })

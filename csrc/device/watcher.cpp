@@ -10,6 +10,8 @@
 #include <chrono>
 #include <system_error>
 
+#include "base/limits.h"
+
 namespace tensorferry::cuda {
 namespace {
 
@@ -30,7 +32,7 @@ Result<std::unique_ptr<Watcher>> Watcher::create() {
   } catch (const std::system_error& error) {
     return Fault{.error_number = EAGAIN,
                  .operation = "starting a thread",
-                 .hint = std::string(error.what()) + "; remedy: raise the limit of processes (ulimit -u)"};
+                 .hint = std::string(error.what()) + "; " + why_no_thread()};
   }
   return watcher;
 }

@@ -17,6 +17,7 @@
 #include <optional>
 
 #include "base/event.h"
+#include "base/limits.h"
 #include "engine/engine.h"
 
 namespace tensorferry {
@@ -57,7 +58,11 @@ std::string refusal(const char* call, int error_number) {
     }
     return reason + "likely cause: a seccomp profile (Docker's default one blocks io_uring); " + remedy;
   }
-  if (error_number == ENOMEM) return reason + "likely cause: RLIMIT_MEMLOCK; remedy: ulimit -l unlimited";
+  if (error_number == ENOMEM) {
+    const std::string address_space = why_no_memory();
+    return reason +
+           (address_space.empty() ? "likely cause: RLIMIT_MEMLOCK; remedy: ulimit -l unlimited" : address_space);
+  }
   if (error_number == EMFILE || error_number == ENFILE)
     return reason + "remedy: raise the descriptor limit (ulimit -n)";
   return reason + "likely cause: a kernel that lacks a feature of io_uring";

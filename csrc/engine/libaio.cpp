@@ -14,6 +14,7 @@
 #include <array>
 
 #include "base/event.h"
+#include "base/limits.h"
 #include "engine/engine.h"
 
 namespace tensorferry {
@@ -34,6 +35,13 @@ std::string refusal(const char* call, long error_number) {
     case EPERM:
     case EACCES:
       return reason + "likely cause: a seccomp profile; remedy: allow io_setup, io_submit, io_getevents and io_destroy";
+    case EMFILE:
+    case ENFILE: return reason + "remedy: raise the descriptor limit (ulimit -n)";
+    case ENOMEM: {
+      const std::string address_space = why_no_memory();
+      return reason + (address_space.empty() ? "likely cause: the system, or the container, has no memory for it"
+                                             : address_space);
+    }
     default: return reason + "likely cause: a kernel before 4.18";
   }
 }

@@ -48,12 +48,11 @@ class ThreadsEngine final : public Engine {
 
   void reap(std::vector<Block*>& completed, bool wait) override {
     std::unique_lock lock(mutex_);
-    if (wait) news_.wait(lock, [&] { return !done_.empty() || woken_; });
+    if (wait) news_.wait(lock, [&] { return !done_.empty() || woken_ || must_lend(); });
     woken_ = false;
     completed.insert(completed.end(), done_.begin(), done_.end());
     done_.clear();
-    // No thread could be had (a process limit): the worker lends its own.
-    if (threads_.empty() && !waiting_.empty()) {
+    if (must_lend()) {
       Block* block = waiting_.front();
       waiting_.pop_front();
       lock.unlock();
@@ -71,6 +70,9 @@ class ThreadsEngine final : public Engine {
   }
 
  private:
+  // No thread could be had (a limit of processes): the worker lends its own to one block after the other.
+  bool must_lend() const { return threads_.empty() && !waiting_.empty(); }
+
   void start_thread() {
     try {
       threads_.emplace_back([this] {
@@ -80,7 +82,6 @@ class ThreadsEngine final : public Engine {
       ++idle_;
     } catch (const std::system_error&) {
       // EAGAIN: the process may not have more threads. Those that run, or the worker itself, will serve.
-      if (threads_.empty()) woken_ = true;
     }
   }
 

@@ -4,7 +4,10 @@
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <linux/magic.h>
+#include <stdlib.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
@@ -13,10 +16,12 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <set>
 #include <thread>
 
 #include "base/after_fork.h"
+#include "base/interruption.h"
 
 namespace tensorferry {
 namespace {
@@ -49,7 +54,12 @@ constexpr uint32_t assumed_alignment = 4096;
 // XFS has no larger ones. What network file systems tell as f_bsize may be a megabyte and means something else.
 constexpr int64_t max_file_system_block_nbytes = 64 << 10;
 
+// Of a mapping the kernel looks at each page by itself, some ten nanoseconds long.
+constexpr uint64_t max_quickly_shown_nbytes = uint64_t{256} << 20;
+
 std::atomic<size_t> descriptors_open{0};
+std::atomic<size_t> files_of_requests{0};
+std::atomic<uint64_t> files_given_back{0};
 
 int counted(int descriptor) {
   if (descriptor >= 0) descriptors_open.fetch_add(1, std::memory_order_relaxed);
@@ -66,11 +76,19 @@ int close_counted(int descriptor) {
 }
 
 int open_retrying(const char* path, int flags, mode_t mode = 0) {
-  int descriptor;
-  do {
-    descriptor = ::open(path, flags | O_CLOEXEC, mode);
-  } while (descriptor < 0 && errno == EINTR);
-  return counted(descriptor);
+  return counted(uninterrupted([&] { return ::open(path, flags | O_CLOEXEC, mode); }));
+}
+
+// The same for a path. O_NONBLOCK keeps a FIFO from hanging the open. But it also refuses a file on which another
+// process has a lease (F_SETLEASE: Samba, NFS servers): the kernel has asked that back, and takes it away after
+// /proc/sys/fs/lease-break-time at the latest, so that it is worth waiting for. Only regular files have leases.
+int open_path(const char* path, int flags, mode_t mode = 0) {
+  const int descriptor = open_retrying(path, flags | O_NONBLOCK, mode);
+  if (descriptor >= 0 || errno != EWOULDBLOCK) return descriptor;
+  struct stat status;
+  const bool leased = ::stat(path, &status) == 0 && S_ISREG(status.st_mode);
+  errno = EWOULDBLOCK;
+  return leased ? open_retrying(path, flags, mode) : descriptor;
 }
 
 // Names that Files of this process made and that are not durable yet, by file: whoever syncs the file next makes the
@@ -130,21 +148,22 @@ class Making {
 int open_creating(const char* path, int flags, mode_t mode, Making& making) {
   if (flags & O_EXCL) {
     making.begin();
-    return open_retrying(path, flags, mode);
+    return open_path(path, flags, mode);
   }
-  const int found = open_retrying(path, flags & ~(O_CREAT | O_TRUNC));
+  const int found = open_path(path, flags & ~(O_CREAT | O_TRUNC));
   const int error_number = errno;
+  if (found < 0 && error_number == EINTR) return found;
   struct stat before, after;
   const bool known = found >= 0 && ::fstat(found, &before) == 0;
   if (known && !(flags & O_TRUNC) && before.st_uid == ::geteuid()) return found;
   making.begin();
   if (found < 0 && error_number == ENOENT) {
-    const int fresh = open_retrying(path, flags | O_EXCL, mode);
+    const int fresh = open_path(path, flags | O_EXCL, mode);
     if (fresh >= 0 || errno != EEXIST) return fresh;
   }
   // Truncated only now; or somebody else's, which O_CREAT may not open (fs.protected_regular); or made by another in
   // this moment; or a symbolic link to nowhere; or an error, which has its usual errno this way.
-  const int opened = open_retrying(path, flags, mode);
+  const int opened = open_path(path, flags, mode);
   const int opened_error = errno;
   // While the first descriptor is open, nobody else can have its inode number.
   if (opened >= 0 && known && ::fstat(opened, &after) == 0 && before.st_dev == after.st_dev &&
@@ -174,7 +193,11 @@ std::string name_of(int descriptor) {
 #define FUSE_SUPER_MAGIC 0x65735546  // linux/magic.h since 5.13
 #endif
 
-enum class FileSystem { memory, fuse, other };
+#ifndef OVERLAYFS_SUPER_MAGIC
+#define OVERLAYFS_SUPER_MAGIC 0x794c7630
+#endif
+
+enum class FileSystem { memory, fuse, overlay, other };
 
 FileSystem file_system_of(int descriptor) {
   struct statfs info;
@@ -184,6 +207,7 @@ FileSystem file_system_of(int descriptor) {
     case RAMFS_MAGIC:
     case HUGETLBFS_MAGIC: return FileSystem::memory;
     case FUSE_SUPER_MAGIC: return FileSystem::fuse;
+    case OVERLAYFS_SUPER_MAGIC: return FileSystem::overlay;
     default: return FileSystem::other;
   }
 }
@@ -207,12 +231,39 @@ std::optional<uint64_t> obtainable_nbytes(int descriptor) {
   return blocks * static_cast<uint64_t>(info.f_bsize) + (held > size ? held - size : 0);
 }
 
+std::string told_room(int failed, const struct statfs& info) {
+  if (failed != 0) return "";
+  if (info.f_files > 0 && info.f_ffree == 0) {
+    return "none of the file system's " + std::to_string(info.f_files) + " inodes is free";
+  }
+  const uint64_t blocks = ::geteuid() == 0 ? info.f_bfree : info.f_bavail;
+  return std::to_string(blocks * static_cast<uint64_t>(info.f_bsize)) + " bytes are free";
+}
+
+// How many pages of a range are in memory, as a mapping of it shows; nothing where it cannot be mapped.
+std::optional<uint64_t> pages_shown(int descriptor, uint64_t offset, uint64_t nbytes) {
+  void* const memory =
+      ::mmap(nullptr, nbytes, PROT_NONE, MAP_SHARED | MAP_NORESERVE, descriptor, static_cast<off_t>(offset));
+  if (memory == MAP_FAILED) return std::nullopt;
+  std::array<unsigned char, 4096> pages;
+  const uint64_t step = pages.size() * page_nbytes();
+  std::optional<uint64_t> found = 0;
+  for (uint64_t done = 0; done < nbytes; done += step) {
+    const uint64_t part_nbytes = std::min(nbytes - done, step);
+    if (::mincore(static_cast<char*>(memory) + done, part_nbytes, pages.data()) != 0) {
+      found.reset();
+      break;
+    }
+    const auto end = pages.begin() + static_cast<ptrdiff_t>((part_nbytes + page_nbytes() - 1) / page_nbytes());
+    *found += static_cast<uint64_t>(std::count_if(pages.begin(), end, [](unsigned char page) { return page & 1; }));
+  }
+  (void)::munmap(memory, nbytes);  // it can only fail for arguments that are wrong
+  return found;
+}
+
 int fallocate_retrying(int descriptor, int mode, uint64_t offset, uint64_t nbytes) {
-  int result;
-  do {
-    result = ::fallocate(descriptor, mode, static_cast<off_t>(offset), static_cast<off_t>(nbytes));
-  } while (result != 0 && errno == EINTR);
-  return result;
+  return uninterrupted(
+      [&] { return ::fallocate(descriptor, mode, static_cast<off_t>(offset), static_cast<off_t>(nbytes)); });
 }
 
 }  // namespace
@@ -223,6 +274,14 @@ uint32_t page_nbytes() {
 }
 
 size_t File::open_descriptors() { return descriptors_open.load(std::memory_order_relaxed); }
+
+File::OfRequests File::of_requests() {
+  return {files_of_requests.load(std::memory_order_relaxed), files_given_back.load(std::memory_order_relaxed)};
+}
+
+void File::give_to_request() {
+  if (!of_request_.exchange(true)) files_of_requests.fetch_add(1, std::memory_order_relaxed);
+}
 
 File::File(std::string path, int descriptor, bool readable, bool writable)
     : path_(std::move(path)), descriptor_(descriptor), readable_(readable), writable_(writable) {}
@@ -250,13 +309,33 @@ std::optional<Fault> File::close() {
   const int through_cache = close_counted(buffered_.exchange(-1));
   const int own = close_counted(descriptor_.exchange(-1));
   const int error_number = through_cache != 0 ? through_cache : own;
+  if (of_request_.exchange(false)) {
+    files_of_requests.fetch_sub(1, std::memory_order_relaxed);
+    files_given_back.fetch_add(1, std::memory_order_relaxed);
+  }
   // What was read has been checked already; a failure to let go of the file takes nothing from it.
   if (error_number == 0 || !writable_) return std::nullopt;
   return fault("close", error_number);
 }
 
 Fault File::fault(const char* operation, int error_number) const {
-  return Fault{.error_number = error_number, .operation = operation, .path = path_};
+  Fault found{.error_number = error_number, .operation = operation, .path = path_};
+  if (error_number == ENOSPC) found.hint = room();
+  return found;
+}
+
+std::string File::room() const {
+  struct statfs info;
+  const int failed = ::fstatfs(descriptor(), &info);
+  return told_room(failed, info);
+}
+
+std::optional<Fault> File::check_end(uint64_t end) const {
+  struct rlimit limit;
+  if (!regular_ || ::getrlimit(RLIMIT_FSIZE, &limit) != 0 || end <= limit.rlim_cur) return std::nullopt;
+  Fault refused = fault("reserve space", EFBIG);
+  refused.hint = "the limit of files' sizes (ulimit -f) is " + std::to_string(limit.rlim_cur) + " bytes";
+  return refused;
 }
 
 Result<std::shared_ptr<File>> File::open(const std::string& path, const OpenOptions& options) {
@@ -264,21 +343,30 @@ Result<std::shared_ptr<File>> File::open(const std::string& path, const OpenOpti
   if (options.create) flags |= O_CREAT;
   if (options.exclusive) flags |= O_EXCL;
   if (options.truncate) flags |= O_TRUNC;
-  // O_NONBLOCK only keeps a FIFO from hanging the open; such files are refused below, others ignore it.
-  flags |= O_NOCTTY | O_NONBLOCK;
+  flags |= O_NOCTTY;
   Making making;
   const int descriptor =
-      options.create ? open_creating(path.c_str(), flags, 0666, making) : open_retrying(path.c_str(), flags);
-  if (descriptor < 0) return Fault{.error_number = errno, .operation = "open", .path = path};
+      options.create ? open_creating(path.c_str(), flags, 0666, making) : open_path(path.c_str(), flags);
+  if (descriptor < 0) {
+    Fault refused{.error_number = errno, .operation = "open", .path = path};
+    if (refused.error_number == ENOSPC) {
+      const size_t slash = path.rfind('/');
+      struct statfs info;
+      const int failed = ::statfs(slash == std::string::npos ? "." : path.substr(0, slash + 1).c_str(), &info);
+      refused.hint = told_room(failed, info);
+    }
+    return refused;
+  }
   std::shared_ptr<File> file(new File(path, descriptor, options.read || !options.write, options.write));
   file->replaced_ = options.replaced;
+  if (options.for_request) file->give_to_request();
   auto refused = file->enable_direct(options.direct);
   if (making) making.made(file->identity_);  // the name is there either way
   if (refused) return *refused;
   return file;
 }
 
-Result<std::shared_ptr<File>> File::from_descriptor(int descriptor, bool write, DirectMode direct) {
+Result<std::shared_ptr<File>> File::from_descriptor(int descriptor, bool write, DirectMode direct, bool for_request) {
   Fault fault{.error_number = 0, .operation = "open descriptor", .path = "descriptor " + std::to_string(descriptor)};
   int flags = ::fcntl(descriptor, F_GETFL);
   if (flags < 0) {
@@ -308,17 +396,23 @@ Result<std::shared_ptr<File>> File::from_descriptor(int descriptor, bool write, 
     direct = DirectMode::never;  // the description is shared with the caller: its flags must not change
   }
   std::shared_ptr<File> file(new File(std::move(path), own, access != O_WRONLY, access != O_RDONLY));
+  if (for_request) file->give_to_request();
   if (auto failed = file->enable_direct(direct)) return *failed;
   return file;
 }
 
 std::optional<Fault> File::enable_direct(DirectMode mode) {
   mode_ = mode;
+  // What has been opened may have been made by that, so that nobody could open it again in the same way.
+  const InterruptionsReturned by_nobody(false);
   struct stat status;
-  if (::fstat(descriptor_, &status) != 0) return fault("fstat", errno);
+  if (uninterrupted([&] { return ::fstat(descriptor_, &status); }) != 0) return fault("fstat", errno);
   if (S_ISDIR(status.st_mode)) return fault("open", EISDIR);
   regular_ = S_ISREG(status.st_mode);
-  identity_ = {status.st_dev, status.st_ino};
+  file_system_ = status.st_dev;
+  // A device may have several nodes.
+  identity_ =
+      S_ISBLK(status.st_mode) ? FileIdentity{status.st_rdev, UINT64_MAX} : FileIdentity{status.st_dev, status.st_ino};
   if (!regular_ && !S_ISBLK(status.st_mode)) {
     Fault refused = fault("open", ESPIPE);
     refused.hint = "only regular files and block devices can hold tensors";
@@ -328,6 +422,9 @@ std::optional<Fault> File::enable_direct(DirectMode mode) {
   if (flags < 0) return fault("fcntl", errno);
   // O_NONBLOCK has served; io_uring would take it for "fail rather than wait".
   if ((flags & O_NONBLOCK) && ::fcntl(descriptor(), F_SETFL, flags & ~O_NONBLOCK) != 0) return fault("fcntl", errno);
+  const FileSystem file_system = file_system_of(descriptor_);
+  in_memory_ = regular_ && file_system == FileSystem::memory;
+  stacked_ = regular_ && file_system == FileSystem::overlay;
   if (mode == DirectMode::never) return std::nullopt;
 
   auto unsupported = [&](const char* why) -> std::optional<Fault> {
@@ -337,8 +434,7 @@ std::optional<Fault> File::enable_direct(DirectMode mode) {
     return refused;
   };
   // Memory file systems may accept O_DIRECT and then copy all the same; their page cache *is* the file.
-  const FileSystem file_system = file_system_of(descriptor_);
-  if (regular_ && file_system == FileSystem::memory) {
+  if (in_memory_) {
     return unsupported("the file system lives in memory: use direct=\"auto\" or False");
   }
   StatxWithDirectAlignment status_x;
@@ -372,7 +468,16 @@ Result<int> File::buffered_descriptor() {
   int present = buffered_.load(std::memory_order_acquire);
   if (present >= 0) return present;
   const int opened = open_retrying(link_of(own).c_str(), access);
-  if (opened < 0) return fault("open without O_DIRECT", errno);
+  if (opened < 0) {
+    const int error_number = errno;
+    // Without /proc there is no second way to this very file. The first one is turned into one through the page cache:
+    // it takes what was meant for direct I/O as well.
+    const int flags = error_number == ENOENT && mode_ == DirectMode::automatic ? ::fcntl(own, F_GETFL) : -1;
+    if (flags >= 0 && ::fcntl(own, F_SETFL, flags & ~O_DIRECT) == 0) return own;
+    Fault refused = fault("open without O_DIRECT", error_number);
+    if (error_number == ENOENT) refused.hint = "/proc is not mounted, and direct=\"auto\" would do without it";
+    return refused;
+  }
   // No lock, since a child of fork() may meet it half-way.
   if (buffered_.compare_exchange_strong(present, opened, std::memory_order_acq_rel)) return opened;
   (void)close_counted(opened);  // another thread was faster; nothing was written through this one
@@ -386,37 +491,51 @@ Result<std::optional<uint64_t>> File::size() const {
     return std::optional<uint64_t>(nbytes);
   }
   struct stat status;
-  if (::fstat(descriptor_, &status) != 0) return fault("fstat", errno);
+  if (uninterrupted([&] { return ::fstat(descriptor_, &status); }) != 0) return fault("fstat", errno);
   return std::optional<uint64_t>(static_cast<uint64_t>(status.st_size));
 }
 
 std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool keep_size) {
   if (!regular_ || nbytes == 0) return std::nullopt;
   struct stat status;
-  if (::fstat(descriptor_, &status) != 0) return fault("fstat", errno);
+  if (uninterrupted([&] { return ::fstat(descriptor_, &status); }) != 0) return fault("fstat", errno);
   const uint64_t end = offset + nbytes;
   const uint64_t old_size = static_cast<uint64_t>(status.st_size);
   if (end <= old_size) return std::nullopt;
   const uint64_t begin = std::max(offset, old_size);
-  const auto refused = [&](int error_number) {
-    Fault found = fault("reserve space", error_number);
+  const auto at_begin = [&](Fault found) {
     found.offset = begin;
+    found.expected = end - begin;
     return found;
   };
+  // The kernel lets blocks be reserved beyond this limit, and writes fail there.
+  if (auto refused = check_end(end)) return at_begin(std::move(*refused));
   const auto obtainable = obtainable_nbytes(descriptor());
-  if (obtainable && end - begin > *obtainable) return refused(ENOSPC);
+  if (obtainable && end - begin > *obtainable) {
+    Fault refused = at_begin(fault("reserve space", ENOSPC));
+    refused.hint = std::to_string(*obtainable) + " bytes are free";
+    return refused;
+  }
   // First the blocks, then the size: a refusal must not leave a file that looks longer than its data.
   if (fallocate_retrying(descriptor(), FALLOC_FL_KEEP_SIZE, begin, end - begin) != 0) {
     // Only a lack of space is a refusal. File systems that cannot reserve say so in many ways, and get their
     // writes without.
-    if (errno != ENOSPC && errno != EDQUOT && errno != EFBIG) return std::nullopt;
+    if (errno != ENOSPC && errno != EDQUOT && errno != EFBIG && errno != EINTR) return std::nullopt;
     // What was reserved until then (a quota, a race for the last blocks) stays beyond the file's end, for its next
     // writer: nothing can give it back without a risk for what another process writes there in this moment.
-    return refused(errno);
+    return at_begin(fault("reserve space", errno));
   }
   // The blocks are there; if the size cannot be set now, the writes will set it.
-  if (!keep_size) (void)fallocate_retrying(descriptor(), 0, begin, end - begin);
+  if (!keep_size && fallocate_retrying(descriptor(), 0, begin, end - begin) != 0 && errno == EINTR) {
+    return at_begin(fault("reserve space", EINTR));
+  }
   return std::nullopt;
+}
+
+std::optional<Fault> File::punch(uint64_t offset, uint64_t nbytes) {
+  const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+  if (fallocate_retrying(descriptor(), mode, offset, nbytes) == 0) return std::nullopt;
+  return fault("give space back", errno);
 }
 
 uint32_t File::write_granularity() const {
@@ -430,10 +549,7 @@ uint32_t File::write_granularity() const {
 }
 
 std::optional<Fault> File::truncate(uint64_t size) {
-  int result;
-  do {
-    result = ::ftruncate(descriptor_, static_cast<off_t>(size));
-  } while (result != 0 && errno == EINTR);
+  const int result = uninterrupted([&] { return ::ftruncate(descriptor_, static_cast<off_t>(size)); });
   if (result != 0) return fault("truncate", errno);
   return std::nullopt;
 }
@@ -459,11 +575,13 @@ std::optional<Fault> File::sync() {
   }
   if (syncs_begun_.load(std::memory_order_relaxed) > begun) return std::nullopt;  // and it has ended
   syncs_begun_.fetch_add(1, std::memory_order_acq_rel);
-  int result;
-  do {
-    result = ::fdatasync(descriptor_);
-  } while (result != 0 && errno == EINTR);
+  const int result = uninterrupted([&] { return ::fdatasync(descriptor_); });
   if (result == 0) return std::nullopt;
+  if (errno == EINTR) {
+    // It says nothing about data. Who waits for this sync, which was none, makes one.
+    syncs_begun_.fetch_sub(1, std::memory_order_acq_rel);
+    return fault("fdatasync", EINTR);
+  }
   sync_error_ = errno;
   return fault("fdatasync", sync_error_);
 }
@@ -484,19 +602,26 @@ void File::name_durable() {
 
 Result<std::string> File::directory() const {
   // The name behind symbolic links is what must last.
-  const auto name = linked_name(descriptor());
-  if (!name) return fault("readlink of /proc/self/fd", errno);
+  auto name = linked_name(descriptor());
+  const int error_number = errno;
+  if (!name && descriptor() >= 0) name = resolved_name();  // no /proc
+  if (!name) return fault("readlink of /proc/self/fd", error_number);
   const size_t slash = name->rfind('/');
   return slash == std::string::npos ? "." : slash == 0 ? "/" : name->substr(0, slash);
 }
 
+// Where the path leads now, if that is this file.
+std::optional<std::string> File::resolved_name() const {
+  const std::unique_ptr<char, void (*)(void*)> resolved(::realpath(path_.c_str(), nullptr), &::free);
+  struct stat status;
+  if (!resolved || ::stat(resolved.get(), &status) != 0) return std::nullopt;
+  if (FileIdentity{status.st_dev, status.st_ino} != identity_) return std::nullopt;
+  return resolved.get();
+}
+
 std::optional<Fault> sync_directory(const std::string& directory, int descriptor, const std::string& path) {
   const auto synced = [&](const char* operation, int (*call)(int), int target) -> std::optional<Fault> {
-    int result;
-    do {
-      result = call(target);
-    } while (result != 0 && errno == EINTR);
-    if (result == 0) return std::nullopt;
+    if (uninterrupted([&] { return call(target); }) == 0) return std::nullopt;
     return Fault{.error_number = errno, .operation = operation, .path = path};
   };
   const int opened = open_retrying(directory.c_str(), O_RDONLY | O_DIRECTORY);
@@ -531,6 +656,7 @@ std::optional<File::Residency> File::residency(uint64_t offset, uint64_t nbytes)
   const uint64_t page = page_nbytes();
   const uint64_t first = offset / page;
   const uint64_t last = (offset + nbytes - 1) / page;
+  if (stacked_) return residency_below(first * page, (last + 1) * page);
   CachestatRange range{offset, nbytes};
   Cachestat counts{};
   if (::syscall(cachestat_number, descriptor(), &range, &counts, 0) != 0) {
@@ -540,11 +666,30 @@ std::optional<File::Residency> File::residency(uint64_t offset, uint64_t nbytes)
   return Residency{counts.cached, last - first + 1};
 }
 
+// A stacked file system's own cache is empty: the pages are those of the file below, which only a mapping shows.
+std::optional<File::Residency> File::residency_below(uint64_t begin, uint64_t end) const {
+  const uint64_t page = page_nbytes();
+  const uint64_t total = (end - begin) / page;
+  if (shown_.load(std::memory_order_relaxed) == Shown::never) return std::nullopt;
+  const auto found = pages_shown(descriptor(), begin, end - begin);
+  if (!found) return std::nullopt;
+  if (*found == total && shown_.load(std::memory_order_relaxed) == Shown::perhaps) {
+    // Who neither owns the file nor may write to it is told that all pages are there (mincore(2)), even those behind
+    // it.
+    const auto size = this->size();
+    const uint64_t behind = size && *size ? (**size + page - 1) / page * page : 0;
+    shown_.store(behind > 0 && pages_shown(descriptor(), behind, page) == 0 ? Shown::always : Shown::never);
+    return residency_below(begin, end);
+  }
+  return Residency{*found, total};
+}
+
 Result<File::Snapshot> File::snapshot() const {
   auto found = size();
   if (!found) return found.fault();
   Snapshot snapshot{*found, false};
-  if (snapshot.size && *snapshot.size > 0 && direct_ && mode_ == DirectMode::automatic) {
+  const bool quickly = !stacked_ || *found <= max_quickly_shown_nbytes;
+  if (snapshot.size && *snapshot.size > 0 && direct_ && mode_ == DirectMode::automatic && quickly) {
     const auto resident = residency(0, *snapshot.size);
     snapshot.nothing_cached = resident && resident->cached_pages == 0;
   }

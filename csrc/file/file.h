@@ -34,11 +34,12 @@ struct OpenOptions {
   bool create = false;
   bool exclusive = false;
   bool truncate = false;
-  bool replaced = false;  // by one request: see File::replaced()
+  bool replaced = false;     // by one request: see File::replaced()
+  bool for_request = false;  // which closes it: see File::of_requests()
   DirectMode direct = DirectMode::automatic;
 };
 
-// Which file it is, whatever it is called: device and inode.
+// Which file it is, whatever it is called: file system and inode; of a block device its number.
 using FileIdentity = std::pair<uint64_t, uint64_t>;
 
 class File : public std::enable_shared_from_this<File> {
@@ -46,7 +47,8 @@ class File : public std::enable_shared_from_this<File> {
   static Result<std::shared_ptr<File>> open(const std::string& path, const OpenOptions& options);
 
   // A descriptor of the caller's; it is reopened (or duplicated), so the caller may close theirs at once.
-  static Result<std::shared_ptr<File>> from_descriptor(int descriptor, bool write, DirectMode direct);
+  static Result<std::shared_ptr<File>> from_descriptor(int descriptor, bool write, DirectMode direct,
+                                                       bool for_request = false);
 
   ~File() { (void)close(); }  // nobody is left to be told
   File(const File&) = delete;
@@ -88,12 +90,15 @@ class File : public std::enable_shared_from_this<File> {
 
   const std::string& path() const { return path_; }
   bool direct() const { return direct_; }
+  bool in_memory() const { return in_memory_; }  // a file system without a drive: tmpfs, say
   DirectMode direct_mode() const { return mode_; }
+  bool regular() const { return regular_; }  // else a device
   bool readable() const { return readable_; }
   bool writable() const { return writable_; }
   DirectAlignment alignment() const { return alignment_; }
   int descriptor() const { return descriptor_.load(std::memory_order_relaxed); }
   const FileIdentity& identity() const { return identity_; }
+  uint64_t file_system() const { return file_system_; }  // its number, st_dev
 
   // Whether a request that has written to it ends it behind the last byte written. Only files have such an end.
   bool replaced() const { return replaced_ && regular_; }
@@ -114,6 +119,15 @@ class File : public std::enable_shared_from_this<File> {
   // File systems without fallocate are left alone. A refusal leaves the size as it was, and never shortens the file.
   // With `keep_size` it is left as it was in any case.
   std::optional<Fault> preallocate(uint64_t offset, uint64_t nbytes, bool keep_size = false);
+
+  // Refuses what the limit of files' sizes (RLIMIT_FSIZE) does not allow to be written.
+  std::optional<Fault> check_end(uint64_t end) const;
+
+  // How much the file system has left, for messages.
+  std::string room() const;
+
+  // Gives the blocks of a range back to the file system; the size stays, and the range reads as zeros.
+  std::optional<Fault> punch(uint64_t offset, uint64_t nbytes);
 
   std::optional<Fault> truncate(uint64_t size);
   std::optional<Fault> end_at(uint64_t size);  // the same, without a change where that is its size
@@ -136,7 +150,7 @@ class File : public std::enable_shared_from_this<File> {
   cufile::Handle cufile_handle();
 
   // How much of [offset, offset + nbytes) the page cache holds: pages cached and pages in all. Nothing where
-  // the kernel cannot tell (cachestat(2), Linux 6.5).
+  // the kernel cannot tell (cachestat(2), Linux 6.5; for overlay mincore(2), for who owns the file or may write to it).
   struct Residency {
     uint64_t cached_pages;
     uint64_t total_pages;
@@ -153,10 +167,21 @@ class File : public std::enable_shared_from_this<File> {
   // Descriptors held by all Files of the process.
   static size_t open_descriptors();
 
+  // Files that were opened for one request each: how many are open, and how many have been closed so far. Who lacks a
+  // descriptor may wait for one of these, and for no other.
+  struct OfRequests {
+    size_t open;
+    uint64_t given_back;
+  };
+  static OfRequests of_requests();
+
  private:
   File(std::string path, int descriptor, bool readable, bool writable);
   std::optional<Fault> enable_direct(DirectMode mode);
+  void give_to_request();
+  std::optional<Residency> residency_below(uint64_t begin, uint64_t end) const;
   Fault fault(const char* operation, int error_number) const;
+  std::optional<std::string> resolved_name() const;
 
   static constexpr uint64_t retired_bit = uint64_t{1} << 63;
   std::atomic<uint64_t> leases_{0};  // how many, and whether there will be no more
@@ -168,8 +193,15 @@ class File : public std::enable_shared_from_this<File> {
   bool direct_ = false;
   DirectMode mode_ = DirectMode::automatic;
   bool regular_ = true;
+  bool in_memory_ = false;
+  bool stacked_ = false;
+  // Whether a mapping shows which pages are in memory.
+  enum class Shown { perhaps, always, never };
+  mutable std::atomic<Shown> shown_{Shown::perhaps};
   bool replaced_ = false;
   FileIdentity identity_;
+  uint64_t file_system_ = 0;
+  std::atomic<bool> of_request_{false};
   DirectAlignment alignment_;
   const uint64_t fork_generation_ = tensorferry::fork_generation();
   std::mutex sync_mutex_;

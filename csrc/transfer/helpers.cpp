@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/interruption.h"
 #include "base/signals_blocked.h"
 
 namespace tensorferry {
@@ -56,6 +57,7 @@ void Helpers::post(Job job) {
   std::unique_lock lock(state.mutex);
   if (state.idle <= state.jobs.size() && state.running < max_threads_ && !start_thread() && state.running == 0) {
     lock.unlock();
+    const InterruptionsReturned by_nobody(false);  // the caller knows nothing of the job
     return job();
   }
   state.jobs.push_back(std::move(job));

@@ -1,9 +1,12 @@
 #include "transfer/request.h"
 
+#include <errno.h>
+
 #include <algorithm>
 #include <utility>
 
 #include "base/after_fork.h"
+#include "base/interruption.h"
 #include "transfer/scheduler.h"
 #include "transfer/transfer.h"
 
@@ -223,7 +226,7 @@ void Request::follow(Next next) {
   if (next == Next::announce) announce();
 }
 
-void Request::settle() {
+bool Request::settle() {
   std::unique_lock lock(mutex_);
   const auto scheduler = scheduler_;
   while (true) {
@@ -234,8 +237,13 @@ void Request::settle() {
       lock.unlock();
       std::string directory;
       std::optional<Fault> fault;
-      const bool names = settle(*use, cut, directory, fault);
+      const Settled settled = settle(*use, cut, directory, fault);
+      const bool names = settled == Settled::but_for_the_name;
       lock.lock();
+      if (settled == Settled::not_yet) {
+        ready_.push_front(std::move(use));
+        return false;
+      }
       // One descriptor is enough for a directory, and so many for all.
       const bool keep = names && directories_.size() < max_kept_open && !directories_.contains(directory);
       if (names && !keep && options_.close_files) {
@@ -266,19 +274,27 @@ void Request::settle() {
   const Next then = next();
   lock.unlock();
   follow(then);
+  return true;
 }
 
-// Returns whether the file's name is still to be made durable, by its directory.
-bool Request::settle(Use& use, bool cut, std::string& directory, std::optional<Fault>& fault) const {
+// The name that is left is to be made durable by its directory.
+Request::Settled Request::settle(Use& use, bool cut, std::string& directory, std::optional<Fault>& fault) const {
   File& file = *use.file;
-  if (!use.failed && cut && use.cut) fault = file.end_at(use.cut->begin());
-  if (use.cut) WriteOrder::leave(*use.cut);
-  if (!use.failed && !fault && options_.sync) fault = file.sync();
+  const auto interrupted = [&] { return fault && fault->error_number == EINTR && interruptions_are_returned; };
+  if (!use.failed && use.cut && canceled()) fault = Fault{.error_number = ECANCELED, .operation = "truncate"};
+  if (!use.failed && !fault && cut && use.cut) fault = file.end_at(use.cut->begin());
+  if (interrupted()) return Settled::not_yet;
+  if (use.cut) WriteOrder::leave(*std::exchange(use.cut, nullptr));
+  if (!use.failed && !fault && options_.sync) {
+    const bool given_up = canceled() && interruptions_are_returned;
+    fault = given_up ? Fault{.error_number = ECANCELED, .operation = "fdatasync"} : file.sync();
+  }
+  if (interrupted()) return Settled::not_yet;
   if (!use.failed && !fault && options_.sync && options_.sync_names && file.name_made()) {
     auto found = file.directory();
     if (found) {
       directory = std::move(*found);
-      return true;
+      return Settled::but_for_the_name;
     }
     fault = found.fault();
   }
@@ -286,7 +302,7 @@ bool Request::settle(Use& use, bool cut, std::string& directory, std::optional<F
     auto failed = file.close();
     if (!use.failed && !fault) fault = std::move(failed);
   }
-  return false;
+  return Settled::wholly;
 }
 
 void Request::settle(const std::string& directory, const std::vector<std::unique_ptr<Use>>& uses) {

@@ -55,8 +55,8 @@ class Request : public std::enable_shared_from_this<Request> {
   // Returns whether it is done.
   bool wait_for(std::chrono::milliseconds timeout);
 
-  // Blocks that have not been handed to the kernel never will be; the request ends, with ECANCELED, when those
-  // that have been are done.
+  // Blocks that have not been handed to the kernel never will be, and no file is cut any more; the request ends, with
+  // ECANCELED, when those that have been are done.
   void cancel() { canceled_.store(true, std::memory_order_relaxed); }
   bool canceled() const { return canceled_.load(std::memory_order_relaxed); }
 
@@ -99,8 +99,9 @@ class Request : public std::enable_shared_from_this<Request> {
   void refuse(const std::shared_ptr<File>& file);
 
   // Does what is due with files, and tells everybody if the request is over by that. Blocks. A helper of the
-  // scheduler calls it; after leave_to_caller() the caller does, once.
-  void settle();
+  // scheduler calls it; after leave_to_caller() the caller does, until it returns true: false says that a signal came
+  // (see InterruptionsReturned).
+  bool settle();
   void leave_to_caller();
 
   // Null once done.
@@ -141,7 +142,8 @@ class Request : public std::enable_shared_from_this<Request> {
   }
   bool directories_are_due() const { return sealed_ && transfers_ == 0 && unsettled_ == 0 && !directories_.empty(); }
 
-  bool settle(Use& use, bool cut, std::string& directory, std::optional<Fault>& fault) const;
+  enum class Settled { wholly, but_for_the_name, not_yet };
+  Settled settle(Use& use, bool cut, std::string& directory, std::optional<Fault>& fault) const;
   void settle(const std::string& directory, const std::vector<std::unique_ptr<Use>>& uses);
   void record(const Use& use, Fault fault);
   void announce();

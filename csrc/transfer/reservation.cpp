@@ -25,14 +25,17 @@ std::vector<Range> joined(std::vector<Range> ranges) {
 }
 
 std::optional<Fault> reserve(File& file, std::vector<Range> pieces) {
-  if (!file.direct()) return std::nullopt;
   for (const Range& run : joined(std::move(pieces))) {
     const uint64_t nbytes = run.end - run.begin;
-    if (nbytes < min_reserved_nbytes) continue;
-    if (auto fault = file.preallocate(run.begin, nbytes)) {
-      fault->expected = nbytes;
-      return fault;
+    auto fault = nbytes > 0 ? file.check_end(run.end) : std::nullopt;
+    if (fault) {
+      fault->offset = run.begin;
+    } else if (file.direct() && nbytes >= min_reserved_nbytes) {
+      fault = file.preallocate(run.begin, nbytes);
     }
+    if (!fault) continue;
+    fault->expected = nbytes;
+    return fault;
   }
   return std::nullopt;
 }

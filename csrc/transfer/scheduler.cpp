@@ -1,11 +1,14 @@
 #include "transfer/scheduler.h"
 
+#include <errno.h>
 #include <pthread.h>
 
 #include <algorithm>
 #include <system_error>
 
 #include "base/after_fork.h"
+#include "base/interruption.h"
+#include "base/limits.h"
 #include "base/signals_blocked.h"
 #include "transfer/worker.h"
 #include "transfer/write_order.h"
@@ -58,8 +61,7 @@ std::string Scheduler::start_workers() {
         own->run();
       });
     } catch (const std::system_error& error) {
-      return std::string("cannot start a thread: ") + error.what() +
-             "; remedy: raise the limit of processes (ulimit -u)";
+      return std::string("cannot start a thread: ") + error.what() + "; " + why_no_thread();
     }
   }
   return "";
@@ -371,6 +373,11 @@ void Scheduler::transfer_over() {
   progress_.notify_all();
 }
 
+void Scheduler::let_go(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  finished_.push_back(id);
+}
+
 void Scheduler::one_more() {
   std::lock_guard lock(mutex_);
   ++outstanding_;
@@ -401,22 +408,25 @@ Step Scheduler::run_now(WorkBlock& block, Step step) {
         statistics_.inline_blocks.fetch_add(block.moved == 0 && block.attempts == 0, std::memory_order_relaxed);
         block.result = transfer.move_here(block, &execute_now);
         step = transfer.settle(block, statistics_);
+        if (block.result == -EINTR && interruptions_are_returned) return step;
         break;
       default: return step;
     }
   }
 }
 
-void Scheduler::run_to_end(WorkBlock& block, Step step) {
+Step Scheduler::run_on(WorkBlock& block, Step step) {
   while (step != Step::done) {
     step = run_now(block, step);
+    if (step == Step::move || step == Step::get_over) break;
     if (step == Step::touch) step = block.transfer->touch(block, statistics_);
     if (step == Step::copy) step = block.transfer->copy(block, statistics_);
     if (step == Step::copy_gpu) step = block.transfer->copy_now(block, statistics_);
   }
+  return step;
 }
 
-bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer) {
+bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& taken) {
   if (transfer->nbytes() > max_inline_nbytes || transfer->has_many_blocks()) return false;
   for (const auto& gate : transfer->gates()) {
     auto passed = gate->passed();
@@ -428,12 +438,11 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer) {
   if (transfer->is_write()) order.push_back(transfer);
   if (cut) order.push_back(cut);
   if (!order.empty() && !WriteOrder::try_to_enter(order)) return false;
-  WorkBlock block;
   bool exhausted;
-  Step step = Step::done;
-  if (transfer->take(block, exhausted)) {
-    step = transfer->prepare(block, nullptr, statistics_);
-    if (step == Step::wait_for_memory) {
+  if (transfer->take(taken.block, exhausted)) {
+    taken.step = transfer->prepare(taken.block, nullptr, statistics_);
+    if (taken.step == Step::wait_for_memory) {
+      taken.block.transfer.reset();
       transfer->rewind();  // a worker can wait for it
       for (const auto& write : order) WriteOrder::leave(*write);
       return false;
@@ -445,9 +454,20 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer) {
   request.seal(*transfer->file(), cut);
   request.seal();
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
-  run_to_end(block, step);
-  block.bounce.reset();
-  end(transfer);
+  taken.transfer = transfer;
+  return true;
+}
+
+bool Scheduler::go_on(Inline& taken) {
+  if (!taken.transfer) return true;
+  if (taken.step != Step::done && taken.transfer->request().canceled()) {
+    taken.step = taken.transfer->settle(taken.block, statistics_);  // it was interrupted, and is not tried again
+  }
+  taken.step = run_on(taken.block, taken.step);
+  if (taken.step != Step::done) return false;
+  taken.block.bounce.reset();
+  taken.block.transfer.reset();
+  end(std::exchange(taken.transfer, nullptr));
   return true;
 }
 
@@ -456,18 +476,33 @@ void Scheduler::drive(WorkBlock& block) {
   while ((step = block.transfer->prepare(block, nullptr, statistics_)) == Step::wait_for_memory) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));  // the workers give theirs back
   }
-  run_to_end(block, step);
+  finish(block, step);
+}
+
+void Scheduler::finish(WorkBlock& block, Step step) {
+  while (step != Step::done) step = run_on(block, step);
   block.bounce.reset();
 }
 
 // Copies out of the page cache scale with threads.
-void Scheduler::share(const std::shared_ptr<Transfer>& transfer) {
-  if (!transfer->from_page_cache()) return;
+bool Scheduler::share(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout) {
+  if (!transfer->is_shared()) return true;
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   WorkBlock block;
   while (take(block, nullptr, transfer.get())) {
-    drive(block);
+    const Step step = block.transfer->prepare(block, nullptr, statistics_);
+    if (step == Step::wait_for_memory) {  // which what hangs may have: nothing that a caller waits for
+      help([self = shared_from_this(), block = std::make_shared<WorkBlock>(std::move(block))] {
+        self->drive(*block);
+        self->drop(*block);
+      });
+      return true;
+    }
+    finish(block, step);
     drop(block);
+    if (std::chrono::steady_clock::now() >= deadline) return false;
   }
+  return true;
 }
 
 }  // namespace tensorferry

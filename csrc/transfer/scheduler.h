@@ -103,17 +103,26 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void submit(const std::shared_ptr<Request>& request, const std::vector<std::shared_ptr<Transfer>>& transfers,
               const std::vector<std::shared_ptr<File>>& last = {});
 
-  // For blocking calls: does a small transfer here and now, without another thread, and returns whether it did. If
-  // not, submit it; then share() works on it beside the workers where that helps. If so, the request is sealed, and
-  // to be settled by the caller.
-  bool try_inline(const std::shared_ptr<Transfer>& transfer);
+  // For blocking calls: takes on a small transfer here and now, without another thread, and returns whether it did. If
+  // not, submit it; then share() works on it beside the workers where that helps. If so, the request is sealed; go on
+  // with it, and then settle it.
+  struct Inline {
+    std::shared_ptr<Transfer> transfer;
+    WorkBlock block;
+    Step step = Step::done;
+  };
+  bool try_inline(const std::shared_ptr<Transfer>& transfer, Inline& taken);
+
+  // Does all of it, and returns true; false where a signal came: see InterruptionsReturned.
+  bool go_on(Inline& taken);
 
   // A submitted write no longer has to wait for another.
   void begin(const std::shared_ptr<Transfer>& transfer);
 
-  void share(const std::shared_ptr<Transfer>& transfer);
+  // Returns true when nothing is left to take, false when time is over.
+  bool share(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout);
 
-  // Ids of requests that finished since the last call.
+  // Ids of requests that finished since the last call, and of what was let go of.
   std::vector<uint64_t> take_finished();
 
   size_t outstanding() const;
@@ -143,6 +152,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void one_more();
   void request_over(const Request& request);
 
+  // Memory kept under an id of next_request_id() is needed no more.
+  void let_go(uint64_t id);
+
   // After fork(2) the child has no workers, and must not wait for them.
   bool belongs_to_this_process() const;
 
@@ -162,13 +174,14 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   bool take(WorkBlock& block, Worker* hungry, const Transfer* only);
   void drop(WorkBlock& block);  // settled or abandoned
   Step run_now(WorkBlock& block, Step step);
-  void run_to_end(WorkBlock& block, Step step);
+  Step run_on(WorkBlock& block, Step step);  // to its end, unless a signal came
   bool may_line_up(const std::shared_ptr<Transfer>& transfer);
   std::vector<bool> enter_order(Request& request, const std::vector<std::shared_ptr<Transfer>>& transfers,
                                 const std::vector<std::shared_ptr<File>>& last);
   void line_up(const std::shared_ptr<Transfer>& transfer);
   void wake_hungry(bool all);    // with mutex_ held
-  void drive(WorkBlock& block);  // from its beginning to its end, on this thread
+  void drive(WorkBlock& block);  // from its beginning to its end, on this thread; waits for memory
+  void finish(WorkBlock& block, Step step);
   void end(const std::shared_ptr<Transfer>& transfer);
   void move_singly(Transfer& joined);  // blocks
   void leave(const std::shared_ptr<Transfer>& transfer);

@@ -170,15 +170,30 @@ bool Stream::wait_until_uncopied_is(uint64_t nbytes, std::chrono::milliseconds t
 
 bool Stream::wait_until_ended(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
-  return news_.wait_for(lock, timeout, [&] { return (ended_ || stopped()) && in_flight_ == 0 && !running_; });
+  return news_.wait_for(lock, timeout, [&] { return (ended_ || stopped()) && in_flight_ == 0 && !at_work_; });
 }
 
-void Stream::abort() {
+// A job that has no thread yet, since close(2) holds all of them, will find that there is nothing to do.
+bool Stream::abort(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
   closed_ = stopping_ = true;
   news_.notify_all();
-  news_.wait(lock, [&] { return (!running_ || handing_over_) && open_copies_ == 0; });
-  sources_.clear();
+  const bool over = news_.wait_for(lock, timeout, [&] { return !is_copying(); });
+  if (over) sources_.clear();
+  return over;
+}
+
+void Stream::tell_when_aborted(uint64_t id) {
+  std::unique_lock lock(mutex_);
+  to_be_told_ = id;
+  news(lock);
+}
+
+void Stream::news(std::unique_lock<std::mutex>& lock) {
+  news_.notify_all();
+  const auto told = is_copying() ? std::nullopt : std::exchange(to_be_told_, std::nullopt);
+  lock.unlock();
+  if (told) scheduler_->let_go(*told);
 }
 
 std::optional<Fault> Stream::fault() const {
@@ -223,6 +238,7 @@ void Stream::post() {
 
 void Stream::run() {
   std::unique_lock lock(mutex_);
+  at_work_ = true;
   while (std::exchange(again_, false) && !stopped()) {
     lock.unlock();
     while (true) {
@@ -232,8 +248,8 @@ void Stream::run() {
     }
     lock.lock();
   }
-  running_ = false;
-  news_.notify_all();
+  running_ = at_work_ = false;
+  news(lock);
 }
 
 // Gives sources their places, as far as one buffer goes.
@@ -374,10 +390,10 @@ void Stream::watch_copies() {
                                      [self = shared_from_this(), buffer](const std::optional<Fault>& fault) {
                                        if (fault) self->fail(*fault);
                                        {
-                                         std::lock_guard lock(self->mutex_);
+                                         std::unique_lock lock(self->mutex_);
                                          --self->open_copies_;
                                          --buffer->open_copies;
-                                         self->news_.notify_all();
+                                         self->news(lock);
                                        }
                                        self->wake();
                                        self->scheduler_->transfer_over();
@@ -493,10 +509,10 @@ void Stream::fill_in(Made& made) const {
 // Reserving space may take as long as the drive likes, so abort() does not wait for it.
 void Stream::write(std::shared_ptr<Buffer> buffer, const RequestOptions& options, bool last) {
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     ++in_flight_;
     handing_over_ = true;
-    news_.notify_all();
+    news(lock);
   }
   hand_over(std::move(buffer), options, last);
   std::lock_guard lock(mutex_);

@@ -104,9 +104,12 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool wait_until_uncopied_is(uint64_t nbytes, std::chrono::milliseconds timeout);
   bool wait_until_ended(std::chrono::milliseconds timeout);
 
-  // Lets go of all memory that is still to be copied, and waits until none is being copied; what is with the drive is
-  // left to end by itself.
-  void abort();
+  // Lets go of all memory that is still to be copied, and waits until none is being copied; false when time is over.
+  // What is with the drive is left to end by itself.
+  bool abort(std::chrono::milliseconds timeout);
+
+  // After abort(): has the scheduler name `id` among what has finished as soon as no memory is being copied.
+  void tell_when_aborted(uint64_t id);
 
   std::optional<Fault> fault() const;
   uint64_t segment_count() const;
@@ -176,6 +179,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void wake();
   void post();
   bool stopped() const { return stopping_ || fault_.has_value(); }  // with mutex_ held
+  bool is_copying() const { return (at_work_ && !handing_over_) || open_copies_ > 0; }
+  void news(std::unique_lock<std::mutex>& lock);  // lets go of it
 
   const std::shared_ptr<Scheduler> scheduler_;
   const std::shared_ptr<File> file_;
@@ -190,16 +195,18 @@ class Stream : public std::enable_shared_from_this<Stream> {
   uint64_t appended_nbytes_ = 0;
   uint64_t uncopied_nbytes_ = 0;
   uint64_t copied_segments_ = 0;
-  bool running_ = false;       // a job is under way
+  bool running_ = false;       // a job waits for a thread, or has one
+  bool at_work_ = false;       // it has
   bool again_ = false;         // and there is more for it to do
   bool handing_over_ = false;  // it is with the file, and with nobody's memory
   bool closed_ = false;        // nothing more is taken
   bool stopping_ = false;
   bool ended_ = false;
   std::optional<RequestOptions> ending_;
-  size_t in_flight_ = 0;       // buffers with the drive
-  size_t open_copies_ = 0;     // of GPUs
-  bool gate_watched_ = false;  // of the first source
+  std::optional<uint64_t> to_be_told_;  // when nothing is being copied any more
+  size_t in_flight_ = 0;                // buffers with the drive
+  size_t open_copies_ = 0;              // of GPUs
+  bool gate_watched_ = false;           // of the first source
   size_t buffer_count_ = 0;
   std::optional<Fault> fault_;
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <thread>
 
+#include "base/limits.h"
 #include "memory/first_touch.h"
 #include "transfer/scheduler.h"
 
@@ -69,7 +70,14 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   const TransferSpec& own = transfer->spec_;
   bool direct = file.direct() && nbytes > 0;
   const bool may_be_cached = !snapshot || !snapshot->nothing_cached;
-  if (direct && !own.write && may_be_cached && file.direct_mode() == DirectMode::automatic) {
+  transfer->shared_ = file.in_memory();
+  if (file.in_memory() && !own.write) {
+    transfer->residency_ = Residency::whole;
+  } else if (!direct && !own.write && nbytes > block_nbytes) {
+    // It goes through the cache anyhow; what that holds, several may copy.
+    const auto resident = file.residency(own.offset, nbytes);
+    if (resident && resident->cached_pages >= resident->total_pages) transfer->residency_ = Residency::whole;
+  } else if (direct && !own.write && may_be_cached && file.direct_mode() == DirectMode::automatic) {
     if (auto resident = file.residency(own.offset, nbytes); resident && resident->cached_pages > 0) {
       const bool whole = resident->cached_pages >= resident->total_pages;
       // Without a descriptor to read it by (a limit), what is cached is on the drive as well.
@@ -165,7 +173,7 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
   if (!planned.direct && !use_buffered_descriptor(block)) return Step::done;
   if (planned.bounced) {
     auto pool = pinned_pool_ ? pinned_pool_ : BouncePool::process_pool();
-    if (!pool) return fail(block, ENOMEM, false);
+    if (!pool) return fail(block, ENOMEM, false, why_no_memory(BouncePool::process_pool_nbytes()));
     if (!pool->has_room_for(planned.io_nbytes)) {  // chunks to be verified, or the pool has become smaller
       return fail(block, ENOMEM, false,
                   "the bounce pool of " + std::to_string(pool->nbytes()) + " bytes has no room for a block of " +
@@ -239,6 +247,12 @@ Step Transfer::settle(WorkBlock& block, Statistics& statistics) {
   if (result == -EINTR || result == -EAGAIN || (spec_.write && result == 0)) {
     return try_again(block, statistics, result == 0 ? EIO : static_cast<int>(-result));
   }
+  if (result == -ECANCELED && block.cufile == nullptr && ++block.attempts < max_attempts) {
+    // Nobody cancels what has been submitted: io_uring may not start the thread that was to do it (a limit of
+    // processes).
+    statistics.retried_blocks.fetch_add(1, std::memory_order_relaxed);
+    return Step::get_over;
+  }
   if ((result == -EINVAL || result == -EOPNOTSUPP) && block.direct_descriptor && block.cufile == nullptr &&
       spec_.file->direct_mode() == DirectMode::automatic) {
     // The file took O_DIRECT but does not take this block: what it asks for is more than it told us.
@@ -274,6 +288,7 @@ Step Transfer::settle(WorkBlock& block, Statistics& statistics) {
 
 // No error number: the file has ended.
 Step Transfer::try_again(WorkBlock& block, Statistics& statistics, int error_number, std::string hint) {
+  if (request_->canceled()) return fail(block, ECANCELED, false);
   statistics.retried_blocks.fetch_add(1, std::memory_order_relaxed);
   if (++block.attempts >= max_attempts) return fail(block, error_number, error_number == 0, std::move(hint));
   return block.attempts > immediate_attempts ? Step::get_over : Step::move;
@@ -446,6 +461,7 @@ Step Transfer::fail(const WorkBlock& block, int error_number, bool end_of_file, 
   fault.offset = spec_.offset + block.planned.begin + progress;
   fault.end_of_file = end_of_file;
   fault.hint = end_of_file ? "the file became shorter while it was read" : std::move(hint);
+  if (error_number == ENOSPC && fault.hint.empty()) fault.hint = spec_.file->room();
   record(std::move(fault));
   return Step::done;
 }

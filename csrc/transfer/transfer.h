@@ -89,7 +89,8 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
     const uint64_t begin = plan_.skip(0);
     return begin < nbytes() && plan_.skip(begin + plan_.block_at(begin).nbytes) < nbytes();
   }
-  bool from_page_cache() const { return residency_ == Residency::whole; }
+  // Whether nothing but memory is copied: by as many threads as there are.
+  bool is_shared() const { return shared_ || residency_ == Residency::whole; }
   const std::vector<std::shared_ptr<cuda::Gate>>& gates() const { return spec_.memory.gates(); }
 
   void turn_has_come() override;
@@ -184,6 +185,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   Plan plan_;
   std::shared_ptr<BouncePool> pinned_pool_;  // if there is memory of GPUs
   Residency residency_ = Residency::none;
+  bool shared_ = false;
   uint64_t cursor_ = 0;
   std::atomic<uint64_t> open_{1};
   std::atomic<uint64_t> moved_nbytes_{0};

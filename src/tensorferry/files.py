@@ -7,7 +7,7 @@ import operator
 import threading
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
-from tensorferry import _core, runtime
+from tensorferry import _core
 from tensorferry.arrays import memory_or_segments
 from tensorferry.futures import Pending
 from tensorferry.runtime import (
@@ -17,6 +17,7 @@ from tensorferry.runtime import (
     close_scheduler,
     default_scheduler,
     make_scheduler,
+    patiently,
     scheduler_of,
     warn_of_left_behind,
     with_descriptors,
@@ -28,6 +29,7 @@ from tensorferry.transfers import (
     checked_offset,
     checked_path,
     direct_mode,
+    set_size,
     start,
     transfer,
 )
@@ -61,9 +63,6 @@ _MODES = {
 # Beyond these a queue has more memory than I/O in it.
 MAX_QUEUE_DEPTH = 32768
 MAX_BLOCK_NBYTES = 1 << 30
-
-# Looks after its transfers' progress, when a file is closed.
-_SLICE_SECONDS = 1.0
 
 
 class Transferring(abc.ABC):
@@ -263,9 +262,19 @@ class File(Transferring):
         own = chosen_scheduler(engine, block_size, queue_depth)
         self._open(text, how, past_cache, own or default_scheduler(), own)
 
+    @classmethod
+    def _of_descriptor(cls, descriptor: int, *, direct: Direct = "auto") -> File:
+        """Open, for writing, the file of a descriptor, which stays the caller's.
+
+        Where the file system refuses to open it a second time, both share what is open.
+        """
+        file = cls.__new__(cls)
+        file._open(descriptor, _MODES["r+"], direct_mode(direct), default_scheduler(), None)
+        return file
+
     def _open(
         self,
-        path: str,
+        path: str | int,
         how: tuple[bool, bool, bool, bool, bool],
         direct: str,
         scheduler: AnyScheduler,
@@ -274,12 +283,20 @@ class File(Transferring):
         """Open what has been checked; the scheduler ``own`` ends with the file."""
         self._pending = Pending()
         self._closing = threading.RLock()
-        self._file: _core.File | None = with_descriptors(
-            scheduler, lambda: _core.open_file(path, *how, direct)
+        file = with_descriptors(
+            scheduler,
+            lambda: (
+                _core.file_from_descriptor(path, how[1], direct)
+                if isinstance(path, int)
+                else _core.open_file(path, *how[:4], False, direct)
+            ),
         )
+        self._file: _core.File | None = file
         self._own_scheduler = own
-        self._scheduler = scheduler_of(scheduler, self._file)
-        self._path = self._file.path
+        self._scheduler = scheduler_of(scheduler, file)
+        self._path = file.path
+        if how[4] and file.regular:
+            set_size(self._scheduler, file, 0)
 
     @property
     def path(self) -> str:
@@ -364,8 +381,9 @@ class File(Transferring):
         file.preallocate(checked_offset(offset, nbytes), checked_offset(nbytes, 0, "nbytes"))
 
     def truncate(self, nbytes: int) -> None:
-        """Set the file's size in bytes."""
-        self._open_file(writing=True).truncate(checked_offset(nbytes, 0, "nbytes"))
+        """Set the file's size in bytes, when what was to be written behind it before has been written."""
+        file = self._open_file(writing=True)
+        set_size(self._scheduler, file, checked_offset(nbytes, 0, "nbytes"))
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of the workers it uses.
@@ -379,6 +397,10 @@ class File(Transferring):
 
         Where nothing moves for 60 seconds it gives up, with a ``RuntimeWarning``; arrays stay referenced all the same.
         """
+        self._close(patiently)
+
+    def _close(self, wait: Callable[..., bool]) -> None:
+        """Close, with a way to wait for steps as :func:`patiently` has it."""
         if not self._scheduler.belongs_to_this_process():
             self._file = None
             return
@@ -387,7 +409,7 @@ class File(Transferring):
             if file is None:
                 return
             try:
-                left = self._finish(file)
+                left = self._finish(file, wait)
             except BaseException:  # Ctrl-C: to be closed again
                 self._file = file
                 raise
@@ -400,7 +422,7 @@ class File(Transferring):
             if not left:
                 file.close()
 
-    def _finish(self, file: _core.File) -> bool:
+    def _finish(self, file: _core.File, wait: Callable[..., bool]) -> bool:
         """Wait for transfers, others' blocking calls among them; return whether some were given up."""
         pending = self._pending.take()
         try:
@@ -408,10 +430,10 @@ class File(Transferring):
                 future = reference()
                 if future is None:
                     continue
-                if not patiently(future._request.wait, self._scheduler):
+                if not wait(future._request.wait, self._scheduler):
                     return True
                 future.done()  # sees the end while the array is as it was
-            return not patiently(file.retire, self._scheduler)
+            return not wait(file.retire, self._scheduler)
         except BaseException:
             self._pending.put_back(pending)
             raise
@@ -519,26 +541,6 @@ def chosen_scheduler(
         1,
         False,
     )
-
-
-def patiently(step: Callable[[float], bool], *schedulers: AnyScheduler) -> bool:
-    """Take steps, of so many seconds each, until one returns True; False where the schedulers move nothing for long."""
-    # Steps are counted, since the clock goes on while the process is stopped (SIGSTOP, a frozen container).
-    step_seconds = min(_SLICE_SECONDS, runtime.CLOSE_PATIENCE_SECONDS / 10)
-    seen, left = None, 0.0
-    while not step(step_seconds):
-        moved = [_moved(scheduler) for scheduler in schedulers]
-        left = runtime.CLOSE_PATIENCE_SECONDS if moved != seen else left - step_seconds
-        if left <= 0:
-            return False
-        seen = moved
-    return True
-
-
-def _moved(scheduler: AnyScheduler) -> object:
-    """Return what changes as long as blocks end."""
-    counted = scheduler.stats()
-    return [counted[name] for name in ("read_nbytes", "written_nbytes", "failed_requests")]
 
 
 def in_background(priority: Priority) -> bool:

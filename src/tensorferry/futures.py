@@ -377,7 +377,11 @@ class _CallbackThread:
         self._last = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="tensorferry-callbacks", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            why = f"{error}; {_core.why_no_thread()}"
+            raise RuntimeError(f"callbacks of futures need a thread: {why}") from None
 
     def add(self, request: Request, callback: Callable[[], None]) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ from tensorferry.runtime import (
     default_scheduler,
     make_scheduler,
 )
-from tensorferry.transfers import Path, checked_offset, start, transfer
+from tensorferry.transfers import Path, checked_offset, kept_path, start, transfer
 from tensorferry.warned import warn
 
 if TYPE_CHECKING:
@@ -120,6 +120,10 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
 
     A handle made without any setting uses, for each file, the profile that ``tensorferry tune`` stored for its file
     system, if there is one. Any setting given, also one equal to its default, is kept to and switches profiles off.
+
+    A descriptor stays as it is, with the locks of ``flock`` and ``F_OFD_SETLK`` on it. Those of ``F_SETLK`` and
+    ``lockf`` are the process's: POSIX has them end whenever the process closes the file, as happens at the end of each
+    operation, by path too. ``tensorferry.open`` closes a file later.
 
     Any number of threads may use a handle. A child made by ``fork()`` must make its own. Deleting a handle finishes
     its outstanding transfers first.
@@ -568,7 +572,9 @@ class _Operation:
         self.future = future
         self._validate = validate
         self._memory = memory if validate else None
-        self._filename = filename
+        self._filename = (
+            kept_path(filename) if validate and not isinstance(filename, int) else filename
+        )
         self._offset = offset
 
     def __str__(self) -> str:

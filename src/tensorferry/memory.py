@@ -121,11 +121,11 @@ def locked_tensor(count: int, dtype: Any) -> tuple[Any, bool]:
 
     nbytes = count * dtype.itemsize
     if nbytes == 0:
-        return torch.empty(0, dtype=dtype), False
+        return torch.empty(0, dtype=dtype, device="cpu"), False
     memory, locked = locked_memory(nbytes)
     storage = torch.utils.dlpack.from_dlpack(memory).untyped_storage()
     # A tensor that is no view: callers who watch for its end would never see that of a view's hidden base.
-    return torch.empty(0, dtype=dtype).set_(storage, 0, (count,), (1,)), locked
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, (count,), (1,)), locked
 
 
 def elements_like(num_elem: int, example: Any) -> tuple[int, Any]:

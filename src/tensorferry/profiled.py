@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorferry import _core
 from tensorferry import profiles as store
 from tensorferry.errors import EngineUnavailableError
 from tensorferry.stats import summed_stats
@@ -20,7 +21,6 @@ from tensorferry.stats import summed_stats
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tensorferry import _core
     from tensorferry.profiles import Profile
     from tensorferry.settings import Settings
 
@@ -169,8 +169,7 @@ class ProfiledScheduler:
         """Finish what is outstanding and end all workers; return whether the kernel finished all."""
         with self._lock:
             self._closed = True
-        ended = [scheduler.close(patience_seconds, interruptible) for scheduler in self._all()]
-        return all(ended)
+        return all(_core.close_together(self._all(), patience_seconds, interruptible))
 
     def _all(self) -> list[_core.Scheduler]:
         return [self.plain, *self._by_settings.values()]

@@ -1,7 +1,9 @@
 """A new file that takes the place of another when it is whole, at one stroke.
 
 Until then it has no name, where the file system knows such files (O_TMPFILE): whatever ends the process, nothing is
-left behind. Elsewhere (NFS, for one) it has a temporary name beside its later one.
+left behind. Elsewhere (NFS, for one, or without /proc) it has a temporary name beside its later one. FUSE file systems
+of object stores may refuse permissions, a second descriptor, or to rename what is open: none of that is needed. They
+must be able to rename a file, and that is tried before data are written.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import errno
 import os
 import secrets
 import stat
+import time
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from tensorferry import _core
 from tensorferry.errors import StorageError, first_of
 from tensorferry.files import File
+from tensorferry.mounts import mount_of
 from tensorferry.new_file import NewFile
-from tensorferry.transfers import checked_path
+from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,11 +43,22 @@ _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL
 # What fsync() of a directory says where there is none, as for the core.
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
+# Nothing is called so, or no file, or nothing can be: a longer name than the file system takes.
+_NOT_BESIDE = (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG)
+
 # Whole files that are written beside each other. Each has three descriptors, so that fewer may be possible.
 _TOGETHER = 16
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
+# What file systems say that have no permissions, or keep them to themselves.
+_NO_PERMISSIONS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+# What FUSE may say of a file that is still open, which it can be for a while after close(2).
+_STILL_OPEN = (errno.EPERM, errno.EACCES, errno.EBUSY, errno.EOPNOTSUPP, errno.ETXTBSY)
+_STILL_OPEN_SECONDS = 2.0
+_POLL_SECONDS = 0.002
+
 _ACL = "system.posix_acl_access"
+_OWN_FILES = "/proc/self/fd"
 
 # How often a path is looked up twice before it is believed that the two are not the same file: others may be replacing
 # it between the two.
@@ -88,7 +103,7 @@ class Place(abc.ABC):
             self._beside = {each.with_name(each.name + beside_suffix) for each in by_either_name}
         self._last_name = target.name
         self._name: str | None = None  # what it is called for now, in the directory
-        self._own_path = ""
+        self._own_path = self._linked = ""
         self._sync = sync
         self._finished = False
         self._generation = _core.fork_generation()
@@ -108,13 +123,17 @@ class Place(abc.ABC):
         self._descriptor = self._create(0o666 if old is None else 0o600)
         if old is not None:
             _keep_rights(self._descriptor, self.target, old)
-        self._own_path = f"/proc/self/fd/{self._descriptor}"
+        self._own_path = f"{_OWN_FILES}/{self._descriptor}"
+        try:  # what the core calls it in failures: without /proc that is its number
+            self._linked = os.readlink(self._own_path)  # noqa: PTH115
+        except OSError:
+            self._linked = f"descriptor {self._descriptor}"
         self._open()
         self._opened = True
 
     @abc.abstractmethod
     def _open(self) -> None:
-        """Open ``_own_path`` for writing."""
+        """Open ``_descriptor`` for writing."""
 
     @abc.abstractmethod
     def _finish(self) -> None:
@@ -164,7 +183,8 @@ class Place(abc.ABC):
             yield
         except OSError as error:
             directory = str(Path(self.target).parent)
-            if error.filename in (None, ".", directory, self._own_path, self._name):
+            own = (self._own_path, self._linked, self._name)
+            if error.filename in (None, ".", directory, *own):
                 error.filename = self.target
                 if error.filename2 is not None:
                     del error.filename2
@@ -191,17 +211,22 @@ class Place(abc.ABC):
     def _create(self, mode: int) -> int:
         """Return the descriptor of a new file."""
         flags, at = os.O_RDWR | os.O_CLOEXEC, self._directory
-        try:
-            return os.open(".", flags | os.O_TMPFILE, mode, dir_fd=at)
-        except OSError as error:
-            if error.errno not in _NO_NAMELESS_FILES:
-                raise
+        if _has_own_files():
+            try:
+                return os.open(".", flags | os.O_TMPFILE, mode, dir_fd=at)
+            except OSError as error:
+                if error.errno not in _NO_NAMELESS_FILES:
+                    raise
+        check_renames(Path(self.target).parent, replaced=Path(self.target).exists())
         self._name = _new_name()
         return os.open(self._name, flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=at)
 
     def _take_place(self, *, sync_names: bool) -> None:
         directory = self._directory
-        if self._name is None:
+        if self._name is not None:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+        else:
             # No name may be in the way of link(), so the old one is not given at once. With a directory given, link()
             # follows the symbolic link that /proc shows.
             self._name = _new_name()
@@ -213,7 +238,7 @@ class Place(abc.ABC):
         for path in self._remove_beside():
             if self._sync:
                 sync_directory(path.parent)
-        os.replace(self._name, self._last_name, src_dir_fd=directory, dst_dir_fd=directory)
+        rename(self._name, self._last_name, directory=directory)
         self._name = None
         self._remove_beside()  # somebody may have written one meanwhile
         if self._sync and sync_names:
@@ -222,9 +247,12 @@ class Place(abc.ABC):
     def _remove_beside(self) -> list[Path]:
         removed = []
         for path in self._beside:
-            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            try:
                 path.unlink()
                 removed.append(path)
+            except OSError as error:
+                if error.errno not in _NOT_BESIDE:
+                    raise
         return removed
 
     @property
@@ -250,7 +278,7 @@ class Place(abc.ABC):
             if descriptor >= 0:
                 os.close(descriptor)
             if directory >= 0 and self._name is not None and not self.is_parents:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):  # what failed before is what matters
                     os.unlink(self._name, dir_fd=directory)
         finally:
             if directory >= 0:
@@ -297,7 +325,7 @@ class Replacement(Place):
 
     def _open(self) -> None:
         self.file = NewFile(
-            File(self._own_path, "r+"),
+            File._of_descriptor(self._descriptor),
             reserve_nbytes=self._reserve_nbytes,
             checksums=self._checksums,
         )
@@ -319,7 +347,7 @@ class WholeFile(Place):
         super().__init__(path, sync=True)
 
     def _open(self) -> None:
-        self.file = File(self._own_path, "r+", direct=self._direct)
+        self.file = File._of_descriptor(self._descriptor, direct=self._direct)
 
     def _finish(self) -> None:
         self.file.close()
@@ -398,6 +426,78 @@ def _collected(failures: list[StorageError], path: AnyPath) -> Iterator[None]:
         failures.append(StorageError(error.errno, error.strerror or str(error), name))
 
 
+def rename(source: AnyPath, target: AnyPath, *, directory: int | None = None) -> None:
+    """Give a file another name, in the place of what has it; both may be in an open directory.
+
+    On FUSE what has just been closed may count as open for a while: the kernel tells the server later.
+    """
+    deadline = time.monotonic() + _STILL_OPEN_SECONDS
+    while True:
+        try:
+            os.replace(source, target, src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError as error:
+            late = error.errno not in _STILL_OPEN or time.monotonic() > deadline
+            where = Path(os.fsdecode(target)).parent
+            if directory is not None:
+                where = Path(f"{_OWN_FILES}/{directory}") / "."
+            if late or not _is_fuse(where):
+                raise
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
+
+
+def _is_fuse(directory: Path) -> bool:
+    try:
+        return mount_of(directory)["type"].startswith("fuse")
+    except (OSError, LookupError, StopIteration):
+        return False
+
+
+# Directories' devices where renaming has been tried, and whether what is replaced was there.
+_renaming: set[tuple[int, bool]] = set()
+
+
+def check_renames(directory: Path, *, replaced: bool) -> None:
+    """Try whether files can be renamed in a directory, once for each file system.
+
+    Parameters
+    ----------
+    directory : Path
+        Where; it exists.
+    replaced : bool
+        Whether another one has the name.
+
+    Raises
+    ------
+    OSError
+        They cannot, or nothing can be made there.
+    """
+    device = directory.stat().st_dev
+    if (device, replaced) in _renaming:
+        return
+    names = [_new_name() for _ in range(2)]
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names[: 1 + replaced]:
+            os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=descriptor))
+        try:
+            rename(*names, directory=descriptor)
+        except OSError as error:
+            what = "replace a file by another" if replaced else "rename a file"
+            message = (
+                f"{error.strerror}: this file system cannot {what}, so that a save that is stopped would leave half "
+                "a file (remedy: save elsewhere, and copy what is complete)"
+            )
+            raise OSError(error.errno, message, str(directory)) from None
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=descriptor)
+        os.close(descriptor)
+    _renaming.add((device, replaced))
+
+
 def make_directory(directory: Path) -> None:
     """Make a directory and its parents where they are missing, so that they would survive a power cut."""
     missing = []
@@ -436,11 +536,9 @@ def _sync(directory: int) -> None:
 
 def _found(path: AnyPath) -> tuple[Path, os.stat_result | None]:
     """Return the path that one leads to by symbolic links, and what is there, None if nothing is."""
-    asked = checked_path(path)
+    asked = kept_path(path)
     if asked.endswith(("/", "/.", "/..")):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), asked)
-    if not asked.startswith("/"):  # another thread may change the current directory between
-        asked = f"{Path.cwd()}/{asked}"
     for _ in range(_LOOKS_MAX):
         target = os.path.realpath(asked)
         # What the kernel finds need not be what the text of a link says: in /proc it may be a file that was deleted.
@@ -480,7 +578,13 @@ def _keep_rights(descriptor: int, path: str, old: os.stat_result) -> None:
         _keep_acl(descriptor, path)
     except OSError:  # with an ACL these bits were not the group's, but the most that it gives
         mode &= ~stat.S_IRWXG
-    os.fchmod(descriptor, mode)
+    try:
+        os.fchmod(descriptor, mode)
+    except (
+        OSError
+    ) as error:  # the file then has those that it was made with, which are its owner's alone
+        if error.errno not in _NO_PERMISSIONS:
+            raise
 
 
 def _keep_acl(descriptor: int, path: str) -> None:
@@ -498,6 +602,11 @@ def _acl_of(file: str | int) -> bytes | None:
         if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
             raise
         return None
+
+
+def _has_own_files() -> bool:
+    """Return whether /proc is there, by which alone a file without a name can be opened again, and get one."""
+    return Path(_OWN_FILES).exists()
 
 
 def _new_name() -> str:

@@ -6,6 +6,7 @@ import atexit
 import os
 import resource
 import threading
+import time
 import weakref
 from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -31,6 +32,16 @@ _LARGE_BLOCK_NBYTES = 4 << 20
 
 # After so long without any progress whoever closes something gives up.
 CLOSE_PATIENCE_SECONDS = 60.0
+
+# Looks after its transfers' progress, when something is closed.
+_SLICE_SECONDS = 1.0
+
+# As many files as requests may always have open. Who lacks descriptors looks again after a moment, so many times at
+# most, and no more when nothing has moved for so long.
+_FEW_FILES = 64
+_MOMENT_SECONDS = 0.05
+_QUIET_SECONDS = 5.0
+_MAX_WAITS = 1024
 
 _Result = TypeVar("_Result")
 
@@ -136,25 +147,75 @@ def default_scheduler() -> AnyScheduler:
         return _default
 
 
-def with_descriptors(scheduler: AnyScheduler, action: Callable[[], _Result]) -> _Result:
-    """Do what opens files; at a descriptor limit, wait for pending transfers to give theirs back.
+def with_descriptors(
+    scheduler: AnyScheduler, action: Callable[[], _Result], *, opens: bool = True
+) -> _Result:
+    """Do what opens files, or may; at a descriptor limit, wait for requests to close those that they opened.
 
-    Half of the process's descriptors are left to others as long as waiting helps.
+    What surely ``opens`` a file leaves half of the process's descriptors to others, as long as waiting helps.
     """
-    # The limit is looked up each time: a process may change it, and that costs less than opening a file.
-    while _core.open_descriptors() > 64 and _core.open_descriptors() > descriptor_limit():
-        if scheduler.outstanding() == 0 or not scheduler.wait_for_progress(60.0):
-            break
+    if opens:
+        _leave_half_to_others(scheduler)
+    waiting = None
     while True:
-        # Looked up before: what ends while the action fails may have given back enough.
-        pending = scheduler.outstanding()
         try:
             return action()
         except StorageError as error:
-            if error.errno not in (EMFILE, ENFILE) or pending == scheduler.outstanding() == 0:
+            if error.errno not in (EMFILE, ENFILE) or (waiting and waiting.is_over):
                 raise
-        if scheduler.outstanding() >= pending:
-            scheduler.wait_for_progress(60.0)
+        # Out here the exception is gone, and with it the files that the action had opened.
+        waiting = waiting or _WaitingForFiles(scheduler)
+        waiting.wait()
+
+
+def _leave_half_to_others(scheduler: AnyScheduler) -> None:
+    # The limit is looked up each time: a process may change it, and that costs less than opening a file.
+    waiting = None
+    while _core.open_descriptors() > _FEW_FILES and _core.open_descriptors() > descriptor_limit():
+        waiting = waiting or _WaitingForFiles(scheduler)
+        # Files that users keep open are not closed by waiting.
+        if _core.files_of_requests()[0] <= _FEW_FILES or waiting.is_over:
+            break
+        waiting.wait()
+
+
+class _WaitingForFiles:
+    """Waits for files that were opened for one request each, until there is no sense in it.
+
+    That is where none of them is open, where nothing has moved for some seconds, or where others have been faster very
+    often. Other files are nothing to wait for: they stay open, whatever ends.
+    """
+
+    def __init__(self, scheduler: AnyScheduler) -> None:
+        self.is_over = False
+        self._scheduler = scheduler
+        self._times = 0
+        self._quiet_seconds = 0.0
+
+    def wait(self) -> None:
+        """Return when such a file has been closed, or after a moment."""
+        count, before = _core.files_of_requests()
+        moved = self._moved()
+        end = time.monotonic() + _MOMENT_SECONDS
+        while count and _core.files_of_requests()[1] == before:
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            if self._scheduler.outstanding():
+                self._scheduler.wait_for_progress(left)
+            else:  # another one's
+                time.sleep(0.001)
+        quiet = _core.files_of_requests()[1] == before and self._moved() == moved
+        # Moments are counted, since the clock goes on while the process is stopped.
+        self._quiet_seconds = self._quiet_seconds + _MOMENT_SECONDS if quiet else 0.0
+        self._times += 1
+        self.is_over = (
+            count == 0 or self._times >= _MAX_WAITS or self._quiet_seconds >= _QUIET_SECONDS
+        )
+
+    def _moved(self) -> object:
+        counted = self._scheduler.stats()
+        return counted["read_nbytes"], counted["written_nbytes"]
 
 
 def descriptor_limit() -> int:
@@ -175,6 +236,26 @@ def close_scheduler(
     return ended
 
 
+def patiently(step: Callable[[float], bool], *schedulers: AnyScheduler) -> bool:
+    """Take steps, of so many seconds each, until one returns True; False where the schedulers move nothing for long."""
+    # Steps are counted, since the clock goes on while the process is stopped (SIGSTOP, a frozen container).
+    step_seconds = min(_SLICE_SECONDS, CLOSE_PATIENCE_SECONDS / 10)
+    seen, left = None, 0.0
+    while not step(step_seconds):
+        moved = [_moved(scheduler) for scheduler in schedulers]
+        left = CLOSE_PATIENCE_SECONDS if moved != seen else left - step_seconds
+        if left <= 0:
+            return False
+        seen = moved
+    return True
+
+
+def _moved(scheduler: AnyScheduler) -> object:
+    """Return what changes as long as blocks end."""
+    counted = scheduler.stats()
+    return [counted[name] for name in ("read_nbytes", "written_nbytes", "failed_requests")]
+
+
 def warn_of_left_behind(what: str) -> None:
     """Warn of I/O that closing gave up on. Its memory is kept for ever."""
     warn(
@@ -184,8 +265,9 @@ def warn_of_left_behind(what: str) -> None:
 
 
 def _leave() -> None:
-    for scheduler in list(_schedulers):
-        close_scheduler(scheduler)
+    # All at once: where several drives hang, each has had its time when the first one has.
+    if not all(_core.close_together(list(_schedulers), CLOSE_PATIENCE_SECONDS)):
+        warn_of_left_behind("outstanding I/O")
     futures.leave()
 
 

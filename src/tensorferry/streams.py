@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensorferry import _core
+from tensorferry import _core, runtime
 from tensorferry.arrays import collect_segments, is_several, moved
 from tensorferry.errors import memory_moved
 from tensorferry.reprs import once_made
-from tensorferry.runtime import with_descriptors
+from tensorferry.runtime import patiently, warn_of_left_behind, with_descriptors
 from tensorferry.transfers import MAX_FILE_NBYTES
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ class Stream:
                 file.preallocate(offset, nbytes_reserved)
             expected_nbytes = nbytes_reserved or MAX_FILE_NBYTES
             how = chunk_nbytes, of_segments, background, expected_nbytes
-            return with_descriptors(scheduler, lambda: _core.Stream(scheduler, file, offset, *how))
+            return with_descriptors(
+                scheduler, lambda: _core.Stream(scheduler, file, offset, *how), opens=False
+            )
 
         self._core = make(0, False) if checksums is None else checksums._of_stream(make)
         self._open = True
@@ -202,9 +204,13 @@ class Stream:
         return self._core.nbytes
 
     def abort(self) -> None:
-        """Write nothing more that is not on its way yet, and let go of all arrays. The file has some of the bytes."""
+        """Write nothing more that is not on its way yet, and let go of all arrays. The file has some of the bytes.
+
+        Where nothing moves for 60 seconds it gives up, with a ``RuntimeWarning``; arrays still in use stay referenced.
+        """
         self._give_up(ValueError(f"the stream to {self._path!r} was given up"))
-        self._core.wait(None)
+        if not patiently(self._core.wait, self._scheduler):
+            warn_of_left_behind(f"what was being written to {self._path!r}")
 
     def __enter__(self) -> Stream:
         return self
@@ -269,7 +275,8 @@ class Stream:
     def _give_up(self, why: Exception) -> None:
         self._open = self._unheard = False
         self._failure = self._failure or why
-        self._core.abort()
+        if not self._core.abort(runtime.CLOSE_PATIENCE_SECONDS):
+            warn_of_left_behind(f"arrays on their way to {self._path!r}")
 
 
 def _portions(arrays: Iterable[Any]) -> Iterator[list[Any]]:

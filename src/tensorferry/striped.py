@@ -28,7 +28,7 @@ from tensorferry.files import (
     positive,
 )
 from tensorferry.futures import Future, Pending
-from tensorferry.runtime import automatic_scheduler, with_descriptors
+from tensorferry.runtime import automatic_scheduler, patiently, with_descriptors
 from tensorferry.stats import summed_stats
 from tensorferry.transfers import (
     Direct,
@@ -226,16 +226,18 @@ class StripedFile(Transferring):
 
         All files are closed, whatever happens to one of them; the first failure is raised. See :meth:`File.close`.
         """
+        hung = False
         if self._belongs_to_this_process():
             with self._changing:
                 self._closed = True
                 self._changing.wait_for(
                     lambda: self._beginning == 0, timeout=runtime.CLOSE_PATIENCE_SECONDS
                 )
+            hung = not self._finish()
         failure: Exception | None = None
         for file in self._files:
             try:
-                file.close()
+                file._close(_at_once if hung else patiently)
             except Exception as error:
                 failure = failure or error
         for reference in self._pending.take():
@@ -244,6 +246,14 @@ class StripedFile(Transferring):
                 future.done()  # sees the end while the array is as it was
         if failure is not None:
             raise failure
+
+    def _finish(self) -> bool:
+        """Wait for all transfers; return False where nothing moves any more, on whichever drive."""
+        files = [core for file in self._files if (core := file._file) is not None]
+        schedulers = [file._scheduler for file in self._files]
+        return patiently(
+            lambda seconds: all(file.retire(seconds / len(files)) for file in files), *schedulers
+        )
 
     def __enter__(self) -> StripedFile:
         self._opened()
@@ -392,7 +402,7 @@ class StripedFile(Transferring):
                 ):
                     raise refusal
 
-        with_descriptors(scheduler, submit)
+        with_descriptors(scheduler, submit, opens=False)
 
     @contextlib.contextmanager
     def _while_open(self) -> Iterator[None]:
@@ -535,6 +545,10 @@ class StripedFile(Transferring):
         return all(file._scheduler.belongs_to_this_process() for file in self._files)
 
 
+def _at_once(step: Callable[[float], bool], *_: object) -> bool:
+    return step(0.0)
+
+
 class _Parts:
     """The requests of one transfer, looked at as one: done when all are."""
 
@@ -602,8 +616,7 @@ def checked_stripe(stripe_nbytes: int | None) -> int:
 
 
 def _identity(file: File) -> tuple[int, int]:
-    opened = file._open_file()
-    return opened.device, opened.inode
+    return file._open_file().identity
 
 
 def _same_file(names: list[str]) -> ValueError:
@@ -614,5 +627,5 @@ def _remove(file: File) -> None:
     """Remove a name that was made just now, unless it is another's by now."""
     with contextlib.suppress(OSError):
         status = os.stat(file.path)  # noqa: PTH116
-        if (status.st_dev, status.st_ino) == _identity(file):
+        if (status.st_dev, status.st_ino) == _identity(file):  # it is no device's
             os.unlink(file.path)  # noqa: PTH108

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import re
+import stat
 from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -33,6 +35,9 @@ Direct: TypeAlias = "bool | Literal['auto']"
 # Offsets are signed 64-bit numbers in the kernel.
 MAX_FILE_NBYTES = (1 << 63) - 1
 
+# pathlib makes one slash of two: of those only known ones are told from a folder whose name ends with a colon.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(s3|gs|gcs|hf|az|abfss?|hdfs|https?|ftp|file):/")
+
 
 def direct_mode(direct: Direct) -> str:
     """Return the core's name of what a caller says of O_DIRECT."""
@@ -50,6 +55,11 @@ def checked_path(path: Path, name: str = "path") -> str:
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise TypeError(f"{name}: {path!r} is no path")
     text = os.fsdecode(path)
+    if ":/" in text and _URL.match(text):
+        raise ValueError(
+            f"{name}: {path!r} is a URL, and only local files are read and written (remedy: a local folder, or one "
+            "where the storage is mounted)"
+        )
     if "\0" in text:
         raise ValueError(f"{name}: {path!r} has a null character")
     if not text.isascii():
@@ -58,6 +68,12 @@ def checked_path(path: Path, name: str = "path") -> str:
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: {path!r} is no path: {error}") from None
     return text
+
+
+def kept_path(path: Path, name: str = "path") -> str:
+    """Return the absolute path of what is used after the call: the process may change its directory meanwhile."""
+    text = checked_path(path, name)
+    return text if text.startswith("/") else f"{os.getcwd()}/{text}"  # noqa: PTH109 (a fifth of the time)
 
 
 def checked_descriptor(descriptor: int, name: str = "path") -> int:
@@ -86,12 +102,17 @@ def open_for_transfer(
 ) -> _core.File:
     """Open a path (created if missing, for writing) or reopen the file of a descriptor, which stays the caller's.
 
+    It is for one request, which closes it.
+
     ``replaced`` says that what one request writes to a path is all that the file is to hold.
     """
     if isinstance(path, int):
-        return _core.file_from_descriptor(checked_descriptor(path, name), write, direct)
+        descriptor = checked_descriptor(path, name)
+        return _core.file_from_descriptor(descriptor, write, direct, for_request=True)
     text = checked_path(path, name)
-    return _core.open_file(text, not write, write, write, False, False, direct, replaced)
+    return _core.open_file(
+        *(text, not write, write, write, False, False, direct), replaced=replaced, for_request=True
+    )
 
 
 def transfer(
@@ -144,6 +165,11 @@ def transfer(
         raise failure
 
 
+def set_size(scheduler: AnyScheduler, file: _core.File, nbytes: int) -> None:
+    """Set an open file's size in its turn among writes: it cuts off what was submitted before, and nothing else."""
+    transfer(scheduler, file, (0, 0, None, None), nbytes, write=True, truncate=True)
+
+
 def start(
     scheduler: AnyScheduler,
     target: Path | int | _core.File,
@@ -163,9 +189,9 @@ def start(
     address, nbytes, location, segments, sums = _prepared(memory, checksums, write)
     future = Future(array, memory)
     locations = None if location is None else [location]
+    opened = not isinstance(target, _core.File)
 
     def submit() -> _core.Request:
-        opened = not isinstance(target, _core.File)
         file = (
             target
             if isinstance(target, _core.File)
@@ -182,7 +208,7 @@ def start(
         return request
 
     try:
-        request = with_descriptors(scheduler, submit)
+        request = with_descriptors(scheduler, submit, opens=opened)
     except BaseException:
         if checksums is not None and sums is not None:
             checksums._give_back(sums)
@@ -250,8 +276,9 @@ def transfer_many(
             checked_descriptor(path, f"items[{at}]")
         elif type(path) is not str or not path.isascii() or "\0" in path:
             batch.paths[at] = checked_path(path, f"items[{at}]")
-    replaced = _replaced(batch.paths, items) if truncate is None else frozenset()
-    call = _Call(scheduler, batch, write, direct, bool(truncate), replaced, sync, background)
+    files = _files_of(batch.paths) if write else {}
+    replaced = _replaced(batch.paths, items, files) if truncate is None else frozenset()
+    call = _Call(scheduler, batch, files, write, direct, bool(truncate), replaced, sync, background)
     failures = call.run()
     if failures:
         raise first_of([failure for _, failure in failures], "of this call")
@@ -272,21 +299,30 @@ def checked_items(items: Iterable[Any]) -> Sequence[Any]:
     return list(items)
 
 
-def _replaced(paths: Sequence[Path], items: Sequence[tuple[Any, ...]]) -> AbstractSet[Path]:
+def _replaced(
+    paths: Sequence[Path], items: Sequence[tuple[Any, ...]], files: dict[Path, object]
+) -> AbstractSet[Path]:
     """Return the paths that come without an offset: what the call writes to them is all that they are to hold."""
+    first_of_file: dict[object, int] = {}
     whole = [index for index, item in enumerate(items) if len(item) == 2]
-    if len(whole) < 2:  # then no file can come twice
-        return {paths[index] for index in whole}
-    files: dict[object, int] = {}
-    directories: dict[str, str] = {}
     for index in whole:
-        first = files.setdefault(_file_of(paths[index], directories), index)
+        path = paths[index]
+        first = first_of_file.setdefault(files.get(path, path), index)
         if first != index:
             raise ValueError(
-                f"items[{index}]: {_text_of(paths[index])!r} is written as a whole by items[{first}] already; "
+                f"items[{index}]: {_text_of(path)!r} is written as a whole by items[{first}] already; "
                 "pieces of one file have offsets"
             )
     return {paths[index] for index in whole}
+
+
+def _files_of(paths: Sequence[Path]) -> dict[Path, object]:
+    """Return for each name what is the same for all names of its file; nothing where there is but one name."""
+    known = set(paths)
+    if len(known) < 2:
+        return {}
+    directories: dict[str, str] = {}
+    return {path: _file_of(path, directories) for path in known}
 
 
 def _file_of(path: Path, directories: dict[str, str]) -> object:
@@ -301,6 +337,8 @@ def _file_of(path: Path, directories: dict[str, str]) -> object:
         if directory not in directories:
             directories[directory] = os.path.realpath(directory)
         return f"{directories[directory]}/{name}"
+    if stat.S_ISBLK(status.st_mode):  # which may have several nodes
+        return status.st_rdev
     return status.st_dev, status.st_ino
 
 
@@ -347,6 +385,7 @@ class _Call:
         self,
         scheduler: AnyScheduler,
         batch: _Batch,
+        files: dict[Path, object],
         write: bool,
         direct: str,
         truncate: bool,
@@ -361,7 +400,8 @@ class _Call:
         self._direct = direct
         self._how = write, truncate, sync, True, background
         # What is of one file follows each other, so that it is opened, cut and synced once, and neighbours are joined.
-        self._order = _order_of(batch, write)
+        self._files = files
+        self._order = _order_of(batch, files, write)
         self._batch = batch if isinstance(self._order, range) else batch.ordered(self._order)
         self._requests: dict[_core.Scheduler, _core.Request] = {}
         # What was refused before it could be submitted, by position.
@@ -402,10 +442,14 @@ class _Call:
         paths = self._batch.paths
         end = min(begin + _CHUNK, len(paths))
         # What is cut gets into line with all that is written to it, or another one's write would come in between.
-        if self._truncate or paths[end - 1] in self._replaced:
-            while end < len(paths) and paths[end] == paths[end - 1]:
+        # All of it: what goes by another name of the file would else be cut off, or come after the cut.
+        if self._truncate or self._replaced:
+            while end < len(paths) and self._is_same_file(paths[end], paths[end - 1]):
                 end += 1
         return end
+
+    def _is_same_file(self, one: Path, other: Path) -> bool:
+        return self._files.get(one, one) == self._files.get(other, other)
 
     def _submit(self, begin: int, end: int) -> None:
         """Submit some of the items, or halves of them where descriptors are short."""
@@ -511,25 +555,20 @@ class _Call:
         return file
 
 
-def _order_of(batch: _Batch, write: bool) -> Sequence[int]:
+def _order_of(batch: _Batch, files: dict[Path, object], write: bool) -> Sequence[int]:
     """Return an order of items in which those of one file follow each other, by offset.
 
     Where what is written overlaps they stay in their order.
     """
-    count = len(batch.paths)
-    known = set(batch.paths)
-    if len(known) == count:
-        return range(count)
-    if len(known) == 1:
-        return _by_offset(range(count), batch, write)
-    # Writes by two names of one file may overlap.
-    real: dict[Any, Any] = {path: path for path in known}
-    if write:
-        real.update((path, os.path.realpath(path)) for path in known if not isinstance(path, int))
-    positions: dict[Any, list[int]] = {}
+    positions: dict[object, list[int]] = {}
     for index, path in enumerate(batch.paths):
-        positions.setdefault(real[path], []).append(index)
-    return [at for of_path in positions.values() for at in _by_offset(of_path, batch, write)]
+        positions.setdefault(files.get(path, path), []).append(index)
+    count = len(batch.paths)
+    if len(positions) == count:
+        return range(count)
+    if len(positions) == 1:
+        return _by_offset(range(count), batch, write)
+    return [at for of_file in positions.values() for at in _by_offset(of_file, batch, write)]
 
 
 def _by_offset(positions: Sequence[int], batch: _Batch, write: bool) -> Sequence[int]:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
+import functools
+import importlib.util
 import io
 import os
 import pickle
 import threading
+import traceback
+import types
+import weakref
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import strategies
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from tensorferry.checkpoint import FileSystemWriter, Stager
 from tests.checkpoint.states import assert_same, bits_of, mixed_state
 from tests.support.ranks import call_on_ranks
+from tests.support.threads import no_new_threads
 
 if TYPE_CHECKING:
     import pathlib
@@ -49,7 +58,7 @@ def test_layouts_and_gradients_are_as_they_were() -> None:
         assert staged[name].stride() == state[name].stride(), name
         assert staged[name].requires_grad == state[name].requires_grad, name
         assert staged[name].is_leaf
-    assert staged["expanded"].is_contiguous()
+    assert staged["expanded"].stride() == state["expanded"].stride()
 
 
 def test_each_storage_has_just_its_tensors_bytes() -> None:
@@ -151,12 +160,194 @@ def test_views_of_one_storage_take_its_memory_once(shared: bool) -> None:
     with torch.no_grad():
         flat.zero_()
     assert {key: bits_of(value) for key, value in staged.items()} == wanted
-    begin = staged["flat"].data_ptr()
-    for key in state.keys() - {"steps"}:  # whose elements alone are copied
+    begin, storage = staged["flat"].data_ptr(), staged["flat"].untyped_storage()
+    for key in state:
         assert staged[key].data_ptr() - begin == state[key].data_ptr() - flat.data_ptr(), key
-        assert shared or staged[key].untyped_storage().nbytes() == state[key].nbytes, key
+        assert staged[key].untyped_storage().data_ptr() == storage.data_ptr(), key
+        assert shared or staged[key].storage_offset() == state[key].storage_offset(), key
+    assert shared or storage.nbytes() == flat.nbytes
     assert staged["grad"].requires_grad
     assert not staged["flat"].requires_grad
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """An object with a tensor in it."""
+
+    tensor: Any
+
+
+class Slotted:
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Node:
+    """An object that refers to itself, has a function, a lock's like, and a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.itself, self.tensor, self.function = self, tensor, lambda: tensor
+        self.kinds = (int, Node, torch.float32, torch.strided, weakref.ref(Node), slice(1, 2))
+
+
+def holders(base: torch.Tensor) -> dict[str, Any]:
+    """Each way in which a state can have a view of a tensor, and its copy's view is reached."""
+    Pair = collections.namedtuple("Pair", "first second")
+    module = torch.nn.Module()
+    module.register_buffer("buffer", base[1])
+    tagged = torch.ones(1)
+    tagged.of = base[1]  # type: ignore[attr-defined]
+    return {
+        "base": base,
+        "dataclass": Holder(base[1]),
+        "nested": Holder({"a": [Holder(base[1])]}),
+        "slots": Slotted(base[1]),
+        "node": Node(base[1]),
+        "module": module,
+        "deque": collections.deque([base[1]]),
+        "defaultdict": collections.defaultdict(list, a=base[1]),
+        "pair": Pair(base[1], 1),
+        "partial": functools.partial(print, base[1]),
+        "attribute": tagged,
+        "namespace": types.SimpleNamespace(tensor=base[1]),
+        "set": {base[1]},
+        "ordered": collections.OrderedDict(a=base[1]),
+    }
+
+
+def held_by(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        "dataclass": state["dataclass"].tensor,
+        "nested": state["nested"].tensor["a"][0].tensor,
+        "slots": state["slots"].tensor,
+        "node": state["node"].tensor,
+        "module": state["module"].buffer,
+        "deque": state["deque"][0],
+        "defaultdict": state["defaultdict"]["a"],
+        "pair": state["pair"].first,
+        "partial": state["partial"].args[0],
+        "attribute": state["attribute"].of,
+        "namespace": state["namespace"].tensor,
+        "set": next(iter(state["set"])),
+        "ordered": state["ordered"]["a"],
+    }
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tensors_in_any_object_lie_in_the_image(shared: bool) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    state = holders(base)
+    assert len(held_by(state)) == len(state) - 1
+    staged = Stager(shared=shared).stage(state)
+    assert staged["node"].itself is staged["node"]
+    base.zero_()
+    assert torch.equal(staged["base"], torch.arange(12.0).view(3, 4))
+    staged["base"].fill_(7.0)
+    for name, tensor in held_by(staged).items():
+        assert tensor.tolist() == [7.0] * 4, name
+        assert tensor.is_shared() is shared, name
+
+
+def test_attributes_of_tensors_stay() -> None:
+    class Tagged(torch.Tensor):
+        """A subclass that is nothing but a name."""
+
+    weight, parameter = torch.randn(10, 10), torch.nn.Parameter(torch.ones(3))
+    weight.tag, parameter.tag = 42, [1, 2]  # type: ignore[attr-defined]
+    tagged = torch.ones(2).as_subclass(Tagged)
+    tagged.tag, tagged.same = "x", weight  # type: ignore[attr-defined]
+    empty, sparse = torch.empty(0), torch.eye(3).to_sparse()
+    empty.tag, sparse.tag = 1, 2  # type: ignore[attr-defined]
+    state = {"weight": weight, "view": weight.view(100), "parameter": parameter}
+    state |= {"tagged": tagged, "empty": empty, "sparse": sparse}
+    staged = Stager().stage(state)
+    assert staged["weight"].tag == 42
+    assert not hasattr(staged["view"], "tag")
+    assert staged["parameter"].tag == [1, 2]
+    assert staged["parameter"].tag is not parameter.tag  # type: ignore[attr-defined]
+    assert type(staged["parameter"]) is torch.nn.Parameter
+    assert type(staged["tagged"]) is Tagged
+    assert staged["tagged"].tag == "x"
+    assert staged["tagged"].same is staged["weight"]
+    assert staged["empty"].tag == 1
+    assert staged["sparse"].tag == 2
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch.distributed.checkpoint._state_dict_stager") is None,
+    reason="this torch has no stager",
+)
+@hypothesis.given(data=strategies.data())
+def test_copies_are_those_of_torchs_stager(data: strategies.DataObject) -> None:
+    """Views of any strides, dtypes and attributes: the same values, layouts and sharing."""
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+    bases = [torch.arange(48, dtype=torch.int32).view(6, 8), torch.arange(48).view(6, 8).float()]
+    state: dict[str, Any] = {}
+    for number in range(data.draw(strategies.integers(1, 6))):
+        tensor = bases[data.draw(strategies.integers(0, 1))]
+        for dim in (0, 1):
+            begin = data.draw(strategies.integers(0, 5))
+            step = data.draw(strategies.integers(1, 3))
+            tensor = tensor[begin::step] if dim == 0 else tensor[:, begin::step]
+        if data.draw(strategies.booleans()):
+            tensor = tensor.t()
+        if data.draw(strategies.booleans()):
+            tensor = tensor[:1].expand(3, -1)
+        if data.draw(strategies.booleans()):
+            tensor = tensor.view(tensor.dtype)
+            tensor.tag = number  # type: ignore[attr-defined]
+        held = data.draw(strategies.booleans())
+        state[str(number)] = Holder([tensor]) if held else tensor
+
+    def found(staged: dict[str, Any]) -> list[torch.Tensor]:
+        return [each.tensor[0] if isinstance(each, Holder) else each for each in staged.values()]
+
+    ours, torchs = found(Stager().stage(state)), found(StateDictStager().stage(state))
+    for one, other in zip(ours, torchs, strict=True):
+        assert torch.equal(one, other)
+        assert (one.dtype, one.stride(), vars(one)) == (other.dtype, other.stride(), vars(other))
+    # What is written to one of them is seen by those that share the element, as with torch's.
+    for one, other in zip(ours, torchs, strict=True):
+        with torch.no_grad():
+            for tensor in (one, other):
+                tensor.select(0, 0)[:1].fill_(99)
+        assert all(map(torch.equal, ours, torchs))
+
+
+def test_what_has_its_own_way_of_copying_is_copied_by_it() -> None:
+    class Own:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor, self.lock = tensor, threading.Lock()  # which cannot be copied
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Own:
+            return Own(copy.deepcopy(self.tensor, memo))
+
+    state = {"own": Own(torch.ones(3)), "meta": torch.empty(3, device="meta")}
+    staged = Stager().stage(state)
+    state["own"].tensor.zero_()
+    assert staged["own"].tensor.tolist() == [1.0] * 3
+    assert staged["meta"].is_meta
+
+
+def test_waiting_for_memory_changes_nothing_of_others() -> None:
+    """Tracebacks that lead through torch's code stay whole while a stager waits."""
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load({"a": torch.ones(1)}, checkpoint_id="/nowhere/at/all", no_dist=True)
+    kept = caught.value
+    before = traceback.extract_tb(kept.__traceback__)
+    stager = Stager()
+    states = [stager.stage({"a": torch.full((10,), k)}) for k in range(2)]
+    waiting = threading.Thread(target=lambda: states.append(stager.stage({"a": torch.ones(10)})))
+    waiting.start()
+    waiting.join(1.0)
+    assert waiting.is_alive()
+    del states[0]
+    waiting.join(120)
+    assert len(states) == 2
+    assert traceback.extract_tb(kept.__traceback__) == before
 
 
 def test_states_may_grow_and_shrink() -> None:
@@ -281,3 +472,13 @@ def test_integers_of_few_bits_are_staged_in_any_order() -> None:
     tensor = torch.arange(24, dtype=torch.uint8).view(torch.uint4).as_strided((4, 6), (1, 4))
     staged = Stager().stage({"a": tensor})["a"]
     assert torch.equal(staged.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_stager_copies_where_no_thread_can_be_started() -> None:
+    """As in a container with a limit of processes."""
+    state = {"small": torch.arange(10), "large": torch.arange(3 << 20)}
+    stager = Stager(overlap=True)
+    with no_new_threads():
+        for _ in range(2):
+            staged = stager.stage(state).result()
+            assert_same(staged, state)

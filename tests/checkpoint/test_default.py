@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -117,3 +119,35 @@ def test_torchs_own_other_readers_are_what_they_were() -> None:
     except ImportError as error:
         pytest.skip(str(error))
     assert not issubclass(module.HuggingFaceStorageReader, FileSystemReader)
+
+
+class Phase(enum.Enum):
+    COOLDOWN = 1
+
+
+def test_readers_of_others_can_be_told_to_trust(directory: pathlib.Path) -> None:
+    install()
+    try:
+        with pytest.warns(RuntimeWarning, match="'phase'.*trust_pickle=True"):
+            dcp.save({"phase": Phase.COOLDOWN}, checkpoint_id=directory / "c", no_dist=True)
+        state = {"phase": None}
+        with pytest.raises(dcp.api.CheckpointException, match="trust_pickle=True"):
+            dcp.load(state, checkpoint_id=directory / "c", no_dist=True)
+        seen: list[Any] = []
+        install(trust_pickle=True, verify="before", progress=seen.append)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            dcp.save({"phase": Phase.COOLDOWN}, checkpoint_id=directory / "c", no_dist=True)
+        dcp.load(state, checkpoint_id=directory / "c", no_dist=True)
+        assert state["phase"] is Phase.COOLDOWN
+        assert seen
+        assert "verify='before'" in repr(dcp.FileSystemReader(directory))
+        with pytest.raises(TypeError, match="trusting"):
+            install(trusting=True)
+        with pytest.raises(ValueError, match="verify"):
+            install(verify="never")
+    finally:
+        uninstall()
+    assert "verify='read'" in repr(FileSystemReader(directory))
+    with pytest.raises(dcp.api.CheckpointException, match="trust_pickle=True"):
+        dcp.load(state, storage_reader=FileSystemReader(directory / "c"), no_dist=True)

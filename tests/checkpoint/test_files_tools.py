@@ -433,9 +433,11 @@ def test_names_in_a_pickle_take_no_more_memory_than_it_is_long() -> None:
     key = b"X" + (1 << 20).to_bytes(4, "little") + b"k" * (1 << 20) + b"q\2"
     # Lists in lists, each twice, and a key of a MiB at each level.
     code = b"\x80\2" + tensor + b"0" + key + b"0h\1"
-    code += b"q\3}(h\2h\3X\1\0\0\0bh\3u" * 90 + b"."
-    found = named_tensors(code, "file")
-    assert [len(name) for name, _ in found] == [256, 256]
+    level = b"q\3}(h\2h\3X\1\0\0\0bh\3u"
+    found = named_tensors(code + 2 * level + b".", "file")
+    assert [len(name) for name, _ in found] == [256, 256, 256, len("b.b")]
+    with pytest.raises(CheckpointError, match="more than a million"):
+        named_tensors(code + 90 * level + b".", "file")
     nested = b"\x80\2" + b"]" * 200_000 + b"a" * 199_999 + b"."
     assert named_tensors(nested, "file") == []
     many = b"\x80\2" + tensor + b"q\1](" + b"h\1" * 1_000_001 + b"e."

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import io
+import json
 import os
 import pathlib
 import threading
@@ -15,8 +18,16 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, verify
-from tensorferry.checkpoint.storage import commit
-from tests.checkpoint.states import assert_same, digests, load, metadata_of, save
+from tensorferry.checkpoint.storage import commit, hooks
+from tests.checkpoint.states import (
+    assert_same,
+    digests,
+    done,
+    empty_like,
+    load,
+    metadata_of,
+    save,
+)
 from tests.support.ranks import files_of
 
 
@@ -92,32 +103,412 @@ def test_a_planner_that_gives_the_states_own_tensors_has_them_copied_while_it_go
     assert_same(load(directory / "checkpoint", state), state)
 
 
+def recording(kind: Any, name: str) -> Any:
+    """Return a subclass of a class of torch's or ours with one method of its own, which does what it did before."""
+    original = inspect.getattr_static(kind, name)
+    calls: list[str] = []
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        return inner(*arguments, **options)
+
+    if isinstance(original, property):
+        inner: Any = original.fget
+        own: Any = property(call)
+    elif isinstance(original, classmethod):
+        inner, own = original.__func__, classmethod(call)
+    else:
+        inner, own = original, call
+    return type(f"Own{kind.__name__}", (kind,), {name: own, "calls": calls})
+
+
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "FileSystemWriter": (FileSystemWriter, filesystem.FileSystemWriter),
+    "FileSystemReader": (FileSystemReader, filesystem.FileSystemReader),
+}
+HOOKS = {
+    "FileSystemWriter": {"_get_metadata_path", "_write_data"},
+    "FileSystemReader": {"_get_metadata_path", "_slice_file"},
+}
+ATTRIBUTES = {
+    "FileSystemWriter": {
+        # What torch's code uses, and ours either uses as well or leaves to torch's where it is changed.
+        *("fs", "transforms", "path", "rank", "use_collectives", "overwrite", "save_id"),
+        *("sync_files", "single_file_per_rank", "thread_count", "per_thread_copy_ahead"),
+        "serialization_format",
+        # Of torch's own stager, in whose place there is ours.
+        *("cache_staged_state_dict", "state_dict_cache", "type_check"),
+    },
+    "FileSystemReader": {
+        *("fs", "transforms", "path", "rank", "use_collectives", "load_id", "storage_data"),
+    },
+}
+try:
+    from torch.distributed.checkpoint import hf_storage
+
+    from tensorferry.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+except ImportError:
+    pass
+else:
+    PAIRS |= {
+        "HuggingFaceStorageWriter": (HuggingFaceStorageWriter, hf_storage.HuggingFaceStorageWriter),
+        "HuggingFaceStorageReader": (HuggingFaceStorageReader, hf_storage.HuggingFaceStorageReader),
+    }
+    HOOKS |= {
+        "HuggingFaceStorageWriter": {"_get_metadata_path", "_metadata_exists", "_write_data"},
+        "HuggingFaceStorageReader": {
+            *(
+                "_get_metadata_path",
+                "_process_read_request",
+                "_read_files_from_queue",
+                "_slice_file",
+            ),
+        },
+    }
+    ATTRIBUTES |= {
+        "HuggingFaceStorageWriter": ATTRIBUTES["FileSystemWriter"]
+        | {
+            *("fqn_to_index_mapping", "save_distributed", "enable_consolidation"),
+            *("consolidated_output_path", "thread_count_consolidation"),
+        },
+        "HuggingFaceStorageReader": ATTRIBUTES["FileSystemReader"] | {"thread_count"},
+    }
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_all_that_torchs_classes_have_is_known_here(name: str) -> None:
+    """Where a later torch has more, think about what a subclass that changes it is to get; then add it to the table."""
+    ours, torchs = PAIRS[name]
+    also_called = frozenset({"_metadata_exists"} if name == "FileSystemWriter" else ())
+    assert hooks.hooks_of(ours, torchs, also_called).keys() == HOOKS[name]
+    assert vars(torchs("/somewhere")).keys() == ATTRIBUTES[name]
+
+
+METHODS = [
+    (name, method)
+    for name, (_, torchs) in PAIRS.items()
+    for method in sorted(hooks.names_of(torchs))
+    if method != "_synchronize_after_execute"  # a flag
+]
+
+
+def save_and_load(name: str, kind: Any, directory: pathlib.Path) -> dict[str, Any]:
+    """Use a writer or reader in every way there is, with torch's own class on the other side."""
+    is_writer, of_hugging_face = "Writer" in name, "Hugging" in name
+    prefix = "HuggingFaceStorage" if of_hugging_face else "FileSystem"
+    writer = kind if is_writer else PAIRS[prefix + "Writer"][1]
+    reader = PAIRS[prefix + "Reader"][1] if is_writer else kind
+    state = {"a": torch.arange(1000.0), "b": torch.ones(3)}
+    made = writer(str(directory), {"a": 1, "b": 2}) if of_hugging_face else writer(directory)
+    done(dcp.async_save(state, storage_writer=made, checkpoint_id=str(directory), no_dist=True))
+    dcp.save(state, storage_writer=made, no_dist=True)
+    found = empty_like(state)
+    options = {"thread_count": 2} if of_hugging_face else {}
+    made = reader(str(directory), **options)
+    dcp.load(found, storage_reader=made, checkpoint_id=str(directory), no_dist=True)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Own.* changes")
+@pytest.mark.parametrize(("name", "method"), METHODS, ids="-".join)
+def test_methods_of_a_subclass_are_called_wherever_torchs_class_calls_them(
+    directory: pathlib.Path, name: str, method: str
+) -> None:
+    ours, torchs = (recording(kind, method) for kind in PAIRS[name])
+    wanted = save_and_load(name, torchs, directory / "torch")
+    assert_same(save_and_load(name, ours, directory / "ours"), wanted)
+    assert set(ours.calls) >= set(torchs.calls)
+
+
 class OtherFileSystem(filesystem.FileSystem):
-    """Somebody's own."""
+    """Somebody's own: every byte of a file is another one on the drive."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Any:
+        if "w" not in mode:
+            yield io.BytesIO(bytes(byte ^ 255 for byte in path.read_bytes()))
+            return
+
+        class Stream(io.BytesIO):
+            def close(self) -> None:
+                if not self.closed:
+                    path.write_bytes(bytes(byte ^ 255 for byte in self.getvalue()))
+                super().close()
+
+        with Stream() as stream:
+            yield stream
 
 
-def test_a_writer_with_a_file_system_of_its_own_is_refused_by_name(directory: pathlib.Path) -> None:
-    class Mine(FileSystemWriter):
-        def __init__(self, path: pathlib.Path) -> None:
-            super().__init__(path)
+def with_file_system(kind: Any) -> Any:
+    class Mine(kind):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             self.fs = OtherFileSystem()
 
-    with pytest.raises(dcp.api.CheckpointException, match="Mine sets fs to a OtherFileSystem"):
-        dcp.save({"a": torch.ones(3)}, storage_writer=Mine(directory / "checkpoint"), no_dist=True)
+    return Mine
 
 
-def test_a_reader_with_a_file_system_of_its_own_is_refused_by_name(directory: pathlib.Path) -> None:
+@pytest.mark.filterwarnings("ignore:os.fsync")
+def test_a_file_system_of_ones_own_is_used(directory: pathlib.Path) -> None:
+    writer, reader = with_file_system(FileSystemWriter), with_file_system(FileSystemReader)
+    torchs_reader = with_file_system(filesystem.FileSystemReader)
+    state = {"a": torch.arange(1000.0), "text": "x" * 1000}
+    with pytest.warns(RuntimeWarning, match="Mine changes fs, which only torch's own code uses"):
+        dcp.save(state, storage_writer=writer(directory / "one", sync_files=False), no_dist=True)
+    assert files_of(directory / "one") == {"__0_0.distcp", ".metadata"}
+    found = {"a": torch.zeros(1000), "text": ""}
+    with pytest.warns(RuntimeWarning, match="nothing is verified"):
+        dcp.load(found, storage_reader=reader(directory / "one"), no_dist=True)
+    assert_same(found, state)
+    assert_same(load_by(torchs_reader(directory / "one"), state), state)
+    assert_same(load_by(reader(directory / "one", verify="off"), state), state)
+    with pytest.raises(dcp.api.CheckpointException, match="verify: 'before' is not possible"):
+        load_by(reader(directory / "one", verify="before"), state)
+
+
+def load_by(reader: Any, like: dict[str, Any]) -> dict[str, Any]:
+    state = empty_like(like)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+@pytest.mark.skipif(
+    "HuggingFaceStorageWriter" not in PAIRS, reason="this torch has no Hugging Face storage"
+)
+@pytest.mark.filterwarnings("ignore:Mine changes")
+@pytest.mark.parametrize("save_distributed", [False, True])
+def test_a_file_system_of_ones_own_is_used_for_hugging_faces_format(
+    directory: pathlib.Path, save_distributed: bool
+) -> None:
+    class Listing(filesystem.FileSystem):
+        def ls(self, path: Any) -> list[str]:
+            return [each for each in super().ls(path) if "hidden" not in each]
+
+        def concat_path(self, path: Any, suffix: str) -> Any:
+            return super().concat_path(path, suffix.replace("model-", "other-"))
+
+    def with_listing(kind: Any) -> Any:
+        class Mine(kind):  # type: ignore[misc]
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options)
+                self.fs = Listing()
+
+        return Mine
+
+    state, names = {"a": torch.arange(1000.0)}, {}
+    for number in range(2):
+        writer = with_listing(PAIRS["HuggingFaceStorageWriter"][number])
+        reader = with_listing(PAIRS["HuggingFaceStorageReader"][number])
+        place = directory / str(number)
+        options = {"save_distributed": save_distributed}
+        dcp.save(state, storage_writer=writer(str(place), **options), no_dist=True)
+        names[number] = files_of(place)
+        (place / "hidden.safetensors").write_bytes(b"not a file of safetensors")
+        assert_same(load_by(reader(str(place)), state), state)
+    assert names[0] == names[1]
+
+
+def with_urls(kind: Any, directory: pathlib.Path) -> Any:
+    """Return a class that is made as torch's fsspec classes are: it knows its paths only behind our constructor."""
+
+    class Mapped(filesystem.FileSystem):
+        def init_path(self, path: Any) -> Any:
+            return directory / str(path).removeprefix("mine://")
+
+    class Mine(kind):  # type: ignore[misc]
+        def __init__(self, path: str, **options: Any) -> None:
+            super().__init__(path, **options)
+            self.fs = Mapped()
+            self.path = self.fs.init_path(path)
+
+    return Mine
+
+
+@pytest.mark.filterwarnings("ignore:Mine changes", "ignore:os.fsync")
+@pytest.mark.parametrize("format_name", ["FileSystem", "HuggingFaceStorage"])
+def test_urls_are_what_a_file_system_of_ones_own_says(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, format_name: str
+) -> None:
+    monkeypatch.chdir(directory)
+    if f"{format_name}Writer" not in PAIRS:
+        pytest.skip("this torch has no Hugging Face storage")
+    kinds = PAIRS[f"{format_name}Writer"][0], PAIRS[f"{format_name}Reader"][0]
+    writer, reader = (with_urls(kind, directory) for kind in kinds)
+    state = {"a": torch.arange(1000.0)}
+    saving = writer("mine://one")
+    dcp.save(state, storage_writer=saving, no_dist=True)
+    dcp.save(state, storage_writer=saving, checkpoint_id="mine://two", no_dist=True)
+    loading = reader("mine://two")
+    assert_same(load_by(loading, state), state)
+    found = empty_like(state)
+    dcp.load(found, storage_reader=loading, checkpoint_id="mine://one", no_dist=True)
+    assert_same(found, state)
+    assert files_of(directory) == {"one", "two"}
+
+    class Plain(kinds[0]):  # type: ignore[misc, valid-type]
+        pass
+
+    class PlainReader(kinds[1]):  # type: ignore[misc, valid-type]
+        pass
+
+    with pytest.raises(dcp.api.CheckpointException, match="is a URL"):
+        dcp.save(state, storage_writer=Plain("mine://three"), no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match="is a URL"):
+        load_by(PlainReader("mine://one"), state)
+    assert files_of(directory) == {"one", "two"}
+
+
+@pytest.mark.filterwarnings("ignore:Mine changes")
+def test_slices_of_files_are_a_subclasss_own(directory: pathlib.Path) -> None:
+    """A subclass that decodes what it reads: its numbers are loaded, not those of the file."""
+    state = {"a": torch.arange(1000.0), "b": torch.ones(3)}
+    save({key: -value for key, value in state.items()}, directory)
+
+    def mine(kind: Any) -> Any:
+        class Mine(kind):  # type: ignore[misc]
+            def _slice_file(self, file: Any, sinfo: Any) -> Any:
+                stored = torch.load(super()._slice_file(file, sinfo))
+                torch.save(-stored, stream := io.BytesIO())
+                stream.seek(0)
+                return stream
+
+        return Mine
+
+    for kind in (filesystem.FileSystemReader, FileSystemReader):
+        assert_same(load_by(mine(kind)(directory), state), state)
+    reader: Any = FileSystemReader(directory)
+    reader._slice_file = lambda file, info: mine(FileSystemReader)._slice_file(reader, file, info)
+    assert hooks.changed(reader, hooks.hooks_of(*PAIRS["FileSystemReader"])) == {"_slice_file"}
+
+
+def test_places_that_a_subclass_gives_are_read(directory: pathlib.Path) -> None:
+    """It looks for one tensor where another lies."""
+    save({"a": torch.zeros(4), "b": torch.ones(4)}, directory)
+
     class Mine(FileSystemReader):
-        def __init__(self, path: pathlib.Path) -> None:
-            super().__init__(path)
-            self.fs = OtherFileSystem()
+        def set_up_storage_reader(self, metadata: Any, *arguments: Any, **options: Any) -> None:
+            super().set_up_storage_reader(metadata, *arguments, **options)
+            places = self.storage_data
+            by_name = {index.fqn: index for index in places}
+            self.storage_data = dict(places) | {by_name["a"]: places[by_name["b"]]}
 
-    save({"a": torch.ones(3)}, directory / "checkpoint")
-    state = {"a": torch.zeros(3)}
-    with pytest.raises(dcp.api.CheckpointException, match="Mine sets fs to a OtherFileSystem"):
-        dcp.load(state, storage_reader=Mine(directory / "checkpoint"), no_dist=True)
-    with pytest.raises(TypeError, match="Mine sets fs to a OtherFileSystem"):
-        Mine(directory / "checkpoint").read_metadata()
+    assert load_by(Mine(directory), {"a": torch.empty(4)})["a"].tolist() == [1.0] * 4
+
+
+@pytest.mark.filterwarnings("ignore:Mine changes")
+def test_transforms_of_ones_own_are_used(directory: pathlib.Path) -> None:
+    pytest.importorskip("torch", minversion="2.7")
+    written = []
+
+    class Watching(filesystem._StorageWriterTransforms):
+        def transform_save_stream(self, write_item: Any, raw_stream: Any) -> Any:
+            written.append(write_item.index.fqn)
+            return super().transform_save_stream(write_item, raw_stream)
+
+    class Reading(filesystem._StorageReaderTransforms):
+        def transform_load_stream(self, read_item: Any, *arguments: Any) -> Any:
+            written.remove(read_item.dest_index.fqn)
+            return super().transform_load_stream(read_item, *arguments)
+
+    state = {"a": torch.arange(1000.0), "b": torch.ones(3)}
+    writer = FileSystemWriter(directory)
+    writer.transforms = Watching()
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert sorted(written) == ["a", "b"]
+    assert verify(directory).sound
+    reader = FileSystemReader(directory, verify="off")
+    reader.transforms = Reading()
+    assert_same(load_by(reader, state), state)
+    assert not written
+
+
+def test_metadata_elsewhere_is_a_subclasss_own(directory: pathlib.Path) -> None:
+    def mine(kind: Any) -> Any:
+        class Mine(kind):  # type: ignore[misc]
+            def _get_metadata_path(self, rank: int | None = None) -> Any:
+                return pathlib.Path(self.path) / f"index {rank}"
+
+        return Mine
+
+    state = {"a": torch.arange(1000.0)}
+    with pytest.warns(RuntimeWarning, match="changes _get_metadata_path"):
+        dcp.save(state, storage_writer=mine(FileSystemWriter)(directory), no_dist=True)
+    assert "index None" in files_of(directory)
+    for kind in (filesystem.FileSystemReader, FileSystemReader):
+        options = {"verify": "off"} if kind is FileSystemReader else {}
+        assert_same(load_by(mine(kind)(directory, **options), state), state)
+
+
+@pytest.mark.filterwarnings("ignore:Mine changes")
+def test_what_torchs_code_gives_a_planner_runs_no_code(directory: pathlib.Path) -> None:
+    dcp.save({"a": Opened()}, storage_writer=filesystem.FileSystemWriter(directory), no_dist=True)
+
+    class Mine(FileSystemReader):
+        def _slice_file(self, file: Any, sinfo: Any) -> Any:
+            return super()._slice_file(file, sinfo)
+
+    Opened.count = 0
+    with pytest.raises(dcp.api.CheckpointException, match="trust_pickle=True"):
+        load_by(Mine(directory), {"a": 0})
+    assert Opened.count == 0
+
+
+class Opened:
+    """Counts how often it is read."""
+
+    count = 0
+
+    def __setstate__(self, _state: Any) -> None:
+        Opened.count += 1
+
+    def __getstate__(self) -> Any:
+        return {"a": 1}
+
+
+@pytest.mark.skipif(
+    "HuggingFaceStorageReader" not in PAIRS, reason="this torch has no Hugging Face storage"
+)
+@pytest.mark.parametrize("thread_count", [1, 2])
+def test_a_reader_that_dequantizes_has_its_numbers_loaded(
+    directory: pathlib.Path, thread_count: int
+) -> None:
+    from tensorferry.safetensors.torch import save_file
+
+    def mine(kind: Any) -> Any:
+        class Mine(kind):  # type: ignore[misc]
+            def _process_read_request(self, f: Any, req: Any, planner: Any) -> None:
+                found = f.get_tensor(req.storage_index.fqn) * f.get_tensor("scale")
+                target = planner.resolve_tensor(req)
+                planner.commit_tensor(req, target.copy_(found))
+
+        return Mine
+
+    scale = torch.tensor([3.0])
+    save_file({"a": torch.ones(4), "scale": scale}, directory / "1.safetensors")
+    for kind in PAIRS["HuggingFaceStorageReader"]:
+        found = load_by(mine(kind)(str(directory), thread_count), {"a": torch.zeros(4)})
+        assert found["a"].tolist() == [3.0] * 4, kind
+
+
+@pytest.mark.skipif(
+    "HuggingFaceStorageWriter" not in PAIRS, reason="this torch has no Hugging Face storage"
+)
+def test_a_writer_of_hugging_faces_format_asks_a_subclass_what_goes_where(
+    directory: pathlib.Path,
+) -> None:
+    class Mine(HuggingFaceStorageWriter):
+        def _split_by_storage_plan(self, storage_plan: Any, items: Any) -> Any:
+            assert storage_plan == {"a": 1, "b": 2}
+            return {2: [item for item in items if item.index.fqn == "a"], 1: items[1:]}
+
+    state = {"a": torch.arange(1000.0), "b": torch.ones(3)}
+    writer = Mine(directory, {"a": 1, "b": 2})
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {
+        "a": "model-00002-of-00002.safetensors",
+        "b": "model-00001-of-00002.safetensors",
+    }
 
 
 @pytest.mark.skipif(

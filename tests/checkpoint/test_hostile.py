@@ -5,14 +5,22 @@ TENSORFERRY_TEST_MUTATIONS=50000 tries that many, TENSORFERRY_TEST_SEED=0 others
 
 from __future__ import annotations
 
+import array
+import collections
 import contextlib
+import dataclasses
 import datetime
+import enum
+import fractions
+import functools
 import io
 import json
 import os
 import pathlib
 import pickle
-from typing import TYPE_CHECKING, Any
+import types
+import uuid
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -210,11 +218,50 @@ def test_refused_class_and_remedy_are_named_and_trust_is_one(tmp_path: pathlib.P
     assert load_checkpoint(path, 0, trust_pickle=True) == "b"
 
 
+Point = collections.namedtuple("Point", ["x", "y"])
+
+
+class Span(NamedTuple):
+    """With methods that pickle never calls."""
+
+    begin: int
+    end: Any = None
+
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+class Counted(NamedTuple):
+    """With a method that is called where it is a key."""
+
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class Phase(enum.Enum):
+    WARM = 1
+
+
+@dataclasses.dataclass
+class Settings:
+    phase: Phase
+    since: datetime.date
+
+
+def streams() -> list[Any]:
+    """Bytes and text that have been read in part; of the last one, attributes were asked for."""
+    made: list[Any] = [io.BytesIO(b"some bytes"), io.StringIO("text\n"), io.BytesIO(b"x")]
+    for stream in made:
+        stream.read(1)
+    assert vars(made[2]) == {}
+    return made
+
+
 def plain_values() -> dict[str, Any]:
     """What programs put into their checkpoints."""
     import argparse
-    import collections
-    import datetime
     import decimal
     import random
 
@@ -245,6 +292,30 @@ def plain_values() -> dict[str, Any]:
             decimal.Decimal("1.50"),
             pathlib.PurePath("a/b"),
             argparse.Namespace(lr=1, b=[2]),
+            types.SimpleNamespace(lr=1, b=[2]),
+            uuid.UUID(int=5),
+            uuid.uuid1(),
+            fractions.Fraction(-3, 7),
+            fractions.Fraction(5),
+            datetime.time(1, 2, 3, 4),
+            datetime.time(1, 2, tzinfo=datetime.timezone.utc),
+            *(array.array(code, [1, 2]) for code in "bBhHiIlLqQfd"),
+            array.array("u", "text"),
+        ],
+        "named tuples": [Point(1, [2]), Span(1), Span(1, Span(2, 3))],
+        "keys": {
+            datetime.date(2020, 1, 2): 1,
+            np.int64(3): 2,
+            Span(1, 2): 3,
+            uuid.UUID(int=5): 4,
+            pathlib.PurePath("a"): 5,
+            torch.device("cpu"): 6,
+            fractions.Fraction(1, 3): 7,
+        },
+        "NumPy's times": [
+            *(np.datetime64("2020-01-02", unit) for unit in ("Y", "D", "ns")),
+            *(np.timedelta64(7, unit) for unit in ("25s", "M", "generic")),
+            np.datetime64("nat"),
         ],
         "random": [random.getstate(), repr(np.random.get_state())],
         "optimizer": optimizer.state_dict(),
@@ -258,6 +329,82 @@ def test_what_programs_save_is_loaded_as_it_was(tmp_path: pathlib.Path, name: st
     found = load_checkpoint(placed(tmp_path / "d", saved(value), BytesStorageMetadata()), 0)
     assert repr(found) == repr(value)
     assert type(found) is type(value)
+
+
+def test_streams_are_loaded_as_they_were(tmp_path: pathlib.Path) -> None:
+    for stream in streams():
+        path = placed(tmp_path / "d", saved(stream), BytesStorageMetadata())
+        found = load_checkpoint(path, 0)
+        assert type(found) is type(stream)
+        assert (found.getvalue(), found.tell()) == (stream.getvalue(), stream.tell())
+
+
+RECORD = [("a", "<i4"), ("b", ">f8", (2, 3)), ("c", [("d", "U3"), ("e", "M8[ns]")])]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        np.zeros(3, RECORD),
+        np.ones(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+        np.zeros((2, 2), RECORD)[:, 0],
+        np.array(["2020-01", "nat"], "M8[M]"),
+        np.arange(3).astype("m8[25s]"),
+        np.zeros(2, "V5"),
+    ],
+    ids=str,
+)
+def test_records_and_times_of_numpy_are_loaded_as_they_were(made: Any) -> None:
+    for value in (made, made[0], made.dtype):
+        found = harmlessly(value)
+        assert type(found) is type(value)
+        assert getattr(found, "dtype", found) == getattr(value, "dtype", value)
+        assert repr(found) == repr(value)
+    assert harmlessly(made.dtype).isalignedstruct == made.dtype.isalignedstruct
+
+
+def harmlessly(value: Any) -> Any:
+    """Return what a planner makes of an object that it is given."""
+    return torch.load(io.BytesIO(plain_objects.harmless(saved([value]))), weights_only=False)[0]
+
+
+def test_dtypes_within_dtypes_do_not_end_the_process() -> None:
+    """NumPy walks through them by recursion."""
+    made = [np.dtype("f8")]
+    for _ in range(100):
+        made.append(np.dtype([("field", made[-1])]))
+    assert harmlessly(made[10]) == made[10]
+    with pytest.raises(MalformedError):
+        harmlessly(made[100])
+
+
+@pytest.mark.parametrize(
+    "value", [Counted(1), Phase.WARM, np.array([{}]), functools.partial(print), Span]
+)
+def test_what_could_run_code_is_refused(value: Any) -> None:
+    with pytest.raises(RefusedError):
+        harmlessly(value)
+    assert plain_objects.refusal(saved([value])) is not None
+
+
+def test_what_is_declared_safe_is_loaded_as_by_torch_load(tmp_path: pathlib.Path) -> None:
+    value = Settings(Phase.WARM, datetime.date(2020, 1, 2))
+    path = placed(tmp_path / "d", saved([value, Counted(1)]), BytesStorageMetadata())
+    with fails(CheckpointError, "add_safe_globals"):
+        load_checkpoint(path, 0)
+    with torch.serialization.safe_globals([Settings, Phase, Counted]):
+        assert load_checkpoint(path, 0) == [value, Counted(1)]
+        assert plain_objects.refusal(saved(value)) is None
+    with fails(CheckpointError, "Settings"):  # nothing of it is remembered
+        load_checkpoint(path, 0)
+
+
+def test_what_is_declared_safe_gets_no_stand_in() -> None:
+    with (
+        torch.serialization.safe_globals([functools.partial]),
+        pytest.raises(RefusedError),
+    ):
+        harmlessly(functools.partial(int, "7"))
 
 
 def test_arrays_and_tensors_in_objects_are_loaded_as_they_were(tmp_path: pathlib.Path) -> None:

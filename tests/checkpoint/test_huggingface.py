@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,16 +19,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import safetensors
-from tensorferry.checkpoint import CheckpointError
+from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
 from tensorferry.checkpoint.storage.default import install, uninstall
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
 from tests.checkpoint.shards import distributed, whole
 from tests.checkpoint.states import assert_same, done, empty_like
+from tests.safetensors.files import assert_readers_agree
 from tests.support import child
 from tests.support.ranks import call_on_ranks, files_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.support.power_cuts import Cut
 
 hf_storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
@@ -111,6 +118,119 @@ def test_objects_are_refused(directory: pathlib.Path) -> None:
     with pytest.raises(dcp.api.CheckpointException, match=r"'step'.*holds tensors only"):
         dcp.save({"rows": torch.ones(3), "step": 5}, storage_writer=Writer(directory), no_dist=True)
     assert_same(load(Reader(directory)), whole())
+
+
+@pytest.fixture
+def no_plans() -> Iterator[None]:
+    """Planners keep plans for all writers of a process."""
+    yield
+    for name, kept in vars(dcp.planner.SavePlanner).items():
+        if name.startswith("_cached"):
+            kept.clear()
+
+
+KINDS: dict[str, Any] = {
+    "DCP": FileSystemWriter,
+    "plain": Writer,
+    "mapped": lambda path: Writer(path, fqn_to_index_mapping=MAPPING),
+    "distributed": lambda path: Writer(path, save_distributed=True),
+    "consolidated": lambda path: Writer(
+        path, save_distributed=True, enable_consolidation=True, fqn_to_index_mapping=MAPPING
+    ),
+}
+
+
+@pytest.mark.usefixtures("no_plans")
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(KINDS, 2)])
+def test_a_plan_that_a_planner_has_kept_for_another_writer_changes_nothing(
+    directory: pathlib.Path, first: str, second: str
+) -> None:
+    pytest.importorskip("torch", minversion="2.7")
+    for turn, name in enumerate((first, second, first)):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        path = directory / f"{turn}"
+        dcp.save(whole(turn), storage_writer=KINDS[name](path), planner=planner, no_dist=True)
+        reader = FileSystemReader(path) if name == "DCP" else Reader(path)
+        assert_same(load(reader), whole(turn))
+        dcp.save(whole(turn), storage_writer=KINDS[name](directory / "alone"), no_dist=True)
+        names = {_without_ids(each) for each in files_of(path)}
+        assert names == {_without_ids(each) for each in files_of(directory / "alone")}
+        shutil.rmtree(directory / "alone")
+
+
+def _without_ids(name: str) -> str:
+    return re.sub("_[0-9a-f]{16}_", "_", name)
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_objects_of_a_plan_that_was_kept_are_refused_before_anything_is_written(
+    directory: pathlib.Path,
+) -> None:
+    pytest.importorskip("torch", minversion="2.7")
+    state = {"rows": torch.ones(3), "step": 5}
+
+    def save(writer: Any) -> None:
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+    save(FileSystemWriter(directory / "dcp"))
+    with pytest.raises(dcp.api.CheckpointException, match=r"'step'.*holds tensors only"):
+        save(Writer(directory / "hf"))
+    assert not files_of(directory / "hf")
+
+
+class Losing(Writer):  # type: ignore[misc]
+    """Loses a file that has been written."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        for path in pathlib.Path(self.path).glob("*.safetensors"):
+            path.unlink()
+        super().finish(metadata, results)
+
+
+class Forgetting(Writer):  # type: ignore[misc]
+    """Leaves an item out."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        return super().write_data(dataclasses.replace(plan, items=plan.items[1:]), planner)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "match"),
+    [
+        (Losing, {"save_distributed": True}, "file of this save is missing"),
+        (Forgetting, {"save_distributed": True}, "have not been written"),
+        (Forgetting, {}, "have not been written"),
+    ],
+)
+def test_a_save_of_which_something_is_missing_fails(
+    directory: pathlib.Path, kind: Any, options: dict[str, Any], match: str
+) -> None:
+    writer = kind(directory, **options)
+    with pytest.raises(dcp.api.CheckpointException, match=match):
+        dcp.save(whole(), storage_writer=writer, no_dist=True)
+    assert INDEX_NAME not in files_of(directory)
+
+
+def save_two_parts_by_a_plan_that_was_kept(rank: int, directory: str) -> str:
+    def save(writer: Any) -> None:
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(distributed(0), storage_writer=writer, planner=planner)
+
+    save(Writer(f"{directory}/parts", save_distributed=True))
+    try:
+        save(Writer(f"{directory}/plain"))
+    except dcp.api.CheckpointException as failure:
+        return str(failure)
+    return "saved"
+
+
+def test_ranks_that_write_files_of_one_name_by_plans_that_were_kept_fail(
+    directory: pathlib.Path,
+) -> None:
+    pytest.importorskip("torch", minversion="2.7")
+    for answer in call_on_ranks(2, save_two_parts_by_a_plan_that_was_kept, str(directory)):
+        assert "several ranks" in answer
 
 
 @pytest.mark.parametrize(
@@ -226,7 +346,8 @@ def test_what_another_rank_has_put_in_its_place_stays(directory: pathlib.Path) -
 
 def test_the_index_decides_on_what_is_in_several_files(directory: pathlib.Path) -> None:
     # As it is where a save was killed before it had removed the old files.
-    first, new, last = (f"model-0000{k}-of-00004.safetensors" for k in (1, 2, 3))
+    first, last = (f"model-0000{k}-of-00003.safetensors" for k in (1, 3))
+    new = "model-00001-of-00001.safetensors"
     for name, state in (
         (first, {"a": torch.ones(2, 2), "b": torch.ones(5)}),
         (new, {"a": torch.full((3,), 2.0), "b": torch.full((5,), 2.0)}),
@@ -234,9 +355,10 @@ def test_the_index_decides_on_what_is_in_several_files(directory: pathlib.Path) 
     ):
         safetensors.torch.save_file(state, directory / name)
     (directory / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": new, "b": new}}))
-    found = {"a": torch.zeros(3), "b": torch.zeros(5), "c": torch.zeros(1)}
+    found = {"a": torch.zeros(3), "b": torch.zeros(5)}
     dcp.load(found, storage_reader=Reader(directory), no_dist=True)
-    assert [float(tensor.unique()) for tensor in found.values()] == [2, 2, 1]
+    assert [float(tensor.unique()) for tensor in found.values()] == [2, 2]
+    assert Reader(directory).read_metadata().state_dict_metadata.keys() == {"a", "b"}
 
 
 def test_integers_are_consolidated_too(directory: pathlib.Path) -> None:
@@ -291,12 +413,18 @@ def test_parts_that_do_not_go_together_are_refused(directory: pathlib.Path) -> N
 def test_a_missing_part_fails_the_consolidation(directory: pathlib.Path) -> None:
     part_of(directory, "x.safetensors", {"a": {"saved_offsets": [0]}}, a=torch.ones(3))
     part_of(directory, "y.safetensors", {"a": {"saved_offsets": [5]}}, a=torch.ones(3))
+    from tensorferry.checkpoint.tools.convert import convert
+
     paths = sorted(directory.glob("*.safetensors"))
-    with pytest.raises(CheckpointError, match="parts of it are missing"):
+    for read in (Reader(directory).read_metadata, lambda: convert(directory, directory / "whole")):
+        with pytest.raises(SafetensorError, match=r"'a'.*parts of it are missing"):
+            read()
+    with pytest.raises(SafetensorError, match="parts of it are missing"):
         huggingface.consolidate(paths, directory / "whole", {"a": 1})
+    part_of(directory, "y.safetensors", {"a": {"saved_offsets": [3]}}, a=torch.ones(3))
     with pytest.raises(CheckpointError, match="mapping names"):
         huggingface.consolidate(paths, directory / "whole", {"a": 1, "b": 1})
-    assert files_of(directory / "whole") == set()
+    assert not (directory / "whole").exists()
 
 
 def test_a_file_that_was_replaced_meanwhile_is_not_read(directory: pathlib.Path) -> None:
@@ -328,8 +456,8 @@ def test_a_killed_save_is_read_by_what_the_index_names(directory: pathlib.Path) 
     safetensors.torch.save_file({"a": torch.ones(3)}, directory / old)
     safetensors.torch.save_file({"a": torch.zeros(3)}, directory / new)
     found = {"a": torch.full((3,), 2.0)}
-    dcp.load(found, storage_reader=Reader(directory), no_dist=True)
-    assert torch.equal(found["a"], torch.zeros(3))
+    with pytest.raises(SafetensorError, match=r"no index, and of the 2 files .* number 2"):
+        Reader(directory).read_metadata()
     (directory / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": old}}))
     dcp.load(found, storage_reader=Reader(directory), no_dist=True)
     assert torch.equal(found["a"], torch.ones(3))
@@ -360,6 +488,7 @@ def test_a_killed_save_leaves_one_whole_model(directory: pathlib.Path, seed: int
     found = {"a": torch.zeros(MIB), "b": torch.zeros(MIB)}
     dcp.load(found, storage_reader=Reader(directory), no_dist=True)
     assert len({float(value) for tensor in found.values() for value in tensor.unique()}) == 1
+    assert_readers_agree(directory, found)
 
 
 def test_torchs_names_lead_to_ours_once_installed(directory: pathlib.Path) -> None:
@@ -373,6 +502,37 @@ def test_torchs_names_lead_to_ours_once_installed(directory: pathlib.Path) -> No
         uninstall()
     assert dcp.HuggingFaceStorageWriter is TorchsWriter
     assert hf_storage.HuggingFaceStorageReader is TorchsReader
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_metadata_that_torchs_reader_has_read_loads(directory: pathlib.Path, files: int) -> None:
+    dcp.save(
+        whole(), storage_writer=Writer(directory, None if files == 1 else MAPPING), no_dist=True
+    )
+
+    class Mine(Reader):  # type: ignore[misc, valid-type]
+        def read_metadata(self) -> Any:
+            return TorchsReader(str(directory)).read_metadata()
+
+    assert_same(load(Mine(directory)), whole())
+
+
+def test_parts_of_ranks_load_by_torchs_metadata(directory: pathlib.Path) -> None:
+    for name, offset in (("1", 0), ("2", 2)):
+        part = torch.arange(2.0) + offset
+        part_of(directory, f"{name}.safetensors", {"a": {"saved_offsets": [offset]}}, a=part)
+    metadata = TorchsReader(str(directory)).read_metadata()
+    state = {"a": torch.zeros(4)}
+
+    class Mine(Reader):  # type: ignore[misc, valid-type]
+        def read_metadata(self) -> Any:
+            return metadata
+
+    dcp.load(state, storage_reader=Mine(directory), no_dist=True)
+    assert state["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    part_of(directory, "2.safetensors", {"a": {"saved_offsets": [2]}}, a=torch.arange(3.0))
+    with pytest.raises(dcp.api.CheckpointException, match="as the metadata says"):
+        dcp.load(state, storage_reader=Mine(directory), no_dist=True)
 
 
 def test_asynchronous_saves_work(directory: pathlib.Path) -> None:

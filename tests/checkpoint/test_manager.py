@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
 import errno
 import gc
+import io
 import os
 import pathlib
 import random
@@ -11,13 +14,23 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.stateful import Stateful
 
-from tensorferry.checkpoint import CheckpointError, Checkpoints, FileSystemWriter, verify
+from tensorferry.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    FileSystemReader,
+    FileSystemWriter,
+    verify,
+)
 from tensorferry.checkpoint.storage import commit
+from tensorferry.checkpoint.storage.contents import Contents
 from tensorferry.checkpoint.storage.savers import Saver
 from tests.checkpoint.damage import flip
 from tests.checkpoint.states import metadata_of, steps_in
@@ -199,6 +212,121 @@ def test_a_checkpoint_into_which_somebody_saves_is_not_removed(directory: pathli
     assert Checkpoints(directory).steps() == [3]
 
 
+def load_held(_rank: int, path: str, marks: str) -> float:
+    """Load a checkpoint by a planner that waits for leave when it has begun, and live on."""
+
+    class Waiting(dcp.DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            pathlib.Path(marks, "begun").touch()
+            assert settled(pathlib.Path(marks, "go").exists)
+            return super().create_local_plan()
+
+    state = state_of(-1)
+    dcp.load(state, storage_reader=FileSystemReader(path), planner=Waiting())
+    pathlib.Path(marks, "loaded").touch()
+    assert settled(pathlib.Path(marks, "end").exists)
+    return step_in(state)
+
+
+def test_a_checkpoint_that_another_process_is_loading_is_not_removed(
+    directory: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    save_all(directory, 1)
+    with started(1, load_held, str(directory / "step_00000001"), str(marks)) as ranks:
+        assert settled((marks / "begun").exists)
+        save_all(directory, 2, keep_last=1)
+        assert Checkpoints(directory).steps() == [1, 2]
+        (marks / "go").touch()
+        assert settled((marks / "loaded").exists)
+        save_all(directory, 3, keep_last=1)  # by a process that lives on
+        assert Checkpoints(directory).steps() == [3]
+        (marks / "end").touch()
+        assert ranks[0].answers.poll(60)
+        answer = ranks[0].answers.recv()
+        assert (answer.failure, answer.result) == (None, 1)
+
+
+def test_what_is_replaced_while_it_is_loaded_is_loaded_whole(directory: pathlib.Path) -> None:
+    save_all(directory, 1)
+    path = directory / "step_00000001"
+    reader = FileSystemReader(path)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    before = files_of(path)
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(1, state_of(7), overwrite=True)
+    assert before <= files_of(path)
+    del reader
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(1, state_of(8), overwrite=True)
+    assert files_of(path) & before == {".metadata"}
+    assert len(files_of(path)) == len(before)
+
+
+def test_a_checkpoint_that_is_gone_is_told_as_such(directory: pathlib.Path) -> None:
+    save_all(directory, 1)
+    path = directory / "step_00000001"
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    contents = Contents(path, metadata)
+    shutil.rmtree(path)
+    with pytest.raises(FileNotFoundError, match="has been removed"):
+        reader.set_up_storage_reader(metadata, True)
+    name = next(iter(metadata.storage_data.values())).relative_path
+    with pytest.raises((OSError, CheckpointError), match="has been removed"):
+        contents.open(name)
+
+
+def aside(directory: pathlib.Path) -> set[str]:
+    return {name.split(".")[2] for name in files_of(directory) if "-abandoned." in name}
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_steps_that_were_gone_back_from_are_set_aside_by_the_first_save_behind(
+    directory: pathlib.Path, wait: bool
+) -> None:
+    save_all(directory, 1, 2, 3, 4)
+    checkpoints = Checkpoints(directory)
+    assert restored(checkpoints, 2) == 2
+    assert checkpoints.steps() == [1, 2, 3, 4]  # to look at an older one changes nothing
+    checkpoints.save(3, state_of(30), wait=wait)
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 2, 3]
+    assert aside(directory) == {"step_00000004"}
+    state = state_of(-1)
+    assert Checkpoints(directory).restore(state) == 3
+    assert step_in(state) == 30
+    checkpoints.save(4, state_of(40), wait=True)
+    assert checkpoints.steps() == [1, 2, 3, 4]
+
+
+def test_steps_that_were_gone_back_from_go_where_not_all_stay(directory: pathlib.Path) -> None:
+    save_all(directory, 1, 2, 4, 6)
+    (directory / "best").symlink_to("step_00000006")
+    checkpoints = Checkpoints(directory, keep_last=2, keep_every=4)
+    restored(checkpoints, 1)
+    with pytest.warns(RuntimeWarning, match=r"steps \[6\] are newer than step 1"):
+        checkpoints.save(2, state_of(20), wait=True)
+    assert checkpoints.steps() == [1, 2, 6]  # a link leads there
+    assert aside(directory) == {"step_00000004"}  # which was to stay for good
+    (directory / "best").unlink()
+    checkpoints.save(3, state_of(30), wait=True)
+    assert checkpoints.steps() == [2, 3]
+    assert aside(directory) == {"step_00000004"}
+
+
+def test_a_save_that_is_not_behind_leaves_newer_steps(directory: pathlib.Path) -> None:
+    save_all(directory, 1, 5, 6)
+    checkpoints = Checkpoints(directory)
+    restored(checkpoints, 5)
+    checkpoints.save(2, state_of(2), wait=True)
+    assert checkpoints.steps() == [1, 2, 5, 6]
+    assert restored(checkpoints) == 6  # the newest one: nothing is abandoned any more
+    checkpoints.save(7, state_of(7), wait=True)
+    assert checkpoints.steps() == [1, 2, 5, 6, 7]
+
+
 def test_a_step_is_saved_again_only_if_that_is_said_or_an_older_one_was_restored(
     directory: pathlib.Path,
 ) -> None:
@@ -286,6 +414,100 @@ def test_what_is_no_damage_is_raised_at_once(
     with pytest.raises(OSError, match="too many"):
         checkpoints.restore(state_of(0))
     assert refuse_by_name.calls == 1
+
+
+class Phase(enum.Enum):
+    COOLDOWN = 1
+
+
+class Failing(Stateful):
+    """An object that cannot take its state back: the file that it wants is not there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": torch.ones(1)}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such vocabulary", "vocabulary.txt")
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_an_object_that_is_refused_is_told_by_the_save_and_is_no_damage(
+    directory: pathlib.Path, wait: bool
+) -> None:
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, {**state_of(1), "phase": None})
+    with pytest.warns(RuntimeWarning, match=r"phase.*Phase.*trust_pickle") as told:
+        checkpoints.save(2, {**state_of(2), "phase": [Phase.COOLDOWN]}, wait=wait)
+    assert [each.filename for each in told if "phase" in str(each.message)] == [__file__]
+    checkpoints.wait()
+    with pytest.raises(CheckpointError, match=r"phase.*Phase.*trust_pickle=True"):
+        checkpoints.restore({**state_of(-1), "phase": None})
+    state: dict[str, Any] = {**state_of(-1), "phase": None}
+    assert Checkpoints(directory, trust_pickle=True).restore(state) == 2
+    assert state["phase"] == [Phase.COOLDOWN]
+    with torch.serialization.safe_globals([Phase]):
+        assert checkpoints.restore({**state_of(-1), "phase": None}) == 2
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            checkpoints.save(3, {**state_of(2), "phase": [Phase.COOLDOWN]}, wait=True)
+
+
+class Deeper(dict[str, Any]):
+    """A dict that torch takes apart."""
+
+
+@pytest.mark.parametrize(
+    ("value", "is_refused"),
+    [
+        (Phase.COOLDOWN, True),
+        ({"a": (1, Phase.COOLDOWN)}, True),
+        ([torch.ones(1), Phase.COOLDOWN], True),
+        ((1, torch.eye(2).to_sparse()), True),  # an object, as tuples are, and not a tensor
+        ({Phase.COOLDOWN: 1}, False),  # torch makes text of keys
+        ([{Phase.COOLDOWN: 1}], False),
+        (({Phase.COOLDOWN: 1},), True),
+        (Deeper(a=1), False),
+        (io.BytesIO(b"x"), False),
+        ({"a": [1, 2.5, None, {"b": (torch.float32, datetime.time(1))}]}, False),
+    ],
+    ids=lambda value: type(value).__name__,  # of all workers the same
+)
+def test_a_save_warns_of_just_what_is_refused(
+    directory: pathlib.Path, value: Any, is_refused: bool
+) -> None:
+    checkpoints = Checkpoints(directory)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        checkpoints.save(1, {"value": value}, wait=True)
+    assert len([each for each in told if "will refuse" in str(each.message)]) == is_refused
+    try:
+        assert checkpoints.restore({"value": value}) == 1
+    except CheckpointError:
+        assert is_refused
+    else:
+        assert not is_refused
+
+
+def test_what_an_object_fails_with_when_it_gets_its_state_is_no_damage(
+    directory: pathlib.Path,
+) -> None:
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, {"a": Failing()})
+    checkpoints.save(2, {"a": Failing()})
+    with pytest.raises(FileNotFoundError, match="vocabulary"):
+        checkpoints.restore({"a": Failing()})
+
+
+def test_files_that_were_moved_and_linked_to_are_no_damage(
+    directory: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    save_all(directory, 1, 2)
+    checkpoints = Checkpoints(directory)
+    path = data_of(checkpoints, 2)
+    shutil.move(path, tmp_path / path.name)
+    path.symlink_to(tmp_path / path.name)
+    with pytest.raises(CheckpointError, match="outside of its folder"):
+        restored(checkpoints)
 
 
 class refuse_all:  # noqa: N801

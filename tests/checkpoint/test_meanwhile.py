@@ -20,7 +20,7 @@ import tensorferry
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, FileWriter, save
 from tensorferry.checkpoint import load as load_object
 from tests.checkpoint.loads import fails
-from tests.checkpoint.states import empty_like, steps_in, telling
+from tests.checkpoint.states import empty_like, metadata_of, steps_in, telling
 from tests.support import ranks
 from tests.support.forks import assert_exits_with_zero, in_child
 from tests.support.ranks import call_on_ranks, files_of
@@ -90,9 +90,10 @@ def test_a_load_whose_files_a_save_has_removed_says_that_the_checkpoint_was_repl
     directory: pathlib.Path,
 ) -> None:
     class Late(FileSystemReader):
-        def read_data(self, *arguments: Any) -> Any:
+        def read_metadata(self, *arguments: Any, **options: Any) -> Any:
+            metadata = super().read_metadata(*arguments, **options)
             save_as("directory", 2, directory)
-            return super().read_data(*arguments)
+            return metadata
 
     save_as("directory", 1, directory)
     (directory / "notes.metadata").write_bytes(b"somebody's own")
@@ -101,6 +102,24 @@ def test_a_load_whose_files_a_save_has_removed_says_that_the_checkpoint_was_repl
     with fails(tensorferry.StorageError, told, errno=errno.ENOENT):
         dcp.load(state, storage_reader=Late(directory), no_dist=True)
     assert steps_in(load(directory, "directory")) == {2.0}
+
+
+def test_a_load_has_the_checkpoint_of_its_beginning_whatever_is_saved_meanwhile(
+    directory: pathlib.Path,
+) -> None:
+    class Late(FileSystemReader):
+        def read_data(self, *arguments: Any) -> Any:
+            save_as("directory", 2, directory)
+            return super().read_data(*arguments)
+
+    save_as("directory", 1, directory)
+    state = empty_like(telling(0))
+    dcp.load(state, storage_reader=Late(directory), no_dist=True)
+    assert steps_in(state) == {1.0}
+    assert steps_in(load(directory, "directory")) == {2.0}
+    save_as("directory", 3, directory)  # which removes what the one before had to leave
+    places = metadata_of(directory).storage_data.values()
+    assert {path.name for path in directory.glob("*.distcp")} == {p.relative_path for p in places}
 
 
 def fork_beside_saves(_rank: int, directory: str, form: str) -> list[list[float]]:

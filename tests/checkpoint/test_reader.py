@@ -8,6 +8,7 @@ import inspect
 import itertools
 import pickle
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -585,3 +586,62 @@ def test_load_takes_little_memory(
         columns=columns,
     )
     assert ended.result <= 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "narrows"),
+    [
+        (torch.float32, torch.int8, True),
+        (torch.float32, torch.bfloat16, True),
+        (torch.int64, torch.int32, True),
+        (torch.float8_e4m3fn, torch.float8_e5m2, True),
+        (torch.float32, torch.float64, False),
+        (torch.int8, torch.float32, False),
+        (torch.bfloat16, torch.float32, False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["reader", "Hugging Face's"])
+def test_a_load_that_narrows_a_dtype_warns(
+    directory: pathlib.Path, stored: torch.dtype, wanted: torch.dtype, narrows: bool, kind: str
+) -> None:
+    state = {"a": torch.ones(3).to(stored), "b": torch.ones(2)}
+    reader: Any = FileSystemReader
+    if kind == "reader":
+        save(state, directory)
+        if reader_module._torchs_refusal() is not None:
+            pytest.skip("this torch refuses other dtypes")
+    else:
+        storage = pytest.importorskip("tensorferry.checkpoint.storage.huggingface")
+        reader = storage.HuggingFaceStorageReader
+        writer = storage.HuggingFaceStorageWriter(directory)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    found = {"a": torch.zeros(3).to(wanted), "b": torch.zeros(2)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        dcp.load(found, storage_reader=reader(directory), no_dist=True)
+    about = [str(each.message) for each in told if each.category is RuntimeWarning]
+    assert len(about) == narrows
+    assert all(f"'a' ({stored} to {wanted})" in each and "'b'" not in each for each in about)
+
+
+@given(data=st.data())
+def test_memory_is_held_once(data: st.DataObject) -> None:
+    """Against a list of what is held: views of two storages that come and go."""
+    flats = [torch.zeros(20), torch.zeros(20)]
+    held, known = reader_module._HeldMemory(), {}
+    for _ in range(data.draw(st.integers(1, 30))):
+        if known and data.draw(st.booleans()):
+            key = data.draw(st.sampled_from(sorted(known)))
+            held.remove(known.pop(key))
+            continue
+        which, begin = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 19))
+        end = data.draw(st.integers(begin, 20))
+        entry = held.add(flats[which][begin:end])
+        overlaps = any(w == which and b < end and begin < e for w, b, e in known if b < e)
+        assert (entry is None) == (overlaps and begin < end)
+        if entry is not None:
+            known[which, begin, end] = entry
+    for entry in known.values():
+        held.remove(entry)
+    assert not held._begins
+    assert not held._ends

@@ -9,6 +9,7 @@ import os
 import pathlib
 import random
 import signal
+import tempfile
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,11 @@ from tensorferry.checkpoint import load as load_object
 from tensorferry.checkpoint import save as save_object
 from tensorferry.checkpoint.storage import commit, savers
 from tensorferry.checkpoint.storage.savers import LOCK_NAME, Saver
+from tensorferry.errors import StorageError
 from tests.checkpoint.states import load, metadata_of, save, steps_in, telling
 from tests.support import ranks
 from tests.support.data import SEED
+from tests.support.forks import passes_in_child
 from tests.support.leaks import settled
 from tests.support.ranks import files_of
 
@@ -45,6 +48,28 @@ def step_in(checkpoint: pathlib.Path) -> int:
     for name, (nbytes, _) in metadata_of(checkpoint).tensorferry["files"].items():
         assert (checkpoint / name).stat().st_size == nbytes
     return int(step)
+
+
+def test_a_folder_that_may_not_be_written_is_told_as_such() -> None:
+    with tempfile.TemporaryDirectory() as root:
+        folder = pathlib.Path(root) / "checkpoint"
+        save(telling(1), folder)
+        for path in (pathlib.Path(root), folder):
+            path.chmod(0o555)
+
+        def attempt() -> None:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            for way in (lambda: Saver(folder, None), lambda: Saver(folder, 1)):
+                with pytest.raises(StorageError, match=LOCK_NAME) as raised:
+                    way()
+                assert (raised.value.errno, raised.value.filename) == (errno.EACCES, str(folder))
+
+        passes_in_child(attempt)
+        for path in (pathlib.Path(root), folder):
+            path.chmod(0o755)
 
 
 def in_threads(*actions: Callable[[], Any]) -> None:

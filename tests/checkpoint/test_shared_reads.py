@@ -52,8 +52,8 @@ def load_replicated(rank: int, path: str, **options: Any) -> int:
 
 
 def load_in_each_way(rank: int, path: str) -> list[int]:
-    ways: list[Any] = [True, False, "auto"]
-    return [load_replicated(rank, path, broadcast=way) for way in ways]
+    ways: list[Any] = [{"broadcast": way} for way in (True, False, "auto")]
+    return [load_replicated(rank, path, **options) for options in [*ways, {}]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -62,7 +62,7 @@ def test_each_byte_of_a_replicated_state_is_read_once(
 ) -> None:
     save(replicated(), directory)
     nbytes = nbytes_of(replicated())
-    shared, alone, auto = zip(
+    shared, alone, auto, default = zip(
         *call_on_ranks(world_size, load_in_each_way, str(directory)), strict=True
     )
     assert nbytes <= sum(shared) <= 1.1 * nbytes
@@ -70,6 +70,7 @@ def test_each_byte_of_a_replicated_state_is_read_once(
     assert min(alone) >= nbytes
     # gloo, and a drive of this machine.
     assert auto == alone
+    assert default == alone
 
 
 def load_mixed(rank: int, path: str, verify: Any, size: int) -> int:
@@ -150,6 +151,61 @@ def test_planner_may_lend_the_same_memory_again(directory: pathlib.Path) -> None
     call_on_ranks(2, load_by_planner, str(directory))
 
 
+class Scaled(torch.Tensor):
+    """A tensor of bytes and a scale that stands for numbers, as quantizing libraries have them."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, _scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, data.size(), dtype=torch.float32)
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.data_, self.scale = data, scale
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        this, *rest = args
+        name = function.overloadpacket.__name__
+        if name == "copy_" and type(this) is Scaled:
+            (other,) = rest[:1]
+            if type(other) is Scaled:
+                this.data_.copy_(other.data_)
+                this.scale.copy_(other.scale)
+            else:
+                this.data_.copy_((other / this.scale).round())
+            return this
+        if name == "is_pinned":
+            return False
+        if name in ("detach", "clone", "_to_copy", "alias"):
+            return Scaled(this.data_.clone() if name == "clone" else this.data_, this.scale)
+        raise NotImplementedError(f"{name} of {cls.__name__}")
+
+
+def load_quantized(rank: int, path: str) -> list[Any]:
+    torch.serialization.add_safe_globals([Scaled, torch.device])
+    found = []
+    for broadcast in (False, True):
+        target = Scaled(torch.zeros(MIB, dtype=torch.int8), torch.tensor(1.0))
+        dcp.load({"a": target}, storage_reader=FileSystemReader(path, broadcast=broadcast))
+        found.append((target.scale.item(), target.data_.sum().item()))
+        plain = Scaled(torch.zeros(5 * MIB, dtype=torch.int8), torch.tensor(0.5))
+        dcp.load({"plain": plain}, storage_reader=FileSystemReader(path, broadcast=broadcast))
+        found.append((plain.scale.item(), plain.data_.sum().item()))
+    return found
+
+
+@pytest.mark.parametrize("writer", [FileSystemWriter, dcp.FileSystemWriter], ids=["ours", "torch"])
+def test_quantized_tensors_are_loaded_as_without_sharing(
+    directory: pathlib.Path, writer: Any
+) -> None:
+    quantized = Scaled(torch.full((MIB,), 3, dtype=torch.int8), torch.tensor(0.25))
+    state = {"a": quantized, "plain": torch.ones(5 * MIB)}
+    dcp.save(state, storage_writer=writer(directory), no_dist=True)
+    for found in call_on_ranks(2, load_quantized, str(directory)):
+        assert found == [(0.25, 3 * MIB), (0.5, 2 * 5 * MIB)] * 2
+
+
 class Failing(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
         if dist.get_rank() == 1 and read_item.dest_index.fqn == "1":
@@ -172,11 +228,10 @@ def failures_of(rank: int, path: str, planner: Any = None) -> list[str]:
     raise AssertionError("loaded")
 
 
-@pytest.mark.parametrize("writer", [FileSystemWriter, dcp.FileSystemWriter], ids=["ours", "torch"])
 def test_damage_that_one_rank_reads_is_raised_on_all_before_it_is_handed_on(
-    directory: pathlib.Path, writer: Any
+    directory: pathlib.Path,
 ) -> None:
-    dcp.save(twelve(), storage_writer=writer(directory), no_dist=True)
+    save(twelve(), directory)
     (file,) = directory.glob("*.distcp")
     flip(file, 6 * file.stat().st_size + 8 * MIB)  # within a tensor
     first, second = call_on_ranks(2, failures_of, str(directory))
@@ -225,9 +280,13 @@ def test_failure_with_what_one_rank_alone_wants_ends_the_load_on_all_and_the_nex
         assert nbytes_read < 3 * MIB
 
 
-def test_ranks_share_by_themselves_where_the_drive_may_be_far_away(faultfs: FaultFS) -> None:
+def load_in_the_way_that_is_chosen(rank: int, path: str) -> int:
+    return load_replicated(rank, path, broadcast="auto")
+
+
+def test_ranks_share_where_the_drive_may_be_far_away(faultfs: FaultFS) -> None:
     save(replicated(), faultfs.path)
-    read = call_on_ranks(2, load_replicated, str(faultfs.path))
+    read = call_on_ranks(2, load_in_the_way_that_is_chosen, str(faultfs.path))
     assert sum(read) <= 1.1 * nbytes_of(replicated())
 
 

@@ -139,7 +139,7 @@ TEST_CASE("a file in the page cache is read into a GPU, by the caller and the wo
     auto transfer = Transfer::create(std::move(spec), request, 0, 64 << 10);
     REQUIRE(transfer);
     hand_over(*scheduler, request, *transfer);
-    scheduler->share(*transfer);
+    REQUIRE(scheduler->share(*transfer, std::chrono::minutes(1)));
     finish(request);
     CHECK(to.bytes() == source);
     CHECK(scheduler->close(milliseconds(10'000)));

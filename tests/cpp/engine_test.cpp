@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -167,6 +168,30 @@ TEST_CASE("an engine without work that the kernel refuses sleeps until it is wok
     engine->wake();
     worker.join();
   }
+}
+
+TEST_CASE("an engine that can start no thread lends the worker's to every block, round after round") {
+  TemporaryDirectory directory;
+  auto file = open_file(directory.file("file"), true);
+  pthread_attr_t usual, too_large;
+  REQUIRE(::pthread_getattr_default_np(&usual) == 0);
+  REQUIRE(::pthread_getattr_default_np(&too_large) == 0);
+  REQUIRE(::pthread_attr_setstacksize(&too_large, size_t{1} << 46) == 0);  // no address space has room for it
+  auto engine = make_engine("threads");
+  std::thread([&] {
+    engine->start();
+    REQUIRE(::pthread_setattr_default_np(&too_large) == 0);
+    for (int round = 0; round < 2; ++round) {
+      Blocks blocks(file->descriptor(), 5);
+      for (auto& block : blocks.all) engine->add(block);
+      int calls = 0;
+      CHECK(reap_until(*engine, 5, calls).size() == 5);
+      CHECK(calls <= 10);
+    }
+    REQUIRE(::pthread_setattr_default_np(&usual) == 0);
+  }).join();
+  (void)::pthread_attr_destroy(&usual);
+  (void)::pthread_attr_destroy(&too_large);
 }
 
 TEST_CASE("only libaio does I/O through the page cache while it is submitted") {

@@ -103,6 +103,7 @@ TEST_CASE("a closed file refuses everything, and closing it again does nothing")
   CHECK(file->size().fault().error_number == EBADF);
   CHECK(file->buffered_descriptor().fault().error_number == EBADF);
   CHECK(file->preallocate(0, 4096)->error_number == EBADF);
+  CHECK(file->punch(0, 4096)->error_number == EBADF);
   CHECK(file->truncate(0)->error_number == EBADF);
   CHECK(file->sync()->error_number == EBADF);
   CHECK_FALSE(file->directory());
@@ -338,6 +339,27 @@ TEST_CASE("a forked child takes every name for new, and hangs on no lock of its 
   int status = -1;
   REQUIRE(::waitpid(child, &status, 0) == child);
   CHECK(status == 0);
+}
+
+TEST_CASE("files that were opened for a request are counted until they are closed, and others are not") {
+  TemporaryDirectory directory;
+  const std::string path = directory.file("file");
+  lay(path);
+  const auto before = File::of_requests();
+  {
+    auto own = open_with(path, {.read = true});
+    auto first = open_with(path, {.read = true, .for_request = true});
+    auto second = File::from_descriptor((*own)->descriptor(), false, DirectMode::automatic, true);
+    REQUIRE(second);
+    CHECK(File::of_requests().open == before.open + 2);
+    CHECK(File::of_requests().given_back == before.given_back);
+    CHECK_FALSE((*first)->close());
+    CHECK_FALSE((*first)->close());
+    CHECK(File::of_requests().open == before.open + 1);
+    CHECK(File::of_requests().given_back == before.given_back + 1);
+  }
+  CHECK(File::of_requests().open == before.open);
+  CHECK(File::of_requests().given_back == before.given_back + 2);
 }
 
 }  // namespace

@@ -285,8 +285,12 @@ TEST_CASE("memory without pages gets them before its block is an engine's, once,
     if (!scheduler) continue;
     auto source = pattern(16 * block_nbytes, 5);
     const std::string path = directory.file(engine);
-    auto written =
-        start(*scheduler, {open_file(path, true, DirectMode::never), {source.data(), source.size()}, 0, true});
+    auto file = open_file(path, true);
+    if (!file->direct()) {  // what the page cache holds is copied from it at once
+      MESSAGE("skipping: there is no direct I/O here");
+      return;
+    }
+    auto written = start(*scheduler, {file, {source.data(), source.size()}, 0, true});
     REQUIRE(written->wait_for(milliseconds(60'000)));
     CHECK(scheduler->statistics().touched_nbytes == 0);
     uint64_t touched = 0;
@@ -294,7 +298,7 @@ TEST_CASE("memory without pages gets them before its block is an engine's, once,
       FreshMemory memory(source.size() + 4096);
       for (bool again : {false, true}) {
         Segments segments(memory.data + ragged, source.size());
-        auto read = start(*scheduler, {open_file(path, false, DirectMode::never), std::move(segments), 0});
+        auto read = start(*scheduler, {open_file(path, false), std::move(segments), 0});
         REQUIRE(read->wait_for(milliseconds(60'000)));
         CHECK_FALSE(read->fault());
         CHECK(std::memcmp(source.data(), memory.data + ragged, source.size()) == 0);

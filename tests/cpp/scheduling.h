@@ -71,7 +71,11 @@ inline std::shared_ptr<Request> new_request(Scheduler& scheduler, const RequestO
 
 inline void hand_over(Scheduler& scheduler, const std::shared_ptr<Request>& request,
                       const std::shared_ptr<Transfer>& transfer, bool blocking = false) {
-  if (blocking && scheduler.try_inline(transfer)) return request->settle();
+  if (Scheduler::Inline taken; blocking && scheduler.try_inline(transfer, taken)) {
+    REQUIRE(scheduler.go_on(taken));
+    REQUIRE(request->settle());
+    return;
+  }
   const auto file = transfer->file();
   scheduler.submit(request, {transfer}, {file});
   request->seal();

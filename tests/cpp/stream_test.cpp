@@ -204,7 +204,7 @@ TEST_CASE("memory is free to go after abort, at any moment") {
       auto bytes = std::make_unique<std::vector<char>>(source);
       writer.append(*bytes);
       std::this_thread::sleep_for(std::chrono::microseconds(200 * round));
-      writer.stream->abort();
+      CHECK(writer.stream->abort(milliseconds(60'000)));
       bytes.reset();
       writer.stream.reset();
     }
@@ -229,6 +229,38 @@ TEST_CASE("streams meet the end of their scheduler") {
     std::this_thread::sleep_for(std::chrono::microseconds(500 * round));
     CHECK(scheduler->close(milliseconds(5'000)));
     writer.join();
-    stream->abort();
+    CHECK(stream->abort(milliseconds(60'000)));
+  }
+}
+
+TEST_CASE("a stream whose job waits for a thread is given up at once, and one whose memory is in use when it is not") {
+  TemporaryDirectory directory;
+  for (const auto& engine : engines) {
+    auto scheduler = make(engine);
+    if (!scheduler) continue;
+    CAPTURE(engine);
+    auto file = open_file(directory.file("stream"), true);
+    auto writer = begin(*scheduler, file);
+    // As many helpers as there are hang, as in a close(2).
+    std::mutex hung;
+    hung.lock();
+    std::atomic<int> over = 0;
+    for (int helper = 0; helper < 8; ++helper) {
+      scheduler->help([&] {
+        const std::lock_guard until_released(hung);
+        ++over;
+      });
+    }
+    auto data = std::make_unique<std::vector<char>>(pattern(1 << 20, 1));
+    writer.append(*data);
+    CHECK(writer.stream->abort(milliseconds(0)));
+    CHECK(writer.stream->wait_until_ended(milliseconds(0)));
+    data.reset();
+    CHECK(scheduler->take_finished().empty());
+    writer.stream->tell_when_aborted(7);
+    CHECK(scheduler->take_finished() == std::vector<uint64_t>{7});
+    hung.unlock();
+    CHECK(scheduler->close(milliseconds(60'000)));
+    CHECK(over == 8);
   }
 }

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import io
 import itertools
+import pickle
 import random
 import threading
+import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +18,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.fx.experimental import proxy_tensor
 
+import tensorferry.checkpoint
+import tensorferry.safetensors.torch
 from tensorferry.offload import (
     MemoryBudgetError,
     WeightsMap,
@@ -22,6 +29,7 @@ from tensorferry.offload import (
     stream_weights,
     streaming,
 )
+from tensorferry.offload.absent import Absent
 from tensorferry.offload.arena import Arena, rounded
 from tensorferry.safetensors import SafetensorError
 from tests.safetensors.files import bytes_of, written
@@ -123,7 +131,7 @@ def test_results_are_those_in_memory(stored: tuple[Model, Path], share: float) -
         assert stats["memory_nbytes"] <= budget
         assert stats["kept_nbytes"] <= budget
         assert stats["weights_nbytes"] == total + whole.shift.nbytes
-        assert all(param.is_meta for param in model.parameters())
+        assert all(isinstance(param, Absent) for param in model.parameters())
     assert not any(name == "forward" for name in vars(model))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model.head.weight is model.embedding.weight
@@ -295,7 +303,7 @@ def test_real_parameters_are_given_up(stored: tuple[Model, Path]) -> None:
     wanted = whole(tokens())
     model = Model()
     with stream_weights(model, directory, memory_budget="9MiB"):
-        assert all(param.is_meta for param in model.parameters())
+        assert all(isinstance(param, Absent) for param in model.parameters())
         assert torch.equal(model(tokens()), wanted)
     assert model.head.weight is model.embedding.weight
     assert model.shift.abs().sum() > 0
@@ -330,7 +338,7 @@ def test_an_absent_weight_tells_its_shape_and_no_more(stored: tuple[Model, Path]
     with stream_weights(model, directory, memory_budget="9MiB"):
         weight = model.shared.weight
         assert weight.shape == (WIDTH, WIDTH)
-        assert (weight.dtype, weight.device.type) == (torch.float32, "meta")
+        assert (weight.dtype, weight.device) == (torch.float32, torch.device("cpu"))
         assert weight.numel() == WIDTH * WIDTH
         assert not weight.requires_grad
         x = torch.randn(2, WIDTH)
@@ -346,6 +354,357 @@ def test_an_absent_weight_tells_its_shape_and_no_more(stored: tuple[Model, Path]
         ):
             with pytest.raises(RuntimeError, match="is not in memory"):
                 use()
+
+
+def test_inputs_on_the_models_device_are_where_the_stream_computes(
+    stored: tuple[Model, Path],
+) -> None:
+    whole, directory = stored
+    model = empty()
+    with stream_weights(model, directory, memory_budget="9MiB"):
+        assert {param.device.type for param in model.parameters()} == {"cpu"}
+        device = next(model.parameters()).device
+        assert torch.equal(model(tokens().to(device)), whole(tokens()))
+        assert model.to(device) is model.to(torch.float32) is model
+        assert torch.equal(model(tokens()), whole(tokens()))
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_a_forward_that_asks_a_weight_for_its_device_gets_the_right_one(directory: Path) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.positions = nn.Embedding(50, 16), nn.Embedding(20, 16)
+            self.eval().requires_grad_(False)
+
+        def forward(self, ids: Any) -> Any:
+            numbers = torch.arange(ids.shape[1], device=self.positions.weight.device)
+            return self.embed(ids) + self.positions(numbers)
+
+    whole = Positions()
+    save_file(whole.state_dict(), directory / "x.safetensors")
+    with torch.device("meta"):
+        model = Positions()
+    ids = torch.randint(0, 50, (1, 8))
+    with stream_weights(model, directory, memory_budget="1MiB"):
+        assert torch.equal(model(ids), whole(ids))
+
+
+def test_inputs_without_values_are_refused(stored: tuple[Model, Path]) -> None:
+    whole, directory = stored
+    model = empty()
+    meta = torch.empty(1, 3, WIDTH, device="meta")
+    x = torch.randn(1, 3, WIDTH)
+    state = torch.empty(1, 1, WIDTH, device="meta")
+    with stream_weights(model, directory, memory_budget="9MiB"):
+        for use in (
+            lambda: model(tokens().to("meta")),
+            lambda: model(tokens=tokens().to("meta")),
+            lambda: model.blocks[0](meta),
+            lambda: model.shared(meta),
+            lambda: model.recurrent(x, (state, torch.zeros(1, 1, WIDTH))),
+            lambda: model.recurrent(x, hx=[torch.zeros(1, 1, WIDTH), state]),
+        ):
+            with pytest.raises(RuntimeError, match="an input is on the meta device"):
+                use()
+        assert torch.equal(model(tokens()), whole(tokens()))
+
+
+class Held(nn.Module):
+    """It has a tensor that torch knows nothing of."""
+
+    def __init__(self, held: Any = None, *, one: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8, bias=False)
+        self.held = held if held is not None else torch.ones(8)
+        if one:
+            self.held = [self.inner.weight]
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) + (self.held if isinstance(self.held, torch.Tensor) else 0)
+
+
+def test_tensors_that_would_stay_as_they_are_are_refused(directory: Path) -> None:
+    """On the meta device they have no values; a parameter in a list would keep what it had before."""
+    whole = Held()
+    save_file(whole.state_dict(), directory / "x.safetensors")
+
+    def stream(model: nn.Module) -> Any:
+        return stream_weights(model, directory, memory_budget="1MiB")
+
+    meta = torch.ones(8, device="meta")
+    for held in (meta, [meta], {"x": meta}):
+        with pytest.raises(ValueError, match=r"held.*meta device"):
+            stream(Held(held))
+    for device in ("meta", "cpu"):
+        with torch.device(device), pytest.raises(ValueError, match=r"held.*hold parameters"):
+            stream(Held(one=True))
+    x = torch.randn(2, 8)
+    with torch.device("meta"):
+        model = Held(torch.ones(8, device="cpu"))
+    with stream(model):
+        assert torch.equal(model(x), whole(x))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_weight_that_a_hook_makes_anew_is_no_tensor_that_stays(directory: Path) -> None:
+    def new() -> nn.Module:
+        layer = nn.utils.weight_norm(nn.Linear(8, 8))
+        return nn.Sequential(layer).eval().requires_grad_(False)
+
+    whole = new()
+    save_file(whole.state_dict(), directory / "x.safetensors")
+    with torch.device("meta"):
+        model = new()
+    x = torch.randn(2, 8)
+    with stream_weights(model, directory, memory_budget="1MiB"):
+        assert torch.equal(model(x), whole(x))
+
+
+def test_what_is_streamed_already_is_refused_in_a_larger_model(stored: tuple[Model, Path]) -> None:
+    _, directory = stored
+    model = empty()
+    with stream_weights(model, directory, memory_budget="9MiB"):
+        outer = nn.ModuleDict({"inner": model})
+        with pytest.raises(ValueError, match=r"inner\.embedding\.weight.*streamed already"):
+            stream_weights(outer, directory, memory_budget="9MiB")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_names_of_a_tied_parameter_are_one(
+    directory: Path, recwarn: pytest.WarningsRecorder, seed: int
+) -> None:
+    """Other shapes are refused, other values warned of; what is used is what load_state_dict would have last."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(8, 8, bias=False) for _ in range(3))
+            self.third.weight = self.second.weight = self.first.weight
+            self.eval().requires_grad_(False)
+
+        def forward(self, x: Any) -> Any:
+            return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+    rng = random.Random(seed)
+    path = directory / "x.safetensors"
+    names = [f"{name}.weight" for name in ("first", "second", "third")]
+    given = rng.sample(names, rng.randint(1, 3))
+    values = [torch.randn(8, 8), torch.randn(8, 8)]
+    state = {name: rng.choice(values).clone() for name in given}
+    save_file(state, path)
+    whole = Tied()
+    whole.load_state_dict(state, strict=False)
+    with torch.device("meta"):
+        model = Tied()
+    model.third.weight = model.second.weight = model.first.weight
+    x = torch.randn(2, 8)
+    with stream_weights(model, path, memory_budget="1MiB"):
+        assert torch.equal(model(x), whole(x))
+    warned = [str(one.message) for one in recwarn if "other values" in str(one.message)]
+    differ = any(not torch.equal(one, other) for one in state.values() for other in state.values())
+    assert len(warned) == differ
+    if warned:
+        assert all(name in warned[0] for name in given if name in warned[0].split(" are one")[0])
+    for dtype in (torch.float16, torch.bfloat16):
+        save_file({names[0]: values[0], names[1]: values[0].to(dtype)}, path)
+        with pytest.warns(UserWarning, match=r"second\.weight and first\.weight.*other values"):
+            stream_weights(model, path, memory_budget="1MiB").close()
+    save_file({names[0]: values[0], names[2]: torch.zeros(9, 8)}, path)
+    with pytest.raises(ValueError, match=r"third\.weight is \[9, 8\], not \[8, 8\]"):
+        stream_weights(model, path, memory_budget="1MiB")
+
+
+def test_a_tied_parameter_is_compared_to_its_last_byte(directory: Path) -> None:
+    weight = torch.zeros(3 << 20, dtype=torch.int32)  # 12 MiB: more than is compared at a time
+    with torch.device("meta"):
+        model = Holder()
+    other = weight.clone()
+    save_file({"one": weight, "two": other}, directory / "x.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stream_weights(model, directory, memory_budget="16MiB").close()
+    other[-1] = 1
+    save_file({"one": weight, "two": other}, directory / "x.safetensors")
+    with pytest.warns(UserWarning, match="two and one are one parameter"):
+        stream_weights(model, directory, memory_budget="16MiB").close()
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = self.two = nn.Parameter(torch.zeros(3 << 20, dtype=torch.int32), False)
+
+
+def test_a_streamed_model_that_is_saved_or_copied_names_what_is_not_there(
+    stored: tuple[Model, Path], directory: Path
+) -> None:
+    model = empty()
+    other = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32)).eval().requires_grad_(False)
+    save_file(other.state_dict(), directory / "other")
+    with (
+        stream_weights(model, directory, memory_budget="9MiB"),
+        stream_weights(other, directory / "other", memory_budget="1MiB"),
+    ):
+        for each in (model, other):
+            state = each.state_dict()
+            for save in (
+                lambda state=state: torch.save(state, io.BytesIO()),
+                lambda each=each: torch.save(each, io.BytesIO()),
+                lambda each=each: pickle.dumps(each),
+                lambda each=each: copy.deepcopy(each),
+                lambda state=state: copy.deepcopy(state),
+                lambda state=state: save_file(state, directory / "saved"),
+                lambda state=state: tensorferry.checkpoint.save(state, directory / "saved"),
+                lambda state=state: tensorferry.safetensors.torch.save_file(
+                    state, directory / "saved"
+                ),
+            ):
+                with pytest.raises(RuntimeError, match=r"cannot be saved|is not in memory"):
+                    save()
+        for each in (model.forward, *other[0]._forward_hooks.values()):
+            with pytest.raises(RuntimeError, match="a streamed model cannot be saved or copied"):
+                pickle.dumps(each)
+    assert not (directory / "saved").exists()
+
+
+def test_values_that_would_be_ignored_are_refused(stored: tuple[Model, Path]) -> None:
+    whole, directory = stored
+    model = empty()
+    state = whole.state_dict()
+    zeros = {name: torch.zeros_like(one) for name, one in state.items()}
+    wanted = whole(tokens())
+    with stream_weights(model, directory, memory_budget="9MiB"):
+        for assign in (True, False):
+            with pytest.raises(RuntimeError, match=r"positions.*the model is streamed"):
+                model.load_state_dict(zeros, assign=assign)
+            with pytest.raises(RuntimeError, match=r"weight, bias.*the model is streamed"):
+                model.shared.load_state_dict(nn.Linear(WIDTH, WIDTH).state_dict(), assign=assign)
+        assert model.load_state_dict({}, strict=False).missing_keys
+        weight = model.shared.weight
+        for change in (
+            lambda: setattr(weight, "data", torch.zeros(WIDTH, WIDTH)),
+            lambda: weight.data.zero_(),
+            lambda: weight.copy_(torch.zeros(WIDTH, WIDTH)),
+            lambda: setattr(weight, "grad", torch.zeros(WIDTH, WIDTH)),
+            lambda: nn.init.zeros_(weight),
+            lambda: model.half(),
+            lambda: model.to(torch.bfloat16),
+            lambda: model.to("meta"),
+            lambda: model.requires_grad_(True),
+            lambda: setattr(weight, "requires_grad", True),
+            lambda: torch.func.functional_call(model, {"positions": weight}, (tokens(),)),
+        ):
+            with pytest.raises(RuntimeError, match=r"the weight \S+ .*(stream|not in memory)"):
+                change()
+        model.requires_grad_(False)
+        weight.grad = None
+        assert torch.equal(model(tokens()), wanted)
+        model.load_state_dict({"shift": zeros["shift"]}, strict=False)  # in memory, and no weight
+        assert not torch.equal(model(tokens()), wanted)
+
+
+def test_a_weight_that_is_replaced_meanwhile_is_refused_in_every_pass_and_stays(
+    stored: tuple[Model, Path],
+) -> None:
+    whole, directory = stored
+    for module, name in (
+        (Model.__name__, "positions"),
+        ("shared", "weight"),
+        ("recurrent", "bias_ih_l0"),
+    ):
+        model = empty()
+        part = model if module == Model.__name__ else model.get_submodule(module)
+        stream = stream_weights(model, directory, memory_budget="9MiB")
+        given = nn.Parameter(torch.zeros(getattr(part, name).shape), requires_grad=False)
+        away = getattr(part, name)
+        setattr(part, name, given)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match=rf"{name} has been replaced in the model"):
+                model(tokens())
+        setattr(part, name, away)
+        assert torch.equal(model(tokens()), whole(tokens()))
+        setattr(part, name, given)
+        stream.close()
+        assert getattr(part, name) is given
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_streams_outside_of_the_graph(
+    stored: tuple[Model, Path], backend: str
+) -> None:
+    whole, directory = stored
+
+    def whole_model(model: Any) -> Any:
+        return torch.compile(model, backend=backend)
+
+    def in_place(model: Any) -> Any:
+        model.compile(backend=backend)
+        return model
+
+    def parts(model: Any) -> Any:
+        model.blocks[1].compile(backend=backend)
+        model.shared = torch.compile(model.shared, backend=backend)
+        return model
+
+    for compiled_first, compile_it in itertools.product(
+        (True, False), (whole_model, in_place, parts)
+    ):
+        if compiled_first and compile_it is parts:
+            continue  # names in the files are no longer the model's
+        torch._dynamo.reset()
+        model = empty()
+        run = compile_it(model) if compiled_first else None
+        with stream_weights(model, directory, memory_budget="9MiB") as stream:
+            run = run if compiled_first else compile_it(model)
+            for seed in range(3):
+                assert torch.allclose(run(tokens(seed)), whole(tokens(seed)), atol=1e-5)
+            assert stream.stats()["passes"] == 3
+    with (
+        stream_weights(model := empty(), directory, memory_budget="9MiB"),
+        pytest.raises(RuntimeError, match=r"WeightStream\._run"),
+    ):
+        torch.compile(model, backend=backend, fullgraph=True)(tokens())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_streamed_model_is_not_traced(stored: tuple[Model, Path]) -> None:
+    """What is recorded would have memory in it that goes round."""
+    whole, directory = stored
+    model = empty()
+    with stream_weights(model, directory, memory_budget="9MiB"):
+        for trace in (
+            lambda: torch.jit.trace(model, tokens(), check_trace=False),
+            lambda: proxy_tensor.make_fx(model)(tokens()),
+            lambda: proxy_tensor.make_fx(model.shared)(torch.randn(1, WIDTH)),
+        ):
+            with pytest.raises(RuntimeError, match=r"cannot be traced|is not in memory"):
+                trace()
+        with pytest.raises(RuntimeError, match="is not in memory"):
+            torch.export.export(model, (tokens(),), strict=False)
+        assert torch.equal(model(tokens()), whole(tokens()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_absent_weight_is_refused_where_python_is_not_asked(stored: tuple[Model, Path]) -> None:
+    _, directory = stored
+    model = empty()
+    product = torch.jit.script(_product)
+    with stream_weights(model, directory, memory_budget="9MiB"):
+        x, weight = torch.randn(2, WIDTH), model.shared.weight
+        with pytest.raises(RuntimeError, match="operation failed in the TorchScript interpreter"):
+            product(x, weight)
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            pytest.raises(RuntimeError, match=r"shared\.weight is not in memory"),
+        ):
+            x @ weight
+        assert "shared.weight" in repr(weight)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
 
 
 def test_several_threads_take_turns(stored: tuple[Model, Path]) -> None:

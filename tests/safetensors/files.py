@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,33 @@ def loaded(directory: pathlib.Path) -> dict[str, torch.Tensor]:
         found |= {key: value for key, value in tensors.items() if weights[key] == name}
     assert found.keys() == weights.keys()
     return found
+
+
+def assert_readers_agree(directory: pathlib.Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Compare what all readers of ours take for the model."""
+    from torch.distributed.checkpoint import load
+
+    from tensorferry.checkpoint import verify
+    from tensorferry.checkpoint.tools import entries
+    from tensorferry.safetensors.plans import load_files
+
+    assert verify(directory).sound
+    assert {entry.name for entry in entries(directory)} == state.keys()
+    several = [dict(load_files(directory))]
+    if importlib.util.find_spec("torch.distributed.checkpoint.hf_storage"):  # since torch 2.8
+        from tensorferry.checkpoint.storage.huggingface import HuggingFaceStorageReader
+        from tensorferry.checkpoint.tools.convert import convert
+
+        filled = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        load(filled, storage_reader=HuggingFaceStorageReader(directory), no_dist=True)
+        convert(directory, directory.parent / "converted.safetensors")
+        several += [
+            filled,
+            safetensors.torch.load_file(directory.parent / "converted.safetensors"),
+        ]
+    for found in several:
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
 def cached_nbytes(path: pathlib.Path) -> int:

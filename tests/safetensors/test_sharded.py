@@ -18,12 +18,15 @@ import torch
 import safetensors
 import tensorferry
 from tensorferry.checkpoint import verify
+from tensorferry.checkpoint.tools import entries
 from tensorferry.file_locks import lock_directory
 from tensorferry.safetensors import sharded
+from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
+from tensorferry.safetensors.sources import stored_tensors
 from tensorferry.safetensors.torch import load_file
 from tests.safetensors import programs
-from tests.safetensors.files import Tied, descriptors_of, loaded
+from tests.safetensors.files import Tied, assert_readers_agree, descriptors_of, loaded
 from tests.support import mounts
 from tests.support.faultfs import Fault
 from tests.support.leaks import settled
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     State = dict[str, torch.Tensor]
 
 MIB = 1 << 20
+# From one file to several, and so on.
+FILES = [("1GB", "1KB"), ("1KB", "1GB"), ("2KB", "1KB"), ("1GB", "1GB")]
 
 
 def random_state(seed: int, *nbytes: int) -> State:
@@ -149,15 +154,27 @@ def test_a_full_disk_leaves_the_old_model(tmp_path: pathlib.Path) -> None:
         assert mounts.free_nbytes(mount) == before
 
 
-@pytest.mark.parametrize(("name", "steps"), [("link", 8), ("replace", 5), ("unlink", 12)])
+@pytest.mark.parametrize(
+    ("name", "sizes", "steps"),
+    [
+        ("link", ("1KB", "1KB"), 8),
+        ("replace", ("1KB", "1KB"), 5),
+        ("unlink", ("1KB", "1KB"), 12),
+        *((name, sizes, 1) for name in ("link", "replace", "unlink") for sizes in FILES),
+    ],
+)
 def test_a_failure_at_any_step_leaves_a_whole_model(
-    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str, steps: int
+    directory: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    sizes: tuple[str, str],
+    steps: int,
 ) -> None:
     old, new = random_state(1, *[900] * 3), random_state(2, *[900] * 3)
     real = getattr(os, name)
     for step in itertools.count():
         folder = directory / str(step)
-        save_sharded(old, folder, "1KB")
+        save_sharded(old, folder, sizes[0])
         calls = itertools.count()
 
         def fails(*arguments: Any, calls: Any = calls, step: int = step, **options: Any) -> Any:
@@ -170,14 +187,19 @@ def test_a_failure_at_any_step_leaves_a_whole_model(
             if accessor := getattr(pathlib, "_normal_accessor", None):  # Python 3.10's
                 patch.setattr(accessor, name, fails, raising=False)
             try:
-                save_sharded(new, folder, "1KB")
+                save_sharded(new, folder, sizes[1])
                 whole = new
             except OSError:
                 whole = old
-        assert_model(folder, whole)
-        save_sharded(new, folder, "1KB")
+        found = loaded(folder)
+        # Only what is left to be removed may fail when the new model is in its place.
+        is_new = torch.equal(found["t0"], new["t0"])
+        assert whole is old or is_new
+        assert_model(folder, new if is_new else old)
+        assert_readers_agree(folder, found)
+        weights = save_sharded(new, folder, sizes[1])
         assert_model(folder, new)
-        assert files_of(folder) >= {INDEX_NAME, *names_of(3)}
+        assert files_of(folder) >= set(weights.values())
         if next(calls) <= step:  # it has not failed
             break
     assert step >= steps
@@ -245,7 +267,7 @@ def test_a_model_that_is_dropped_keeps_no_descriptors(directory: pathlib.Path) -
     assert files_of(directory) == set()
 
 
-def test_file_systems_without_links_lose_the_old_index_rather_than_mix(
+def test_file_systems_without_links_lose_the_old_model_rather_than_mix(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_sharded(random_state(1, 900, 900), directory, "1KB")
@@ -254,13 +276,17 @@ def test_file_systems_without_links_lose_the_old_index_rather_than_mix(
         assert (directory / INDEX_NAME).exists()
         raise PermissionError(errno.EPERM, "no links here")
 
-    def without_index(model: sharded.Model) -> None:
-        placed.append(not (directory / INDEX_NAME).exists())
+    def without_model(model: sharded.Model) -> None:
         place(model)
+        for read in (stored_tensors, entries):
+            with pytest.raises((SafetensorError, OSError)):
+                read(directory)
+        assert not verify(directory).sound
+        placed.append(True)
 
     placed, place = [], sharded.Model.place
     monkeypatch.setattr(sharded, "_link", refuses)
-    monkeypatch.setattr(sharded.Model, "place", without_index)
+    monkeypatch.setattr(sharded.Model, "place", without_model)
     new = random_state(2, 900, 900)
     save_sharded(new, directory, "1KB")
     assert placed == [True]
@@ -274,6 +300,7 @@ def test_a_killed_save_leaves_one_whole_model(directory: pathlib.Path, seed: int
     found = loaded(directory)
     assert found.keys() == programs.state(1).keys()
     assert len({int(value) for tensor in found.values() for value in tensor.unique()}) == 1
+    assert_readers_agree(directory, found)
     new = random_state(1, 900)
     save_sharded(new, directory)
     assert_model(directory, new)

@@ -287,6 +287,41 @@ def test_memory_file_systems_can_be_used(tmp_path):
             assert (old.read("a").result() == data).all()
 
 
+@pytest.mark.parametrize("mib", [1, 16, 48])
+def test_a_small_drive_is_filled_with_what_is_written(tmp_path, mib):
+    with (
+        mounts.tmpfs(tmp_path / "tmpfs", mib << 20) as path,
+        TensorStore(path) as store,
+    ):
+        nbytes = (mib << 20) // 8
+        for name in "abcdefg":
+            store.write(name, pattern(nbytes, ord(name))).result()
+        with pytest.raises(tensorferry.StorageError) as caught:
+            store.write("h", pattern(2 * nbytes))
+        free = mounts.free_nbytes(path)
+        assert caught.value.errno == errno.ENOSPC
+        assert f"0 of {2 * nbytes} bytes moved; {free} bytes are free" in str(caught.value)
+        assert caught.value.filename == str(path)
+        for name in "abcdefg":
+            assert (store.read(name).result() == pattern(nbytes, ord(name))).all()
+        with pytest.raises(tensorferry.StorageError, match=f"0 of {3 * nbytes} bytes moved"):
+            store.reserve({"b": 3 * nbytes}, in_flight_nbytes=0)
+
+
+def test_reserved_space_is_as_large_as_it_was_asked_for(tmp_path):
+    with mounts.tmpfs(tmp_path / "tmpfs", 20 << 20) as path, TensorStore(path) as store:
+        sizes = {str(at): 1 << 20 for at in range(8)}
+        store.reserve(sizes, in_flight_nbytes=1 << 20)
+        assert store.stats()["directories"][0]["reserved_nbytes"] == 9 << 20
+        for name, nbytes in sizes.items():
+            store.write(name, pattern(nbytes)).result()
+        store.snapshot(path / "snapshot")
+        for name, nbytes in sizes.items():
+            store.write(name, pattern(nbytes, 1)).result()
+        with TensorStore.open(path / "snapshot") as old:
+            assert (old.read("0").result() == pattern(1 << 20)).all()
+
+
 def test_descriptors_run_out(tmp_path):
     assert child.call(f"{__name__}:written_with_few_descriptors", directory=tmp_path).result > 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tensorferry.store
-from tensorferry.store import TensorStore
+from tensorferry.store import TensorStore, compaction
 from tests.store.data import full
 from tests.support import leaks
 from tests.support.forks import passes_in_child
@@ -18,7 +18,7 @@ from tests.support.interrupts import At
 
 SEGMENT = 16 << 10
 SOURCES = str(Path(tensorferry.store.__file__).parent)
-# A run of `work` has about 1700 moments; every 89th of them is tried.
+# A run of `work` has about 3900 moments; every 89th of them is tried.
 STEP = 89
 
 
@@ -40,6 +40,11 @@ def work(store, path):
     store.reserve(80_000)
     store.snapshot(path / "snap")
     store.delete("c")
+    store.write("a", full(3, 30_000))
+    store.commit(b"work")
+    compaction.compact(
+        store, -(1 << 60), 0
+    )  # what "b" has left of a segment of the snapshot's and the commit's
     store.stats()
 
 

@@ -16,6 +16,7 @@ import tensorferry
 from tensorferry.store import TensorStore, contents, manifest
 from tests.store.data import SEGMENT, pattern
 from tests.support import leaks
+from tests.support.data import long_name
 from tests.support.forks import passes_in_child
 from tests.support.optional import torch
 
@@ -204,10 +205,10 @@ def test_a_snapshot_without_space_for_what_it_freezes_leaves_nothing(tmp_path, s
     tensors = fill(store, 1)
     directory = store._directories[0]
 
-    def grow():
+    def make(*_):
         raise tensorferry.StorageError(errno.ENOSPC, "No space left on device", "somewhere")
 
-    monkeypatch.setattr(directory, "grow", grow)
+    monkeypatch.setattr(directory, "make", make)
     with pytest.raises(tensorferry.StorageError, match="No space"):
         store.snapshot(tmp_path / "snap")
     monkeypatch.undo()
@@ -472,3 +473,18 @@ def test_a_store_whose_directory_has_gone(tmp_path, store):
     with pytest.raises(tensorferry.StorageError) as caught:
         store.reserve(1)
     assert caught.value.errno == errno.ENOENT
+
+
+@pytest.mark.parametrize("letter", ["s", "字"])
+def test_a_snapshot_may_have_any_name_that_the_file_system_takes(tmp_path, store, letter):
+    tensors = fill(store, 1)
+    for nbytes in (220, 221, 240, 255):
+        path = tmp_path / long_name(nbytes, letter)
+        store.snapshot(path)
+        with TensorStore.open(path) as found:
+            assert_has(found, tensors)
+    before = sorted(each.name for each in tmp_path.iterdir())
+    with pytest.raises(tensorferry.StorageError, match="too long") as caught:
+        store.snapshot(tmp_path / long_name(256, letter))
+    assert caught.value.filename == str(tmp_path / long_name(256, letter))
+    assert sorted(each.name for each in tmp_path.iterdir()) == before

@@ -243,3 +243,20 @@ def test_a_manifest_with_any_value_anywhere_is_refused_or_sound(original, data):
             assert 0 <= offset <= offset + size <= told.segments[number].nbytes
     for one in told.segments:
         assert manifest.run_of(one.name)
+
+
+def test_who_has_a_torn_manifest_is_told_what_to_do(snapshot, tmp_path):
+    whole = (snapshot / NAME).read_bytes()
+    for torn in (b"", whole[: len(whole) // 2], bytes(len(whole))):
+        (snapshot / NAME).write_bytes(torn)
+        error = refused(snapshot, r"remedy: open a snapshot .* remove tensorferry-\* from it")
+        assert error.filename == str(snapshot / NAME)
+        with pytest.raises(tensorferry.StorageError, match="remedy"):
+            TensorStore(snapshot, temporary=False)
+    for file in snapshot.glob("tensorferry-*"):
+        file.unlink()
+    with TensorStore(snapshot, temporary=False) as store:
+        store.write("a", b"anew").result()
+        store.commit()
+    with TensorStore.open(snapshot) as store:
+        assert store.read("a").result() == b"anew"

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tensorferry.store import TensorStore
 from tests.store.data import SEGMENT, full
-from tests.support import leaks
+from tests.support import child, leaks, required, slow_calls
+from tests.support.slow_calls import Rule
 
 
 @pytest.mark.parametrize("temporary", [True, False])
@@ -189,3 +191,95 @@ def test_interruptions_anywhere_leave_each_tensor_old_or_new(tmp_path, seed):
         for name in old:
             got = old.read(name).result()
             assert (got == got[0]).all()
+
+
+@pytest.mark.parametrize("temporary", [True, False])
+@pytest.mark.parametrize("call", ["open", "fallocate"])
+def test_a_directory_that_grows_slowly_stops_no_other(tmp_path, call, temporary):
+    if refusal := slow_calls.why_unavailable():
+        required.missing("slow calls", refusal)
+    if call == "open" and temporary:
+        call = "open_directory"  # that is what opening a file without a name looks like
+    environment = slow_calls.SlowCalls(tmp_path / "slow-calls").environment()
+    arguments = {"directory": tmp_path, "call": call, "temporary": temporary}
+    child.call(f"{__name__}:others_go_on", environment=environment, **arguments)
+
+
+def others_go_on(directory, call, temporary):
+    """Write and read while one directory's new segment does not come."""
+    calls = slow_calls.attached()
+    paths = [f"{directory}/fast", f"{directory}/slow"]  # commits are written to the first one
+    with TensorStore(paths, segment_nbytes=SEGMENT, temporary=temporary) as store:
+        for at in range(8):
+            store.write(f"old{at}", full(at, SEGMENT)).result()
+        if not temporary:
+            store.commit()  # the first one writes into all directories
+        calls.order(Rule(call, f"{directory}/slow", hold=True))
+        names = [f"waits{at}" for at in range(4)]
+        threads = [
+            threading.Thread(target=lambda name=name: store.write(name, full(9, SEGMENT)).result())
+            for name in names
+        ]
+        for thread in threads:
+            thread.start()
+        calls.await_held()
+
+        def go_on():
+            for at in range(20):
+                store.write(f"new{at}", full(at, SEGMENT)).result()
+                assert (store.read(f"new{at}").result() == at).all()
+                assert (store.read(f"old{at % 8}").result() == at % 8).all()
+            store.delete("new0")
+            if not temporary:
+                store.commit()
+            assert len(store) >= 8 + 19
+            assert store.stats()["directories"][0]["used_nbytes"] >= 19 * SEGMENT
+            gone_on.append(calls.held())
+
+        gone_on = []
+        going = threading.Thread(target=go_on)
+        going.start()
+        going.join(60)
+        calls.clear()
+        going.join()
+        assert gone_on
+        assert gone_on[0] >= 1
+        for thread in threads:
+            thread.join()
+        for name in names:
+            assert (store.read(name).result() == 9).all()
+
+
+def test_a_store_that_is_closed_while_it_grows_leaves_no_file(tmp_path):
+    if refusal := slow_calls.why_unavailable():
+        required.missing("slow calls", refusal)
+    environment = slow_calls.SlowCalls(tmp_path / "slow-calls").environment()
+    child.call(f"{__name__}:closed_while_it_grows", environment=environment, directory=tmp_path)
+
+
+def closed_while_it_grows(directory):
+    calls = slow_calls.attached()
+    store = TensorStore(f"{directory}/s", segment_nbytes=SEGMENT, temporary=False)
+    store.write("a", full(1, SEGMENT)).result()
+    store.commit()
+    descriptors = leaks.count_descriptors()
+    calls.order(Rule("fallocate", f"{directory}/s", hold=True))
+    refused = []
+
+    def write():
+        try:
+            store.write("b", full(2, SEGMENT))
+        except ValueError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    calls.await_held()
+    store.close()
+    calls.release()
+    thread.join()
+    assert "closed" in refused[0]
+    assert leaks.count_descriptors() < descriptors
+    with TensorStore.open(f"{directory}/s") as old:
+        assert (old.read("a").result() == 1).all()
+        assert len(list(Path(directory, "s").glob("*.segment"))) == 1

@@ -154,6 +154,14 @@ class StoreMachine(RuleBasedStateMachine):
             store.read(name, out=out).result()
             assert (out == value).all()
 
+    @invariant()
+    def space_adds_up(self):
+        if not hasattr(self, "store"):
+            return
+        for directory in self.store._directories:
+            segments = list(directory.segments.values())
+            assert directory.held_nbytes == sum(one.held_nbytes for one in segments)
+
     def used(self):
         return sum(each["used_nbytes"] for each in self.store.stats()["directories"])
 

@@ -70,3 +70,10 @@ def folded(nbytes: int, apart: Sequence[slice]) -> Bytes:
             assert made == place, os.strerror(ctypes.get_errno())
     os.close(fold)
     return array[:nbytes]
+
+
+def long_name(nbytes: int, letter: str, suffix: str = "") -> str:
+    """Return a name of so many bytes."""
+    each = len(letter.encode())
+    free = nbytes - len(suffix)
+    return "x" * (free % each) + letter * (free // each) + suffix

@@ -14,6 +14,7 @@ test ends, the mount is detached and the server killed.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import errno
@@ -49,7 +50,9 @@ class Fault:
     then `times` are hit (-1: all).
     """
 
-    op: str  # read, write, flush (close), fsync, fsyncdir, open, truncate, fallocate
+    # read, write, flush (close), fsync, fsyncdir, open, truncate, fallocate, chmod, rename; of a file that is open for
+    # writing, reopen and rename_open; over one that is there, rename_over
+    op: str
     start: int = 0
     end: int = END_OF_FILE
     error: int = 0
@@ -338,6 +341,8 @@ def serve(mount: str, backing: str, socket_path: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # libfuse unmounts at SIGTERM.
 
+    writers: collections.Counter[str] = collections.Counter()  # of files that are open
+
     class Passthrough(mfusepy.Operations):  # type: ignore[misc]
         use_ns = True
 
@@ -355,13 +360,17 @@ def serve(mount: str, backing: str, socket_path: str) -> None:
 
         def open(self, path: str, fi: Any) -> int:
             orders.meet("open", path)
+            if writers[path]:
+                orders.meet("reopen", path)
             fi.fh = os.open(backing + path, fi.flags & ~(os.O_DIRECT | os.O_CREAT | os.O_EXCL))
+            writers[path] += fi.flags & os.O_ACCMODE != os.O_RDONLY
             fi.direct_io = int(not is_cached(path))
             return 0
 
         def create(self, path: str, mode: int, fi: Any = None) -> int:
             orders.meet("open", path)
             fi.fh = os.open(backing + path, (fi.flags & ~os.O_DIRECT) | os.O_CREAT, mode)
+            writers[path] += 1
             fi.direct_io = int(not is_cached(path))
             return 0
 
@@ -373,6 +382,7 @@ def serve(mount: str, backing: str, socket_path: str) -> None:
             return os.pwrite(fi.fh, data[:size], offset) if size else 0
 
         def release(self, path: str, fi: Any) -> int:
+            writers[path] -= fi.flags & os.O_ACCMODE != os.O_RDONLY
             os.close(fi.fh)
             return 0
 
@@ -412,10 +422,17 @@ def serve(mount: str, backing: str, socket_path: str) -> None:
             return 0
 
         def rename(self, old: str, new: str) -> int:
+            orders.meet("rename", old)
+            if writers[old]:
+                orders.meet("rename_open", old)
+            if os.path.exists(backing + new):
+                orders.meet("rename_over", old)
             os.rename(backing + old, backing + new)
+            writers[new] = writers.pop(old, 0)
             return 0
 
         def chmod(self, path: str, mode: int) -> int:
+            orders.meet("chmod", path)
             os.chmod(backing + path, mode)
             return 0
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import re
 import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 JOIN_TIMEOUT_S = 120  # less than file systems hold requests: see HOLD_MAX_S in faultfs.py
 
@@ -73,3 +76,15 @@ def in_threads(count: int, work: Callable[[int], object]) -> None:
     threads = [InThread(lambda index=index: run(index)) for index in range(count)]  # type: ignore[misc]
     for thread in threads:
         thread.result()
+
+
+@contextlib.contextmanager
+def no_new_threads() -> Iterator[None]:
+    """Let Python start no thread in the block: there is no room for stacks as large as these."""
+    before = threading.stack_size(1 << 40)
+    try:
+        with pytest.raises(RuntimeError):
+            threading.Thread(target=int).start()
+        yield
+    finally:
+        threading.stack_size(before)

@@ -12,6 +12,7 @@ import gc
 import os
 import pathlib
 import resource
+import signal
 import threading
 import time
 import warnings
@@ -686,3 +687,190 @@ def stream_dropped_while_it_reserves(engine: str, directory: str) -> bool:
         free = gone() is None
         calls.release()
     return free
+
+
+# A stream that is given up while every thread that could go on with it is held
+
+
+def stream_given_up_beside_held_closes(engine: str, directory: str, way: str) -> None:
+    """Give a stream up, in one way or another, while as many closes are held as there are helpers."""
+    calls = slow_calls.attached()
+    folder = pathlib.Path(directory)
+    count, nbytes = 8, 3_000_001
+    for index in range(count):
+        (folder / f"held{index}").write_bytes(bytes(nbytes))
+    with tensorferry.open(folder / "stream", "w") as file:
+        calls.order(Rule("close", "held", hold=True))
+        reads = [
+            InThread(lambda i=i: tensorferry.read(folder / f"held{i}", bytearray(nbytes)))  # type: ignore[misc]
+            for i in range(count)
+        ]
+        calls.await_held(count)
+        array: Any = np.ones(1 << 20, np.uint8)
+        kept = weakref.ref(array)
+        stream: Any = file.stream()
+        stream.append(array, kept=True)
+        del array
+        assert kept() is not None
+        if way == "abort":
+            stream.abort()
+        elif way == "collect":
+            cycle = [stream]
+            cycle.append(cycle)
+            del cycle
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            del stream
+            gc.collect()
+        assert kept() is None
+        assert calls.held() == count
+        calls.release()
+        for read in reads:
+            read.result()
+    assert_works(tensorferry.aio_handle(engine=engine), folder)
+
+
+# Calls that a signal interrupts
+
+
+def _victim(directory: str) -> pathlib.Path:
+    path = pathlib.Path(directory) / "victim"
+    path.write_bytes(bytes(range(256)) * 64)
+    return path
+
+
+def interrupted_calls(engine: str, directory: str) -> dict[str, Any]:
+    """Have Ctrl-C come while a system call of a small call is under way, which then answers EINTR, as do all others.
+
+    Returns for each call how often the system was called, and what came of it.
+    """
+    calls = slow_calls.attached()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    path = _victim(directory)
+    small = tensorferry.empty(4096, "u1")  # one block, which the caller moves
+    found: dict[str, Any] = {}
+    with tensorferry.open(path, "r+", engine=engine) as file:
+        attempts: dict[str, tuple[str, Callable[[], Any]]] = {
+            "read": ("pread", lambda: file.read(small)),
+            "write": ("pwrite", lambda: file.write(small)),
+            "open": ("open", lambda: tensorferry.open(path)),
+            "open a new one": ("open", lambda: tensorferry.open(f"{path}2", "w")),
+            "read by path": ("pread", lambda: tensorferry.read(path, small)),
+            "write by path": ("ftruncate", lambda: tensorferry.write(path, small)),
+            "synced write": ("fdatasync", lambda: file.write(small, sync=True)),
+            "sync": ("fdatasync", file.sync),
+            "truncate": ("ftruncate", lambda: file.truncate(100)),
+            "preallocate": ("fallocate", lambda: file.preallocate(1 << 20)),
+            "reserving write": ("fallocate", lambda: file.write(np.zeros(1 << 20, np.uint8), 4096)),
+        }
+        for name, (call, attempt) in attempts.items():
+            calls.order(Rule(call, "victim", error=errno.EINTR, hold=True))
+
+            def interrupt() -> None:
+                calls.await_held()
+                os.kill(os.getpid(), signal.SIGINT)
+                calls.release()
+
+            interrupting = InThread(interrupt)
+            try:
+                attempt()
+                outcome = "nothing"
+                interrupting.result()
+            except BaseException as error:
+                outcome = repr(error)
+            found[name] = [calls.hits(), outcome]
+            interrupting.result()
+            calls.clear()
+            size = file.size
+            _ = file.read(bytearray(100)), file.write(small[:100]), file.sync()
+            assert file.size == size
+            file.truncate(256 * 64)
+    return found
+
+
+def interrupted_without_end(engine: str, directory: str, times: int) -> dict[str, Any]:
+    """Have system calls answer EINTR though no signal has come; return how often they were called, and the errno."""
+    calls = slow_calls.attached()
+    path = _victim(directory)
+    small = np.zeros(5_003, np.uint8)
+    found = {}
+    with tensorferry.open(path, "r+", engine=engine) as file:
+        attempts: dict[str, tuple[str, Callable[[], Any]]] = {
+            "open": ("open", lambda: tensorferry.open(path)),
+            "read": ("pread", lambda: file.read(small)),
+            "sync": ("fdatasync", file.sync),
+            "truncate": ("ftruncate", lambda: file.truncate(100)),
+            "preallocate": ("fallocate", lambda: file.preallocate(1 << 20)),
+        }
+        for name, (call, attempt) in attempts.items():
+            calls.order(Rule(call, "victim", error=errno.EINTR, times=times))
+            number = None
+            try:
+                attempt()
+            except tensorferry.StorageError as error:
+                number = error.errno
+            found[name] = [calls.hits(), number]
+            calls.clear()
+            file.sync()
+            file.truncate(256 * 64)
+    return found
+
+
+def interrupted_by_a_fork(engine: str, directory: str) -> None:
+    """Have a signal handler fork while a small read is interrupted: the child is told, and the parent goes on."""
+    calls = slow_calls.attached()
+    path = _victim(directory)
+    small = np.zeros(5_003, np.uint8)
+    children = []
+
+    def fork(*_: object) -> None:
+        children.append(os.fork())
+
+    signal.signal(signal.SIGUSR1, fork)
+    with tensorferry.open(path, "r+", engine=engine) as file:
+        calls.order(Rule("pread", "victim", error=errno.EINTR, hold=True, times=1))
+
+        def interrupt() -> None:
+            calls.await_held()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            calls.release()
+
+        interrupting = InThread(interrupt)
+        try:
+            file.read(small)
+        except RuntimeError as error:
+            os._exit(0 if children == [0] and "fork" in str(error) else 1)
+        if children == [0]:
+            os._exit(2)
+        interrupting.result()
+        assert small.tobytes() == path.read_bytes()[:5_003]
+        assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
+
+
+# Files in memory
+
+
+def copied_by_the_caller(engine: str, directory: str, write: bool) -> None:
+    """Move a file in memory while all system calls that do are held; return when the caller has made one of them."""
+    calls = slow_calls.attached()
+    path = pathlib.Path(directory) / "memory"
+    data = random_bytes(64 << 20, 1)
+    data.tofile(path)
+    found = np.zeros_like(data)
+    caller = threading.get_native_id()
+    call = "pwrite" if write else "pread"
+    calls.order(Rule(call, path.name, hold=True))
+    calls.watch(path.name)
+
+    def await_caller() -> None:
+        assert settled(lambda: any(seen.thread == caller for seen in calls.seen(call)), 60.0)
+        calls.release()
+
+    awaiting = InThread(await_caller)
+    with tensorferry.open(path, "r+", engine=engine) as file:
+        if write:
+            file.write(~data)
+        else:
+            file.read(found)
+    awaiting.result()
+    assert_equal(contents(path) if write else found, ~data if write else data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -11,6 +12,7 @@ import pathlib
 import resource
 import signal
 import sys
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +42,56 @@ def leave_with_pending_writes(engine: str, directory: str, count: int, nbytes: i
     kept = (handle, file, file.write_from(np.full(nbytes, 99, np.uint8)))
 
 
+def leave_with_hung_reads(
+    engine: str, path: str, count: int, patience_seconds: float, over: str
+) -> None:
+    """Leave with reads pending that hang, each of a handle of its own; make the file `over` when we are through."""
+    global kept
+    atexit.unregister(runtime._leave)
+    atexit.register(pathlib.Path(over).touch)  # FUSE lets go of no process before that
+    atexit.register(runtime._leave)
+    runtime.CLOSE_PATIENCE_SECONDS = patience_seconds
+    kept = [tensorferry.aio_handle(engine=engine) for _ in range(count)]
+    for handle in kept:
+        handle.async_pread(bytearray(1 << 20), path)
+
+
 kept: Any = None  # what only the end of the interpreter drops
+
+
+def import_in_another_interpreter(engine: str, directory: str, first: bool) -> str:
+    """Import the package in a sub-interpreter, before or after it is used here; return what came of that."""
+    try:
+        import _interpreters as interpreters  # type: ignore[import-not-found,unused-ignore]
+
+        other = interpreters.create("legacy")
+    except ImportError:
+        import _xxsubinterpreters as interpreters  # type: ignore[import-not-found,no-redef,unused-ignore]
+
+        other = interpreters.create(isolated=False)
+    said = pathlib.Path(directory) / "said"
+    if not first:
+        assert_works(tensorferry.aio_handle(engine=engine), pathlib.Path(directory))
+    program = f"""
+import sys
+sys.path[:] = {sys.path!r}
+try:
+    import tensorferry
+    said = "imported"
+except ImportError as error:
+    said = str(error)
+open({str(said)!r}, "w").write(said)
+"""
+    interpreters.run_string(other, program)
+    interpreters.destroy(other)
+    handle = tensorferry.aio_handle(engine=engine)
+    assert_works(handle, pathlib.Path(directory))
+    handle.async_pwrite(bytes(3_000_001), f"{directory}/pending")  # the interpreter leaves with it
+    return said.read_text()
 
 
 def leave_by_exception(engine: str, directory: str, nbytes: int) -> None:
     """Arrange that the interpreter ends through an exception while writes are pending."""
-    import atexit
-
     leave_with_pending_writes(engine, directory, 3, nbytes)
 
     def fail() -> None:
@@ -404,6 +449,65 @@ def files_while_none_ends(engine: str, directory: str, counted: str, limit: int,
     return taken[0]
 
 
+def files_already_open(engine: str, directory: str, held: str) -> int:
+    """Read from open files, which have more than half of the descriptors, while a read by path is held.
+
+    Returns how many reads have ended by then.
+    """
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    path = pathlib.Path(directory) / "file"
+    data = np.random.default_rng(1).integers(0, 256, 4 << 20, np.uint8)
+    data.tofile(path)
+    handle = tensorferry.aio_handle(engine=engine)
+    handle.async_pread(bytearray(4 << 20), held)
+    files = [tensorferry.open(path) for _ in range(120)]
+    ended = 0
+    for _ in range(10):
+        futures = [file.read_into(np.zeros(2 << 20, np.uint8), 1 << 20) for file in files[:5]]
+        for future in futures:
+            assert_equal(future.result(), data[1 << 20 : 3 << 20])
+            ended += 1
+    other = np.zeros(4 << 20, np.uint8)  # by path, of which few are on their way
+    handle.async_pread(other, path)
+    assert handle._scheduler.outstanding() > 0, "the held one"
+    pathlib.Path(f"{directory}/over").touch()
+    assert handle.wait() == 2
+    assert_equal(other, data)
+    return ended
+
+
+def descriptors_used_up_by_others(engine: str, directory: str, held: str, by_path: bool) -> int:
+    """Read by path where the application has all descriptors, while another read is held; return the errno."""
+    path = pathlib.Path(directory) / "file"
+    path.write_bytes(bytes(100_003))
+    handle = tensorferry.aio_handle(engine=engine)
+    assert_works(handle, path.parent)
+    with tensorferry.open(held, engine=engine) as file:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        scheduler = handle._scheduler if by_path else file._scheduler
+        if by_path:
+            handle.async_pread(bytearray(4 << 20), held)
+        else:
+            held_read = file.read_into(bytearray(4 << 20))
+        taken = _all_descriptors()
+        try:
+            tensorferry.transfers.transfer(
+                scheduler, str(path), arrays.memory_of(bytearray(10), writable=True), 0, write=False
+            )
+        except tensorferry.StorageError as error:
+            number = error.errno
+        for descriptor in taken:
+            os.close(descriptor)
+        assert scheduler.outstanding() > 0, "the held one"
+        pathlib.Path(f"{directory}/over").touch()
+        if by_path:
+            assert handle.wait() == 1
+        else:
+            held_read.result()
+    assert number is not None
+    return number
+
+
 def no_descriptors(engine: str, directory: str) -> dict[str, Any]:
     """Open a file when no descriptor is left, and again when there is."""
     path = pathlib.Path(directory) / "file"
@@ -501,12 +605,8 @@ def no_threads_allowed(engine: str, directory: str) -> dict[str, Any]:
     path = pathlib.Path(directory) / "file"
     path.write_bytes(bytes(4096))
     path.chmod(0o666)
-    try:
-        os.setgroups([])
-        os.setgid(65534)
-        os.setuid(65534)
-    except PermissionError as error:
-        return {"skip": f"becoming another user needs root: {error}"}
+    if refused := _become_nobody():
+        return {"skip": refused}
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
     array = np.ones(4096, np.uint8)
@@ -527,6 +627,130 @@ def no_threads_allowed(engine: str, directory: str) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
     assert_works(handle, path.parent)  # who has threads needs no more
     return {"refusals": refusals}
+
+
+def _become_nobody() -> str:
+    """Become an ordinary user, for whom limits of processes count; or return why not."""
+    try:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    except PermissionError as error:
+        return f"becoming another user needs root: {error}"
+    return ""
+
+
+def no_further_threads(engine: str, directory: str, count: int) -> dict[str, Any]:
+    """Move much and little by handles and files that are there, as a user who may start no thread any more."""
+    os.environ["TENSORFERRY_ENGINE"] = engine
+    folder = pathlib.Path(directory)
+    rng = np.random.default_rng(count)
+    arrays = [
+        rng.integers(0, 256, nbytes, np.uint8)
+        for nbytes in (10, 4096, 5000, 100_003, 1 << 20, (8 << 20) + 17)
+    ]
+    handle = tensorferry.aio_handle(
+        engine=engine, block_size=1 << 20, intra_op_parallelism=count, queue_depth=8
+    )
+    tensorferry.write(folder / "first", arrays[0])
+    if refused := _become_nobody():
+        return {"skip": refused}
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
+    for index, array in enumerate(arrays):
+        path = folder / f"by-handle-{index}"
+        assert handle.sync_pwrite(array, path) == 1
+        found = np.zeros_like(array)
+        assert handle.sync_pread(found, path) == 1
+        assert_equal(found, array)
+        path = folder / f"by-file-{index}"
+        with tensorferry.open(path, "w+") as file:
+            half = array.nbytes // 2
+            for future in [
+                file.write_from(array[:half]),
+                file.write_from(array[half:], half, sync=True),
+            ]:
+                future.result()
+            found = file.read_into(np.zeros_like(array)).result()
+            assert_equal(found, array)
+        tensorferry.write(folder / f"at-once-{index}", array, sync=True)
+        with tensorferry.open(folder / f"stream-{index}", "w") as file, file.stream() as stream:
+            stream.append([array, array])
+    many = [(folder / f"many-{index}", array) for index, array in enumerate(arrays)]
+    tensorferry.write_many(many, atomic=True)
+    tensorferry.read_many([(path, found := np.zeros_like(array)) for path, array in many])
+    assert_equal(found, arrays[-1])
+    for index, array in enumerate(arrays):
+        assert (folder / f"at-once-{index}").read_bytes() == array.tobytes()
+        assert (folder / f"stream-{index}").read_bytes() == 2 * array.tobytes()
+    with tensorferry.open(folder / "first") as file:
+
+        def read_until_one_has_not_ended() -> None:  # what has is called back without a thread
+            while True:
+                file.read_into(bytearray(10)).add_done_callback(lambda _: None)
+
+        with pytest.raises(RuntimeError, match=r"callbacks.*thread.*--pids-limit"):
+            read_until_one_has_not_ended()
+    return {"names": [thread.name for thread in threading.enumerate()]}
+
+
+def little_address_space(engine: str, directory: str) -> dict[str, Any]:
+    """Ask for more than the limit of address space has room for: threads, a ring or context, memory."""
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = used + (24 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    said = []
+    for ask in (
+        lambda: tensorferry.aio_handle(engine=engine, intra_op_parallelism=32, queue_depth=64),
+        lambda: tensorferry.empty(64 << 20, np.uint8),
+    ):
+        try:
+            ask()
+        except (tensorferry.EngineUnavailableError, MemoryError) as error:
+            said.append(str(error))
+    return {"said": said, "limit": limit}
+
+
+def without_proc(engine: str, directory: str) -> dict[str, Any]:
+    """Write and read where /proc is not mounted."""
+    os.environ["TENSORFERRY_ENGINE"] = engine
+    folder = pathlib.Path(directory)
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private, detach = 0x20000, 0x44000, 2
+    if (
+        libc.unshare(new_mounts) != 0
+        or libc.mount(b"none", b"/", None, private, None) != 0
+        or libc.umount2(b"/proc", detach) != 0
+    ):
+        return {"skip": f"no namespace of mounts: {os.strerror(ctypes.get_errno())}"}
+    assert not pathlib.Path("/proc/self").exists()
+    array = np.random.default_rng(1).integers(0, 256, 3_000_017, np.uint8)
+    os.chdir(folder)
+    for atomic in (False, True):
+        for name in ("relative", folder / "absolute"):
+            for _ in range(2):
+                tensorferry.write(name, array, atomic=atomic, sync=True)
+                assert_equal(tensorferry.read(name, np.zeros_like(array)), array)
+        tensorferry.write_many([(folder / f"{index}", array) for index in range(3)], atomic=atomic)
+        assert_equal(tensorferry.read(folder / "2", np.zeros_like(array)), array)
+    with tensorferry.open("file", "w+") as file:
+        file.write(array, 5)
+        os.chdir("/")
+        (folder / "file").rename(folder / "renamed")
+        file.write(array[:100], 5_000_001)
+        assert_equal(file.read(np.zeros_like(array), 5), array)
+    descriptor = os.open(folder / "absolute", os.O_RDWR)
+    tensorferry.write(descriptor, array[:1000], offset=7)
+    os.close(descriptor)
+    assert (folder / "absolute").read_bytes()[7:1007] == array[:1000].tobytes()
+    names = sorted(each.name for each in folder.iterdir())
+    try:
+        with tensorferry.open(folder / "direct", "w", direct=True) as file:
+            file.write(array)
+        refused = ""
+    except tensorferry.StorageError as error:
+        refused = str(error)
+    return {"names": names, "refused": refused}
 
 
 def exhaust_aio_contexts(directory: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,3 +111,21 @@ def test_a_device_has_its_size_and_is_neither_extended_nor_cut(
         tensorferry.write(device, data, sync=True)
         with tensorferry.open(device) as file:
             assert file.size == end
+
+
+def test_two_nodes_of_one_device_are_one_file(engine: str, directory: pathlib.Path) -> None:
+    with mounts.loop_device(directory) as device:
+        other = directory / "node"
+        os.mknod(other, stat.S_IFBLK | 0o600, device.stat().st_rdev)
+        arrays = [np.full(3_000_003, value, np.uint8) for value in range(1, 9)]
+        items = [((device, other)[at % 2], array, 4096) for at, array in enumerate(arrays)]
+        tensorferry.write_many(items)
+        found = np.zeros_like(arrays[0])
+        assert_equal(tensorferry.read(device, found, 4096), arrays[-1])
+        handle = tensorferry.aio_handle(engine=engine)
+        for path, array, offset in reversed(items):
+            handle.async_pwrite(array, path, offset)
+        assert handle.wait() == len(items)
+        assert_equal(tensorferry.read(other, found, 4096), arrays[0])
+        with pytest.raises(ValueError, match="one file comes twice"):
+            tensorferry.open([device, other], "r+")

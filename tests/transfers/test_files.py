@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 import tensorferry
 from tensorferry import runtime
-from tests.support import page_cache
+from tests.conftest import takes_direct_io
+from tests.support import mounts, page_cache
 from tests.support.data import aligned, folded
 from tests.support.effort import examples
-from tests.support.expect import storage_error
+from tests.support.expect import assert_equal, storage_error
+from tests.support.forks import passes_in_child
 from tests.support.optional import torch
 
 if TYPE_CHECKING:
@@ -403,3 +405,52 @@ def test_an_error_keeps_the_others_of_its_call_when_it_is_pickled_or_copied() ->
         ]
         assert str(again) == str(error)
     assert tensorferry.StorageError(5, "Input/output error", "a").others == ()
+
+
+@pytest.mark.root
+def test_what_lies_below_an_overlay_in_the_page_cache_is_read_from_there(
+    engine: str, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    nbytes = 4_000_000
+    for name in ("lower", "upper", "work"):
+        (directory / name).mkdir()
+    below = directory / "lower" / "model"
+    data = random_bytes(nbytes)
+    data.tofile(below)
+    options = ",".join(f"{name}dir={directory / name}" for name in ("lower", "upper", "work"))
+    with (
+        mounts.mounted(directory / "overlay", "-t", "overlay", "-o", options, "overlay") as mount,
+        tensorferry.open(mount / "model", engine=engine) as file,
+    ):
+        found = tensorferry.empty(nbytes, "u1")
+
+        def read() -> tuple[int, int]:
+            """Return how much of it came from the cache, and from the drive."""
+            before = file.stats()
+            found[:] = 0
+            assert_equal(file.read(found), data)
+            after = file.stats()
+            cached = after["buffered_nbytes"] - before["buffered_nbytes"]
+            return cached, nbytes - cached
+
+        page_cache.make_warm(below)
+        assert read() == (nbytes, 0)
+        small = [numpy.zeros(1000, numpy.uint8) for _ in range(10)]
+        tensorferry.read_many([(mount / "model", array, 4096) for array in small])
+        assert all(numpy.array_equal(array, data[4096:5096]) for array in small)
+
+        def others_are_told_nothing() -> None:
+            with tensorferry.open(mount / "model", engine=engine) as same:
+                os.setuid(65534)
+                assert same._open_file().residency(0, nbytes) is None
+                assert_equal(same.read(numpy.zeros_like(data)), data)
+
+        passes_in_child(others_are_told_nothing)
+        if takes_direct_io(mount):
+            page_cache.make_cold(below)
+            assert read() == (0, nbytes)
+            page_cache.make_cold(below)
+            page_cache.make_warm(below, 0, 2 << 20)
+            cached, from_drive = read()
+            assert cached > 0
+            assert from_drive > 0

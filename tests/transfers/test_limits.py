@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import errno
+import pathlib
+import re
+import resource
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import tensorferry
-from tests.support import child, required
+from tensorferry.store import TensorStore
+from tests.support import child, mounts, required
 from tests.support.expect import assert_equal, assert_works
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.leaks import settled, threads_named
 
 if TYPE_CHECKING:
-    import pathlib
+    from collections.abc import Callable
 
     from tests.conftest import MakeHandle
     from tests.support.data import RandomBytes
-    from tests.support.faultfs import FaultFS
 
 PROGRAMS = "tests.transfers.programs"
 
@@ -55,6 +58,33 @@ def test_descriptors_that_come_back_while_a_file_cannot_be_opened_are_taken(
     program = f"{PROGRAMS}:descriptors_given_back_meanwhile"
     tries = child.call(program, engine=engine, directory=directory).result
     assert tries == [1, 0]
+
+
+@pytest.mark.covers("fd_exhaustion")
+def test_files_that_are_open_already_wait_for_nobodys_descriptors(
+    engine: str, faultfs: FaultFS, directory: pathlib.Path
+) -> None:
+    held = faultfs.path / "held"
+    np.zeros(4 << 20, np.uint8).tofile(faultfs.backing / "held")
+    faultfs.order(Fault("read", hold=True))
+    program = f"{PROGRAMS}:files_already_open"
+    with faultfs.released_by(directory / "over"):
+        ended = child.call(program, timeout_s=120, engine=engine, directory=directory, held=held)
+    assert ended.result == 50
+
+
+@pytest.mark.covers("fd_exhaustion")
+@pytest.mark.parametrize("by_path", [False, True], ids=["an open file", "by path"])
+def test_descriptors_that_the_application_has_are_not_waited_for(
+    engine: str, faultfs: FaultFS, directory: pathlib.Path, by_path: bool
+) -> None:
+    held = faultfs.path / "held"
+    np.zeros(4 << 20, np.uint8).tofile(faultfs.backing / "held")
+    faultfs.order(Fault("read", hold=True))
+    program = f"{PROGRAMS}:descriptors_used_up_by_others"
+    arguments = {"engine": engine, "directory": directory, "held": held, "by_path": by_path}
+    with faultfs.released_by(directory / "over"):
+        assert child.call(program, timeout_s=120, **arguments).result == errno.EMFILE
 
 
 @pytest.mark.covers("fd_exhaustion")
@@ -211,4 +241,124 @@ def test_an_ordinary_user_who_may_start_no_thread_is_told_and_works_when_he_may_
     assert len(found["refusals"]) == 4
     for refusal in found["refusals"]:
         assert "cannot start a thread" in refusal
-        assert "ulimit -u" in refusal
+        assert "ulimit -u is 1" in refusal
+        assert "--pids-limit" in refusal
+
+
+@pytest.mark.alone
+@pytest.mark.root
+@pytest.mark.parametrize("count", [1, 4])
+def test_who_may_start_no_further_thread_moves_data_all_the_same(
+    engine: str, open_directory: pathlib.Path, count: int
+) -> None:
+    """Threads of the engine, of the kernel's own for io_uring, and helpers are missing."""
+    program = f"{PROGRAMS}:no_further_threads"
+    arguments = {"engine": engine, "directory": open_directory, "count": count}
+    found = child.call(program, timeout_s=300, **arguments).result
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    assert found["names"] == ["MainThread"]
+
+
+def test_a_limit_of_address_space_is_named(engine: str, directory: pathlib.Path) -> None:
+    found = child.call(
+        f"{PROGRAMS}:little_address_space", engine=engine, directory=directory
+    ).result
+    assert len(found["said"]) == 2
+    for said in found["said"]:
+        assert f"(ulimit -v) of {found['limit']} bytes" in said
+        for other in ("MEMLOCK", "ulimit -u", "seccomp", "kernel"):
+            assert other not in said
+
+
+@pytest.mark.root
+def test_files_are_written_and_replaced_without_proc(engine: str, directory: pathlib.Path) -> None:
+    found = child.call(f"{PROGRAMS}:without_proc", engine=engine, directory=directory).result
+    if "skip" in found:
+        required.missing("mounts", found["skip"])
+    assert found["names"] == ["0", "1", "2", "absolute", "relative", "renamed"]
+    assert found["refused"] == "" or "/proc is not mounted" in found["refused"]
+
+
+def too_large(directory: str) -> list[list[Any]]:
+    """Write more than the limit of files' sizes allows, in each way; return what the errors say, and of the files."""
+    limit = 3_500_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    array = np.ones(9_000_000, np.uint8)
+
+    def in_a_stream(path: pathlib.Path) -> None:
+        with tensorferry.open(path, "w") as file, file.stream(nbytes_reserved=array.nbytes):
+            pass
+
+    def reserved(path: pathlib.Path) -> None:
+        with tensorferry.open(path, "w") as file:
+            file.preallocate(array.nbytes)
+
+    ways = (
+        lambda path: tensorferry.write(path, array),
+        lambda path: tensorferry.write(path, array, direct=False),
+        lambda path: tensorferry.write(path, array, atomic=True),
+        lambda path: tensorferry.write_many([(path, array), (path, array[:5], 20_000_000)]),
+        lambda path: tensorferry.open(path, "w").write_from(array).result(),
+        lambda path: tensorferry.write(path, array[:100], offset=limit - 50),
+        in_a_stream,
+        reserved,
+    )
+    found = []
+    for index, way in enumerate(ways):
+        path = pathlib.Path(directory) / f"{index}"
+        try:
+            way(path)
+        except tensorferry.StorageError as error:
+            status = path.stat() if path.exists() else None
+            blocks = 0 if status is None else status.st_blocks
+            found.append([error.errno, error.transferred, blocks, str(error)])
+    tensorferry.write(pathlib.Path(directory) / "fits", array[:100], offset=limit - 100)
+    return found
+
+
+def test_a_limit_of_file_sizes_is_seen_before_anything_is_written(directory: pathlib.Path) -> None:
+    found = child.call(f"{__name__}:too_large", directory=directory).result
+    assert len(found) == 8
+    for number, transferred, blocks, said in found:
+        assert (number, transferred, blocks) == (errno.EFBIG, 0, 0)
+        assert "(reserve space at offset " in said
+        assert "the limit of files' sizes (ulimit -f) is 3500000 bytes" in said
+    assert (directory / "fits").stat().st_size == 3_500_000
+
+
+def test_a_full_drive_is_told_with_numbers_and_the_same_words(small_ext4: pathlib.Path) -> None:
+    """When space is reserved by a file or a store, when a block is written, and where names are used up."""
+    free = mounts.free_nbytes(small_ext4)
+    full = r"^\[Errno 28\] No space left on device \(%s at offset \d+: \d+ of %s bytes moved; (\d+) bytes are free\)"
+    array = np.zeros(free + (4 << 20), np.uint8)
+
+    def told(call: Callable[[], object], operation: str, nbytes: int | str) -> int:
+        with pytest.raises(tensorferry.StorageError, match=full % (operation, nbytes)) as caught:
+            call()
+        return int(re.search(full % (operation, nbytes), str(caught.value)).group(1))  # type: ignore[union-attr]
+
+    path = small_ext4 / "file"
+    reserving = "reserve space"
+    assert (
+        told(lambda: tensorferry.write(path, array, direct=True), reserving, array.nbytes) >= free
+    )
+    with tensorferry.open(path, "w") as file:
+        assert told(lambda: file.preallocate(array.nbytes), reserving, array.nbytes) >= free
+    (small_ext4 / "store").mkdir()
+    with TensorStore(small_ext4 / "store") as store:
+        assert told(lambda: store.reserve(array.nbytes), reserving, r"\d+") <= 2 * free
+    left = told(lambda: tensorferry.write(path, array, direct=False), "write", array.nbytes)
+    assert left < 4 << 20
+
+
+def test_a_drive_without_inodes_is_told_so(tmp_path: pathlib.Path) -> None:
+    options = ["-t", "tmpfs", "-o", "size=1M,nr_inodes=4", "tmpfs"]
+    with mounts.mounted(tmp_path / "mount", *options) as mount:
+
+        def write() -> None:
+            for index in range(4):
+                tensorferry.write(mount / f"{index}", np.ones(10, np.uint8))
+
+        with pytest.raises(tensorferry.StorageError, match="none of the file system's 4 inodes"):
+            write()

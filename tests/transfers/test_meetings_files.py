@@ -224,3 +224,41 @@ def _assert_reported(error: Any, failed: Any) -> None:
     assert [e.errno for e in (error, *error.others)] == [number for _, number in failed]
     assert f"{len(failed) - 1} more" in str(error)
     assert all(isinstance(other, tensorferry.StorageError) for other in error.others)
+
+
+# System calls that a signal interrupts
+
+
+def test_ctrl_c_ends_a_small_call_at_the_first_system_call_that_it_interrupts(
+    run: Run, directory: pathlib.Path
+) -> None:
+    found = run(meetings.interrupted_calls, directory=directory)
+    assert found == {name: [1, "KeyboardInterrupt()"] for name in found}
+
+
+def test_a_system_call_that_is_interrupted_is_made_again_but_not_for_ever(
+    run: Run, directory: pathlib.Path
+) -> None:
+    found = run(meetings.interrupted_without_end, directory=directory, times=3)
+    assert all(outcome == [3, None] for outcome in found.values()), found
+    found = run(meetings.interrupted_without_end, directory=directory, times=-1)
+    for name, (times, number) in found.items():
+        assert number == errno.EINTR, name
+        assert 256 <= times <= 1024, name
+
+
+def test_a_signal_handler_that_forks_within_a_small_call_leaves_it_to_the_parent(
+    run: Run, directory: pathlib.Path
+) -> None:
+    run(meetings.interrupted_by_a_fork, directory=directory)
+
+
+# Files in memory
+
+
+@pytest.mark.parametrize("engine", ["libaio", "threads"], indirect=True)  # whose blocks pass libc
+@pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
+def test_the_caller_helps_to_copy_what_lies_in_memory(
+    run: Run, tmpfs_directory: pathlib.Path, write: bool
+) -> None:
+    run(meetings.copied_by_the_caller, directory=tmpfs_directory, write=write)

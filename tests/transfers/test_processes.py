@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import pathlib
 import signal
@@ -17,8 +18,10 @@ import pytest
 import tensorferry
 from tensorferry import runtime
 from tests.support import child, required
+from tests.support.engines import one_engine
 from tests.support.expect import assert_equal, assert_works, contents
 from tests.support.faultfs import Fault
+from tests.support.threads import InThread
 
 if TYPE_CHECKING:
     from tests.conftest import MakeHandle
@@ -158,3 +161,48 @@ def test_kernels_without_statx_or_cachestat_serve_as_well(
             calls=calls,
         )
         assert ended.result == ["ENOSYS"] * len(calls)
+
+
+def test_leaving_the_interpreter_has_one_patience_for_all_that_hangs(
+    engine: str, faultfs: FaultFS, directory: pathlib.Path
+) -> None:
+    (faultfs.backing / "file").write_bytes(bytes(1 << 20))
+    faultfs.order(Fault("read", hold=True))
+    program = "tests.transfers.programs:leave_with_hung_reads"
+    path = faultfs.path / "file"
+    # One after the other they would take longer than anybody waits.
+    arguments = {"engine": engine, "path": path, "over": directory / "over"}
+    with faultfs.released_by(directory / "over"):
+        ended = child.call(program, timeout_s=120, count=14, patience_seconds=10, **arguments)
+    said = ended.output
+    assert "left behind" in said
+
+
+@one_engine
+def test_a_striped_file_has_one_patience_for_all_its_drives(
+    engine: str, faultfs: FaultFS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "CLOSE_PATIENCE_SECONDS", 10.0)
+    paths = [faultfs.path / f"part{at}" for at in range(14)]
+    file = tensorferry.open(paths, "w+", stripe_nbytes=4096, engine=engine)
+    file.write(np.ones(14 * 4096, np.uint8))
+    faultfs.order(Fault("read", hold=True))
+    future = file.read_into(np.zeros(14 * 4096, np.uint8))
+    faultfs.await_held(14)
+    with pytest.warns(RuntimeWarning, match="left behind"):
+        InThread(file.close).result()
+    faultfs.clear()
+    future.result()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+@one_engine
+def test_an_import_in_a_sub_interpreter_is_refused_and_breaks_nothing(
+    engine: str, directory: pathlib.Path, first: bool
+) -> None:
+    if importlib.util.find_spec("_interpreters") is None:
+        pytest.importorskip("_xxsubinterpreters")
+    program = "tests.transfers.programs:import_in_another_interpreter"
+    said = child.call(program, engine=engine, directory=directory, first=first).result
+    assert "sub-interpreter" in said
+    assert (directory / "pending").stat().st_size == 3_000_001

@@ -19,15 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
+from tensorferry import runtime
 from tensorferry.streams import MAX_UNCOPIED_NBYTES, Field, Stream
 from tests.support import mounts
 from tests.support.data import crcs
 from tests.support.effort import examples
-from tests.support.expect import interrupted_in, storage_error
+from tests.support.expect import interrupted, interrupted_in, storage_error
 from tests.support.faultfs import Fault
 from tests.support.forks import passes_in_child
-from tests.support.leaks import nothing_leaks
+from tests.support.leaks import nothing_leaks, settled
 from tests.support.optional import torch
+from tests.transfers import meetings
 
 if TYPE_CHECKING:
     import pathlib
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from tests.support.data import RandomBytes
     from tests.support.faultfs import FaultFS
+    from tests.transfers.conftest import Run
 
 BUFFER_NBYTES = 4 << 20
 
@@ -422,3 +425,59 @@ def test_arguments_are_looked_at(
         assert file.size == 0
     with tensorferry.open(directory / "file") as file, pytest.raises(ValueError, match="writing"):
         file.stream()
+
+
+# Given up, while something hangs
+
+
+@pytest.mark.parametrize("way", ["abort", "drop", "collect"])
+def test_a_stream_is_given_up_though_every_helper_is_held_in_a_close(
+    run: Run, directory: pathlib.Path, way: str
+) -> None:
+    run(meetings.stream_given_up_beside_held_closes, directory=directory, way=way)
+
+
+@pytest.mark.usefixtures("default_engine")
+def test_memory_that_hangs_is_kept_where_its_stream_is_left_by_ctrl_c_and_dropped(
+    faultfs: FaultFS, directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (faultfs.backing / "cached").write_bytes(b"x" * BUFFER_NBYTES)
+    array: Any = np.memmap(faultfs.path / "cached", np.uint8, "r")
+    kept = weakref.ref(array)
+    with tensorferry.open(directory / "file", "w") as file:
+        stream = file.stream()
+        faultfs.order(Fault("read", hold=True))
+        stream.append(array, kept=True)
+        with interrupted(faultfs):
+            stream.abort()
+        monkeypatch.setattr(runtime, "CLOSE_PATIENCE_SECONDS", 0.2)
+        with pytest.warns(RuntimeWarning, match="left behind"):
+            stream.abort()
+        del array, stream
+        gc.collect()
+        assert faultfs.held() > 0
+        assert kept() is not None
+        faultfs.clear()
+
+        def given_back() -> bool:
+            file._scheduler.reap()
+            gc.collect()
+            return kept() is None
+
+        assert settled(given_back)
+
+
+@pytest.mark.usefixtures("default_engine")
+def test_a_stream_whose_writes_hang_is_given_up_with_a_warning(
+    faultfs: FaultFS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tensorferry.open(faultfs.path / "file", "w") as file:
+        stream = file.stream()
+        faultfs.order(Fault("write", hold=True))
+        stream.append(np.ones(BUFFER_NBYTES, np.uint8))
+        faultfs.await_held()
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "CLOSE_PATIENCE_SECONDS", 0.2)
+            with pytest.warns(RuntimeWarning, match="left behind"):
+                stream.abort()
+        faultfs.clear()

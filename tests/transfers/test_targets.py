@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import signal
 import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import tensorferry
+from tensorferry.file_locks import is_locked, set_lock
+from tests.support.engines import one_engine
 from tests.support.expect import assert_equal, assert_works, contents, storage_error
 from tests.support.leaks import Holdings, count_descriptors
+from tests.support.threads import InThread
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from tests.conftest import MakeHandle
     from tests.support.data import RandomBytes
 
 NBYTES = 200_003
@@ -215,3 +223,116 @@ def test_descriptors_that_lead_to_no_file_are_refused_by_name(
     for call in (tensorferry.open, lambda target: handle.sync_pread(array, target)):
         with pytest.raises(TypeError):
             call(True)  # type: ignore[operator]
+
+
+# Leases, as Samba and NFS servers have them on files that their clients keep
+
+HOLDER = """
+import fcntl, os, signal, sys
+kind, path = sys.argv[1:]
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
+descriptor = os.open(path, os.O_RDONLY if kind == "read" else os.O_RDWR)
+fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK if kind == "read" else fcntl.F_WRLCK)
+print("leased", flush=True)
+signal.sigwait({signal.SIGIO})
+print("asked for", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def leased(kind: str, path: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
+    """Have another process hold a lease on a file until its stdin is closed; it says when it is asked to give it up."""
+    command = [sys.executable, "-c", HOLDER, kind, str(path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout
+        assert holder.stdin
+        if holder.stdout.readline() != "leased\n":
+            pytest.skip(f"no leases here: {holder.communicate()[1]}")
+        try:
+            yield holder
+        finally:
+            holder.stdin.close()
+
+
+def read_leased(path: pathlib.Path) -> None:
+    tensorferry.read(path, np.zeros(10, np.uint8))
+
+
+def write_leased(path: pathlib.Path) -> None:
+    tensorferry.write(path, np.ones(10, np.uint8))
+
+
+def open_leased(path: pathlib.Path) -> None:
+    tensorferry.open(path, "w").close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [
+        ("write", read_leased),
+        ("write", write_leased),
+        ("read", write_leased),
+        ("write", open_leased),
+        ("read", open_leased),
+    ],
+)
+@one_engine
+@pytest.mark.usefixtures("default_engine")
+def test_a_lease_that_another_process_holds_is_waited_for(
+    directory: pathlib.Path, kind: str, use: Callable[[pathlib.Path], None]
+) -> None:
+    path = directory / "file"
+    path.write_bytes(bytes(100))
+    with leased(kind, path) as holder:
+        using = InThread(lambda: use(path))
+        assert holder.stdout
+        assert holder.stdin
+        assert holder.stdout.readline() == "asked for\n"
+        assert using.is_alive()
+        holder.stdin.close()
+        using.result()
+
+
+@one_engine
+@pytest.mark.usefixtures("default_engine")
+def test_ctrl_c_ends_waiting_for_a_lease(directory: pathlib.Path) -> None:
+    path = directory / "file"
+    path.write_bytes(bytes(100))
+    with leased("write", path) as holder:
+
+        def interrupt() -> None:
+            assert holder.stdout
+            assert holder.stdout.readline() == "asked for\n"
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupting = InThread(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tensorferry.open(path)
+        assert holder.poll() is None
+        interrupting.result()
+
+
+# Locks on a descriptor that is given
+
+
+@one_engine
+@pytest.mark.usefixtures("default_engine")
+def test_locks_of_open_files_stay_where_a_descriptor_is_given(
+    make_handle: MakeHandle, directory: pathlib.Path
+) -> None:
+    """POSIX has a process's own locks (F_SETLK) end with any close of the file: see aio_handle."""
+    path = directory / "file"
+    path.write_bytes(bytes(100))
+    handle = make_handle()
+    with path.open("rb+") as file, path.open("rb+") as other:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert set_lock(file.fileno(), fcntl.F_WRLCK)
+        handle.sync_pwrite(bytes(10), file.fileno())
+        tensorferry.read(path, bytearray(10))
+        assert is_locked(other.fileno())
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert "F_SETLK" in (tensorferry.aio_handle.__doc__ or "")

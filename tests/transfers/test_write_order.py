@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
+import tempfile
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tensorferry
-from tests.support.expect import assert_equal, assert_works, contents, storage_error
+from tensorferry import runtime, transfers
+from tests.support.effort import examples
+from tests.support.expect import assert_equal, assert_works, contents, interrupted, storage_error
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.forks import assert_exits_with_zero, in_child
-from tests.support.threads import in_threads
+from tests.support.leaks import settled
+from tests.support.threads import InThread, in_threads, threads_in
 
 if TYPE_CHECKING:
     import pathlib
@@ -203,3 +211,118 @@ def test_a_small_bounce_pool_serves_many_odd_writes_of_which_some_fail(
                 assert_equal(contents(faultfs.path / f"file{index}")[4096:], array)
     finally:
         tensorferry.set_bounce_pool_nbytes(before)
+
+
+# One call, and files that go by several names
+
+Item = tuple[int, int, int, int]  # which file, by which of its names, offset, bytes
+
+items_of_files = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.integers(0, 3),
+        st.sampled_from([0, 1, 100, 4096, 5000, 70_000]),
+        st.sampled_from([0, 1, 50, 4096, 4097, 100_000]),
+    ),
+    max_size=14,
+)
+
+
+@contextlib.contextmanager
+def _files_with_names(folder: Path) -> Any:
+    """Two files, each with two hard links, a symbolic link and a descriptor."""
+    with contextlib.ExitStack() as opened:
+        files = []
+        for at in range(2):
+            path, link, symbolic = (folder / f"{name}{at}" for name in ("file", "link", "symbolic"))
+            path.write_bytes(bytes([200 + at]) * 150_000)
+            link.hardlink_to(path)
+            symbolic.symlink_to(path)
+            descriptor = opened.enter_context(path.open("rb+")).fileno()
+            files.append([str(path), str(link), str(symbolic), descriptor])
+        yield files
+
+
+@settings(max_examples=examples(60))
+@given(
+    items=items_of_files,
+    truncate=st.sampled_from([None, True, False]),
+    chunk=st.sampled_from([1, 2, 3, 256]),
+)
+def test_of_items_that_overlap_the_later_one_wins_whatever_names_their_files_have(
+    items: list[Item], truncate: bool | None, chunk: int
+) -> None:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory() as folder,
+        _files_with_names(Path(folder)) as files,
+    ):
+        patch.setattr(transfers, "_CHUNK", chunk)
+        wanted = [bytearray([200 + at]) * 150_000 for at in range(2)]
+        ends = [0, 0]
+        given_items = []
+        for value, (at, name, offset, nbytes) in enumerate(items):
+            given_items.append((files[at][name], np.full(nbytes, value, np.uint8), offset))
+            wanted[at][offset : offset + nbytes] = bytes([value]) * nbytes
+            ends[at] = max(ends[at], offset + nbytes)
+        transfers.transfer_many(
+            runtime.default_scheduler(), given_items, write=True, direct="auto", truncate=truncate
+        )
+        for at in range(2):
+            if truncate and any(item[0] == at for item in items):
+                del wanted[at][ends[at] :]
+            assert Path(files[at][0]).read_bytes() == wanted[at]
+
+
+# Files that begin anew, or get another size, while something is written to them
+
+
+@pytest.mark.parametrize("how", ["open", "open a link", "truncate", "truncate to more"])
+def test_what_was_submitted_before_a_file_is_cut_is_cut_off(
+    handle: Handle, faultfs: FaultFS, random_bytes: RandomBytes, how: str
+) -> None:
+    path = faultfs.path / "file"
+    data, new = random_bytes(3_000_003), random_bytes(4_096)
+    nbytes = {"truncate": 1_500_000, "truncate to more": 3_500_000}.get(how, 0)
+    with tensorferry.open(path, "w", engine=handle.engine) as file:
+
+        def cut() -> None:
+            if how.startswith("open"):
+                name = path
+                if how == "open a link":
+                    name = faultfs.base / "link"
+                    name.unlink(missing_ok=True)
+                    name.symlink_to(path)
+                with tensorferry.open(name, "w") as again:
+                    again.write(new)
+            else:
+                file.truncate(nbytes)
+
+        faultfs.order(Fault("write", hold=True))
+        future = file.write_from(data)
+        faultfs.await_held()
+        cutting = InThread(cut)
+        waiting = (transfers.transfer, tensorferry.File._transfer)
+        assert settled(lambda: not cutting.is_alive() or any(map(threads_in, waiting)))
+        faultfs.release()
+        cutting.result()
+        future.result()
+        wanted = new if how.startswith("open") else np.resize(np.pad(data, (0, 500_000)), nbytes)
+        assert_equal(contents(faultfs.backing / "file"), wanted)
+
+
+@pytest.mark.usefixtures("default_engine")
+@pytest.mark.parametrize("how", ["open", "truncate"])
+def test_a_cut_that_ctrl_c_ends_while_it_waits_does_not_come_later(
+    faultfs: FaultFS, random_bytes: RandomBytes, how: str
+) -> None:
+    path = faultfs.path / "file"
+    data = random_bytes(3_000_003)
+    with tensorferry.open(path, "w") as file:
+        faultfs.order(Fault("write", hold=True))
+        future = file.write_from(data)
+        with interrupted(faultfs):
+            _ = tensorferry.open(path, "w") if how == "open" else file.truncate(0)
+        faultfs.clear()
+        future.result()
+    assert_equal(contents(faultfs.backing / "file"), data)

@@ -50,7 +50,11 @@ class CheckpointError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Other ranks are told of it by pickle.
-        return _rebuild, (self.reason, self.path, self.names, self.begin, self.end)
+        return _rebuild, (type(self), self.reason, self.path, self.names, self.begin, self.end)
+
+
+class RefusedCheckpointError(CheckpointError):
+    """The bytes are those that were written, but they hold something that is not read without trust: no damage."""
 
 
 class NotACheckpointError(CheckpointError):
@@ -69,6 +73,11 @@ _SHOWN_NAMES = 4
 
 
 def _rebuild(
-    reason: str, path: str, names: tuple[str, ...], begin: int | None, end: int | None
+    kind: type[CheckpointError],
+    reason: str,
+    path: str,
+    names: tuple[str, ...],
+    begin: int | None,
+    end: int | None,
 ) -> CheckpointError:
-    return CheckpointError(reason, path, names=names, begin=begin, end=end)
+    return kind(reason, path, names=names, begin=begin, end=end)

@@ -2,8 +2,9 @@
 
 ``step_00001000`` is a checkpoint of torch.distributed.checkpoint, and counts from when it has its ``.metadata``. Until
 then it has a file ``.tensorferry-unfinished``, by which a later save knows what is left of one that died. What is to go
-gets another name first, ``.tensorferry-removed.*``: nothing half removed is ever taken for a checkpoint. All else is
-left alone, and so is what symbolic links in the folder, or in its checkpoints, lead to.
+gets another name first, ``.tensorferry-removed.*``: nothing half removed is ever taken for a checkpoint. Checkpoints
+behind one that a training went back to are called ``.tensorferry-abandoned.*``. All else is left alone, and so is what
+symbolic links in the folder, or in its checkpoints, lead to, and what is being loaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.storage.savers import Saver
+from tensorferry.file_locks import unread
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".tensorferry-unfinished"
 _REMOVED = ".tensorferry-removed."
+_ABANDONED = ".tensorferry-abandoned."
 
 
 class Folder:
@@ -79,6 +82,16 @@ class Folder:
         """Take the mark of an unfinished save off a step."""
         (self.path(step) / _UNFINISHED).unlink(missing_ok=True)
 
+    def abandon(self, steps: Iterable[int]) -> list[int]:
+        """Set checkpoints aside, so that none of them is restored; return the steps of those that must stay."""
+        links = self._links()
+        return [
+            step
+            for step in steps
+            if self._is_linked(self.path(step), links)
+            or not _set_aside_unless_used(self.path(step), _ABANDONED)
+        ]
+
     def superfluous(
         self, step: int, keep_last: int, keep_every: int | None, damaged: Container[int]
     ) -> list[Path]:
@@ -94,19 +107,19 @@ class Folder:
             for each in older
             if each < oldest and not (keep_every and each % keep_every == 0)
         ]
+        for path in self.root.iterdir():
+            number = _step_of(path, _ABANDONED)
+            if number is not None and not (keep_every and number % keep_every == 0):
+                going.append(path)
         links = self._links() if going else []
-        return [
-            path
-            for path in going
-            if not path.is_symlink() and not any(_leads_into(path, *link) for link in links)
-        ]
+        return [path for path in going if not self._is_linked(path, links)]
 
     def remove(self, paths: Iterable[Path] = ()) -> list[Exception]:
         """Remove checkpoints into which nobody saves, and what was set aside before; return what stays, and why."""
         problems: list[Exception] = []
         for path in paths:
             try:
-                _set_aside_unless_saved_to(path)
+                _set_aside_unless_used(path)
             except (CheckpointError, OSError) as error:
                 problems.append(error)
         try:
@@ -124,6 +137,9 @@ class Folder:
                 problems.append(error)
         return problems
 
+    def _is_linked(self, path: Path, links: list[tuple[Path, Path]]) -> bool:
+        return path.is_symlink() or any(_leads_into(path, *link) for link in links)
+
     def _links(self) -> list[tuple[Path, Path]]:
         """Return the symbolic links here and in checkpoints, with what they lead to."""
         links = []
@@ -135,9 +151,13 @@ class Folder:
         return [(link, Path(os.path.realpath(link))) for link in links]
 
 
-def _step_of(path: Path) -> int | None:
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match and path.name == f"step_{int(match[1]):08d}" else None
+def _step_of(path: Path, prefix: str = "") -> int | None:
+    """Return the step that a checkpoint is of by its name, or was of before it got a name with that prefix."""
+    if not path.name.startswith(prefix):
+        return None
+    name = path.name[len(prefix) :].partition(".")[0] if prefix else path.name
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and name == f"step_{int(match[1]):08d}" else None
 
 
 def _is_whole(path: Path) -> bool:
@@ -162,19 +182,24 @@ def _clear_leftovers(path: Path) -> None:
             saver.leave()
 
 
-def _set_aside(path: Path) -> None:
+def _set_aside(path: Path, prefix: str = _REMOVED) -> None:
     with contextlib.suppress(FileNotFoundError):  # another process has
-        path.rename(path.with_name(f"{_REMOVED}{path.name}.{secrets.token_hex(8)}"))
+        path.rename(path.with_name(f"{prefix}{path.name}.{secrets.token_hex(8)}"))
 
 
-def _set_aside_unless_saved_to(path: Path) -> None:
+def _set_aside_unless_used(path: Path, prefix: str = _REMOVED) -> bool:
+    """Set a checkpoint aside unless somebody saves to it or loads it; return whether it has gone."""
     saver = Saver(path, None)
     try:
-        with saver.alone() as alone:
-            if alone or not saver.reaches_all:
-                _set_aside(path)
+        with saver.alone() as alone, unread(path) as is_unread:
+            if is_unread and (alone or not saver.reaches_all):
+                _set_aside(path, prefix)
+                return True
+    except FileNotFoundError:  # another process has
+        return True
     finally:
         saver.leave()
+    return False
 
 
 def _leads_into(directory: Path, link: Path, target: Path) -> bool:

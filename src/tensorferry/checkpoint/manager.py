@@ -22,13 +22,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.folder import Folder
 from tensorferry.checkpoint.staging import Stager
+from tensorferry.checkpoint.storage import plain_objects
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.together import Ranks, plain_failures
 from tensorferry.reprs import once_made
+from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     import types
@@ -75,7 +77,8 @@ class Checkpoints:
     Notes
     -----
     The drive must hold one checkpoint more than are kept, and host memory a copy of this rank's part of the state.
-    A checkpoint stays, whatever else is said, while a symbolic link in ``root`` or in another checkpoint leads to it.
+    A checkpoint stays, whatever else is said, while a symbolic link in ``root`` or in another checkpoint leads to it,
+    and while a tensorferry reader loads it (on file systems with locks of directories, as all local ones).
     """
 
     def __init__(
@@ -92,12 +95,13 @@ class Checkpoints:
                 raise ValueError(f"{name}: {value} is less than 1")
         if keep_every is not None and keep_last is None:
             raise ValueError(f"keep_every: {keep_every}, but without keep_last all stay")
-        self._folder = Folder(Path(root))
+        self._folder = Folder(Path(kept_path(root, "root")))
         self._keep_last, self._keep_every = keep_last, keep_every
         self._trust_pickle = trust_pickle
         self._given_group = process_group
         self._damaged: set[int] = set()
         self._restored: int | None = None
+        self._abandoned: list[int] = []  # known to the first rank
         self._begin()
 
     def _begin(self) -> None:
@@ -146,7 +150,9 @@ class Checkpoints:
             Return when it has been saved; it takes no copy then.
         overwrite : bool
             Whether it may take the place of a checkpoint of the same step, which stays until the new one is whole.
-            After :meth:`restore` it may for steps behind the restored one.
+            After :meth:`restore` it may for steps behind the restored one. After ``restore(step=...)`` the first save
+            behind that step sets aside all newer ones, as ``.tensorferry-abandoned.*``: :meth:`restore` would prefer
+            them. With ``keep_last`` they are removed when the new one is whole.
 
         Raises
         ------
@@ -167,10 +173,13 @@ class Checkpoints:
             def prepare() -> int:
                 if ranks.is_first:
                     flight.saver = self._folder.begin(step, replace=replace)
+                    self._abandon(step)
                 return step
 
             def copy() -> None:
                 plain = _plain(state)
+                if not self._trust_pickle:
+                    plain_objects.warn_of(dict(plain_objects.refused_in(plain)), "restore()")
                 held["state"] = plain if wait else self._stager.stage(plain)
 
             try:
@@ -218,7 +227,8 @@ class Checkpoints:
         FileNotFoundError
             There is no checkpoint of ``step``.
         BaseException
-            What a save on its way failed with; what is no damage, as a tensor that the checkpoint does not have.
+            What a save on its way failed with; what is no damage: a tensor that the checkpoint does not have, or an
+            object that ``trust_pickle=False`` refuses, of which :meth:`save` has warned.
         """
         if step is not None:
             _integer("step", step)
@@ -229,15 +239,21 @@ class Checkpoints:
             ranks = self._ranks()
             # Each time anew: another process may have removed what could not be loaded, and saved a newer one.
             while (chosen := self._choose(ranks, step, failed)) is not None:
+                plain: dict[str, Any] = {}
+                ranks.call(lambda: plain.update(_plain(state)))  # noqa: B023
                 try:
-                    self._load(ranks, chosen, state)
+                    self._read(ranks, chosen, plain)
                 except BaseException as error:
                     if step is not None or not _is_damage(error):
                         raise
                     failed[chosen] = error
                     _warn(f"the checkpoint of step {chosen} is damaged, and not used: {error}")
                 else:
+                    ranks.call(lambda: _give(state, plain))  # noqa: B023
                     self._damaged, self._restored = set(failed), chosen
+                    self._abandoned = [
+                        each for each in self.steps() if step is not None and each > step
+                    ]
                     return chosen
         if not failed:
             return None
@@ -306,12 +322,25 @@ class Checkpoints:
             if flight.error is not None:
                 raise flight.error
 
+    def _abandon(self, step: int) -> None:
+        """Set aside what is newer than the step that was restored, now that another one follows it."""
+        if not self._abandoned or self._restored is None or step <= self._restored:
+            return
+        going = [each for each in self._abandoned if each != step and each in self.steps()]
+        self._abandoned = self._folder.abandon(going)
+        if self._abandoned:
+            _warn(
+                f"steps {self._abandoned} are newer than step {self._restored}, which was restored, and restore() "
+                "will prefer them: they are being loaded or saved to, or links lead to them"
+            )
+
     def _write(self, flight: _Flight, state: dict[str, Any], ranks: Ranks) -> None:
         """Save, and remove what has become superfluous: to fail in that is no failure of the save."""
         step, folder = flight.step, self._folder
         if ranks.is_first:
             flight.problems += folder.remove()  # the save may need the space
         writer = FileSystemWriter(folder.path(step), overwrite=True)
+        writer._warns_of_refusals = False  # save() has, where it was called
         with plain_failures(_is_damage):
             save(
                 state,
@@ -348,12 +377,11 @@ class Checkpoints:
             raise ValueError("step: ranks ask for different ones")
         return answers[0][1] if step is None else step
 
-    def _load(self, ranks: Ranks, step: int, state: dict[str, Any]) -> None:
+    def _read(self, ranks: Ranks, step: int, plain: dict[str, Any]) -> None:
         """Do as torch's load() does, which would leave ranks waiting for one whose object raises."""
         reader = FileSystemReader(
             self.path(step), trust_pickle=self._trust_pickle, process_group=ranks.group
         )
-        plain: dict[str, Any] = {}
 
         def read() -> None:
             with plain_failures(_is_damage):
@@ -364,16 +392,19 @@ class Checkpoints:
                     no_dist=ranks.group is None,
                 )
 
-        def give() -> None:
-            for key in plain:
-                if isinstance(state[key], Stateful):
-                    state[key].load_state_dict(plain[key])
-                else:
-                    state[key] = plain[key]
+        try:
+            ranks.call(read)
+        finally:
+            reader._let_go()
 
-        ranks.call(lambda: plain.update(_plain(state)))
-        ranks.call(read)
-        ranks.call(give)
+
+def _give(state: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Give what has been loaded to the state, and to its objects."""
+    for key in plain:
+        if isinstance(state[key], Stateful):
+            state[key].load_state_dict(plain[key])
+        else:
+            state[key] = plain[key]
 
 
 class _Flight(threading.Thread):
@@ -406,6 +437,8 @@ class _Flight(threading.Thread):
 
 
 def _is_damage(error: BaseException) -> bool:
+    if isinstance(error, RefusedCheckpointError):
+        return False
     return isinstance(error, CheckpointError) or (
         isinstance(error, OSError) and (error.errno is None or error.errno in _DAMAGE)
     )

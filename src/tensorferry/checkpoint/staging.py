@@ -1,13 +1,14 @@
 """Staging for asynchronous saves: a copy of the state that training may change behind it, in memory that is used again.
 
-All tensors are copied into one *image*: a block of memory on huge pages, allocated by the first save and kept for the
-next ones, so that only the copy itself blocks training; threads copy in parallel, without the GIL. Everything else is
-copied by copy.deepcopy().
+All tensors of a state, in whatever containers and objects they are, are copied into one *image*: a block of memory on
+huge pages, allocated by the first save and kept for the next ones, so that only the copy itself blocks training;
+threads copy in parallel, without the GIL. All else is copied by copy.deepcopy(), which is told the copies of tensors.
+As with torch's stager, tensors that share memory share it in the copy, have the same strides, and keep attributes.
 
 An image is lent to what stage() returns and comes back when that is gone. Who stages again before gets a second image;
-a third is not made, the caller waits. What only seems to be in use is let go of first: torch leaves staged states in
-reference cycles (up to 2.9 after each save, later after failed ones), and failed saves keep theirs in the traceback
-of their exception.
+a third is not made, the caller waits. Garbage is collected meanwhile: torch leaves staged states in reference cycles
+(up to 2.9 after each save, later after failed ones). What a failed save had is left to those who keep its exception,
+whose traceback refers to it, and counts no more.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from __future__ import annotations
 import abc
 import bisect
 import copy
+import copyreg
 import ctypes
 import gc
-import math
+import itertools
 import os
+import pickle
 import threading
 import time
+import types
 import weakref
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import checkpoint
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from tensorferry import _core
@@ -36,17 +38,16 @@ from tensorferry.arrays import check_storage, is_plain
 from tensorferry.reprs import once_made
 
 if TYPE_CHECKING:
-    import types
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
 
 _MAX_IMAGES = 2
+_MAX_LOOKED_AT = 64
 # How long a save may take that another one waits for; torch's process groups give up after the same time.
 _MAX_WAIT_SECONDS = 1800.0
 _POLL_SECONDS = 0.005
 # Garbage is looked for at growing intervals while one waits.
 _FIRST_SEARCH_SECONDS = 0.1
 _MAX_SEARCH_SECONDS = 10.0
-_CHECKPOINT_CODE = os.path.join(os.path.dirname(checkpoint.__file__), "")  # noqa: PTH118, PTH120
 _MAX_THREADS = 16
 _SHARED_MEMORY = "/dev/shm"
 _PIECE_NBYTES = 8 << 20
@@ -54,6 +55,22 @@ _PIECE_NBYTES = 8 << 20
 _PAGE_NBYTES = 4096
 _SMALL_ALIGNMENT = 64
 _MAX_ITEM_NBYTES = 16
+
+
+_all_images: weakref.WeakSet[_Image] = weakref.WeakSet()
+
+
+def saved_here(tensors: Iterable[Any]) -> None:
+    """Take note that the present thread saves tensors, which may be staged ones."""
+    images = tuple(_all_images)
+    parts = (getattr(each, "_local_tensor", each) for each in tensors) if images else ()
+    plain = (each for each in parts if isinstance(each, torch.Tensor) and is_plain(each))
+    # They are all in one image, or in none.
+    for tensor in itertools.islice((each for each in plain if each.is_cpu), _MAX_LOOKED_AT):
+        for image in images:
+            if tensor.numel() and image.holds(tensor.data_ptr()):
+                image.saver = threading.current_thread()
+                return
 
 
 class Stager:
@@ -115,7 +132,10 @@ class Stager:
                 copying.set_exception(error)
 
         self._copying = copying
-        threading.Thread(target=work, name="tensorferry-stage").start()
+        try:
+            threading.Thread(target=work, name="tensorferry-stage").start()
+        except RuntimeError:  # a limit of processes: without overlap, then
+            work()
         return copying
 
     @torch.no_grad()
@@ -123,7 +143,7 @@ class Stager:
         plan = _Plan(state_dict)
         image = self._take_image(plan)
         try:
-            staged: dict[str, Any] = copy.deepcopy(state_dict, plan.copy_into(image))
+            staged: dict[str, Any] = plan.copied(state_dict, image)
         finally:
             image.reserved = False
         return staged
@@ -154,19 +174,27 @@ class Stager:
     def _take_image(self, plan: _Plan) -> _Image:
         """Return an image that nobody uses, reserved."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
-        search = _Search()
+        next_search = 0.0
+        interval_seconds = _FIRST_SEARCH_SECONDS
         while True:
-            if any(image.in_use() for image in tuple(self._images)):
-                search.go_on()
+            in_use = any(image.in_use() for image in tuple(self._images))
+            if in_use and (begin := time.monotonic()) >= next_search:
+                gc.collect()
+                took_seconds = time.monotonic() - begin
+                # Others need the GIL.
+                interval_seconds = max(
+                    min(2 * interval_seconds, _MAX_SEARCH_SECONDS), 10 * took_seconds
+                )
+                next_search = begin + took_seconds + interval_seconds
             with self._lock:
                 image = self._free_image(plan.nbytes)
                 if image is not None:
-                    image.reserved = True
+                    image.reserved, image.saver = True, None
                     break
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"{_MAX_IMAGES} staged states are still in use after {_MAX_WAIT_SECONDS:.0f} seconds: "
-                    "is a save stuck, or what stage() returned kept?"
+                    "is a save stuck, or what stage() returned kept, or the exception of a failed save?"
                 )
             time.sleep(_POLL_SECONDS)
         if plan.has_accelerator_tensors:
@@ -175,6 +203,8 @@ class Stager:
 
     def _free_image(self, nbytes: int) -> _Image | None:
         """Return an image that nobody uses, a new one if there may be one more."""
+        # A save whose thread has ended is over: what keeps its state is the exception that it failed with.
+        self._images = [i for i in self._images if not (i.in_use() and i.saved())]
         free = [image for image in self._images if not image.in_use()]
         # Those that are too small go before a new one comes.
         self._images = [i for i in self._images if i not in free or i.nbytes >= nbytes]
@@ -186,50 +216,6 @@ class Stager:
         return image
 
 
-class _Search:
-    """Looks for states that are kept by garbage and by tracebacks alone, and lets go of them."""
-
-    def __init__(self) -> None:
-        self._next = 0.0
-        self._interval_seconds = 0.0
-
-    def go_on(self) -> None:
-        """Search at once when first called, for garbage alone, and then every now and then."""
-        begin = time.monotonic()
-        if begin < self._next:
-            return
-        gc.collect()
-        if self._interval_seconds > 0:
-            _forget_failed_saves()
-        took_seconds = time.monotonic() - begin
-        self._interval_seconds = max(
-            min(2 * self._interval_seconds, _MAX_SEARCH_SECONDS),
-            10 * took_seconds,  # others need the GIL
-            _FIRST_SEARCH_SECONDS,
-        )
-        self._next = begin + took_seconds + self._interval_seconds
-
-
-def _forget_failed_saves() -> None:
-    """Cut the tracebacks of exceptions that somebody keeps where they go through torch's code for checkpoints.
-
-    Its frames and functions refer to staged states. What went wrong, and where, stays in the text of torch's exception.
-    """
-    for tracked in gc.get_objects():
-        if issubclass(type(tracked), BaseException):
-            above, here = None, tracked.__traceback__
-            while here is not None and not _is_torchs_checkpointing(here):
-                above, here = here, here.tb_next
-            if above is None:
-                tracked.__traceback__ = None
-            elif here is not None:
-                above.tb_next = None
-
-
-def _is_torchs_checkpointing(here: types.TracebackType) -> bool:
-    return here.tb_frame.f_code.co_filename.startswith(_CHECKPOINT_CODE)
-
-
 @dataclass
 class _Region:
     """Bytes of a storage that go to an image together: tensors that overlap here overlap there."""
@@ -239,11 +225,6 @@ class _Region:
     end: int
     offset: int = 0  # in the image
 
-    def bytes(self) -> torch.Tensor:
-        """Return them."""
-        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return empty.set_(self.storage, self.begin, (self.end - self.begin,), (1,))
-
 
 class _Plan:
     """Which tensors of a state go where in an image."""
@@ -251,29 +232,36 @@ class _Plan:
     def __init__(self, state: object) -> None:
         self.nbytes = 0
         self.has_accelerator_tensors = False
-        # Of contiguous tensors, by storage and in its order. Others have an offset of their own.
-        self._regions: dict[tuple[object, ...], list[_Region]] = {}
-        self._offsets: dict[tuple[object, ...], int] = {}
-        self._copied: dict[tuple[object, ...], torch.Tensor] = {}
-        self._moves: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # How to make the copy of each tensor, by its id.
-        self._recipes = {id(tensor): self._recipe(tensor) for tensor in _tensors_in(state)}
+        self._regions: dict[tuple[object, ...], list[_Region]] = {}  # by storage, in its order
+        # Those of a region's image, which all of its tensors share, by its id.
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._tensors = tensors_in(state)
+        # How to make the copy of each tensor.
+        self._recipes = [self._recipe(tensor) for tensor in self._tensors]
         for regions in self._regions.values():
             regions[:] = _united(regions)
             for region in regions:
                 region.offset = self._reserve(region.end - region.begin)
 
-    def copy_into(self, image: _Image) -> dict[int, Any]:
-        """Copy the tensors, and return a memo for copy.deepcopy() that has the copies."""
+    def copied(self, state: Any, image: _Image) -> Any:
+        """Return a copy of the state, its tensors in an image."""
         for regions in self._regions.values():
             for region in regions:
-                source = region.bytes()
-                copied = image.tensor(region.offset, source.dtype, source.size(), source.stride())
-                self._moves.append((copied, source))
-        memo = {key: recipe(image) for key, recipe in self._recipes.items()}
-        _copy_all(self._moves, image.pages_locked)
-        self._recipes.clear()  # they refer to this plan, which has the copies
-        return memo
+                nbytes = region.end - region.begin
+                self._storages[id(region)] = image.storage(region.offset, nbytes)
+        copies = [recipe(image) for recipe in self._recipes]
+        self._recipes.clear()  # they refer to this plan, and so would keep what it has of the image
+        self._storages.clear()
+        _copy_all([each for some in self._regions.values() for each in some], image)
+        # This plan keeps the tensors, and so their ids, until the state has been copied.
+        memo: dict[int, Any] = {
+            id(tensor): copied for tensor, copied in zip(self._tensors, copies, strict=True)
+        }
+        for tensor, copied in zip(self._tensors, copies, strict=True):
+            for name, value in _attributes(tensor).items():
+                if name not in _attributes(copied):  # a wrapper was made with some of them
+                    setattr(copied, name, copy.deepcopy(value, memo))
+        return copy.deepcopy(state, memo)
 
     def _recipe(self, tensor: Any) -> Callable[[_Image], Any]:
         if hasattr(tensor, "trigger_wait"):
@@ -291,59 +279,43 @@ class _Plan:
             return rebuild
         if isinstance(tensor, ShardedTensor):  # which cpu() may return as it is
             return lambda _: copy.deepcopy(tensor.cpu())
-        if not is_plain(tensor):  # sparse, quantized, ...
-            return lambda _: tensor.detach().to("cpu", copy=True)
+        if tensor.is_meta:
+            return lambda _: torch.empty_like(tensor)
+        # Sparse, quantized, ...; and what is conjugated when it is read, which other processes would not be told.
+        if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
+            return lambda _: _like(tensor.detach().to("cpu", copy=True), tensor)
         if tensor.numel() == 0:
-            return lambda _: torch.empty_like(tensor, device="cpu")
+            return lambda _: _like(torch.empty_like(tensor, device="cpu"), tensor)
         check_storage(tensor, "state")
         self.has_accelerator_tensors |= not tensor.is_cpu
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            find = self._add_to_region(tensor)
-            return lambda image: self._tensor(image, find(), tensor, tensor.stride())
-        return self._own_place(tensor)
+        find = self._add_to_region(tensor)
 
-    def _add_to_region(self, tensor: torch.Tensor) -> Callable[[], int]:
-        """Return a function that tells the tensor's offset, once all are known."""
-        storage = tensor.untyped_storage()
-        begin = int(tensor.storage_offset()) * tensor.element_size()
-        key = (tensor.device, storage.data_ptr(), storage.nbytes())
-        regions = self._regions.setdefault(key, [])
-        regions.append(_Region(storage, begin, begin + tensor.nbytes))
-
-        def find() -> int:
-            region = regions[bisect.bisect(regions, begin, key=lambda one: one.begin) - 1]
-            return region.offset + begin - region.begin
-
-        return find
-
-    def _own_place(self, tensor: torch.Tensor) -> Callable[[_Image], Any]:
-        key = (
-            tensor.device,
-            tensor.data_ptr(),
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        if key not in self._offsets:
-            self._offsets[key] = self._reserve(tensor.nbytes)
-        offset = self._offsets[key]
-
-        def begin_copy(image: _Image) -> torch.Tensor:
-            # The strides of clone(): as they are where the elements fill their memory, else as for a new tensor.
-            stride = torch.empty_like(tensor, device="meta").stride()
-            known = len(self._copied)
-            copied = self._tensor(image, offset, tensor, stride)
-            if len(self._copied) > known:
-                # torch copies no integers of few bits; whatever has one byte is copied as such.
-                if tensor.element_size() == 1:
-                    self._moves.append((copied.view(torch.uint8), tensor.view(torch.uint8)))
-                else:
-                    self._moves.append((copied, tensor))
+        def place(image: _Image) -> torch.Tensor:
+            region, begin = find()
+            storage, base = self._storages[id(region)]
+            offset = (base + begin) // tensor.element_size()
+            empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            copied = _like(empty.set_(storage, offset, tensor.size(), tensor.stride()), tensor)
+            image.lend(copied)
             return copied
 
-        return begin_copy
+        return place
+
+    def _add_to_region(self, tensor: torch.Tensor) -> Callable[[], tuple[_Region, int]]:
+        """Return a function that tells the tensor's region and where in it the tensor begins, once all are known."""
+        storage, itemsize = tensor.untyped_storage(), tensor.element_size()
+        begin = int(tensor.storage_offset()) * itemsize
+        places = zip(tensor.size(), tensor.stride(), strict=True)
+        end = begin + (1 + sum((size - 1) * stride for size, stride in places)) * itemsize
+        key = (tensor.device, storage.data_ptr(), storage.nbytes())
+        regions = self._regions.setdefault(key, [])
+        regions.append(_Region(storage, begin, end))
+
+        def find() -> tuple[_Region, int]:
+            region = regions[bisect.bisect(regions, begin, key=lambda one: one.begin) - 1]
+            return region, begin - region.begin
+
+        return find
 
     def _reserve(self, nbytes: int) -> int:
         """Return the offset of that many bytes."""
@@ -352,15 +324,23 @@ class _Plan:
         self.nbytes = offset + nbytes
         return offset
 
-    def _tensor(
-        self, image: _Image, offset: int, like: torch.Tensor, stride: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Return the tensor in the image at an offset; the same for tensors that are the same memory."""
-        key = (offset, like.dtype, like.size(), stride, like.requires_grad)
-        if key not in self._copied:
-            copied = image.tensor(offset, like.dtype, like.size(), stride)
-            self._copied[key] = copied.requires_grad_(like.requires_grad)
-        return self._copied[key]
+
+def _like(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return elements as a parameter, or with a gradient to come, where they are that in a tensor."""
+    if type(tensor) is torch.nn.Parameter:
+        return torch.nn.Parameter(copied, tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what was set on a tensor, without what it is made of."""
+    if isinstance(tensor, ShardedTensor):
+        return {}
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts, _ = tensor.__tensor_flatten__()
+        return {name: value for name, value in vars(tensor).items() if name not in parts}
+    slots = (name for name in getattr(type(tensor), "__slots__", ()) if hasattr(tensor, name))
+    return vars(tensor) | {name: getattr(tensor, name) for name in slots}
 
 
 def _united(regions: list[_Region]) -> list[_Region]:
@@ -376,44 +356,81 @@ def _united(regions: list[_Region]) -> list[_Region]:
     return united
 
 
-def _tensors_in(state: object) -> Iterator[torch.Tensor]:
-    """Yield each tensor that containers of a state hold."""
-    seen: set[int] = set()
-    stack = [state]
-    while stack:
-        value = stack.pop()
-        if id(value) in seen:
-            continue
+def tensors_in(state: object) -> list[torch.Tensor]:
+    """Return each tensor once that copy.deepcopy() would come to, whatever holds it."""
+    finder = _Finder()
+    finder.dump(state)
+    return finder.tensors
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: bytes) -> int:
+        return len(data)
+
+
+# What copy.deepcopy() returns as it is.
+_ATOMIC = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, property),
+    *(weakref.ref, torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+class _Finder(pickle.Pickler):
+    """Walks through a state as copy.deepcopy() does, and notes the tensors; what it writes is dropped.
+
+    Of objects it asks for the same as copy.deepcopy() does, and walks through that instead of pickling it: classes and
+    functions need not be found by their names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), 4)
+        self.tensors: list[torch.Tensor] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return what is to be looked through in the place of an object."""
+        if value is _nothing:
+            return NotImplemented
         if isinstance(value, torch.Tensor):
-            seen.add(id(value))
-            yield value
-        elif isinstance(value, Mapping):
-            seen.add(id(value))
-            stack.extend(value.values())
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            seen.add(id(value))
-            stack.extend(value)
+            self.tensors.append(value)
+            return _nothing, (_attributes(value),)
+        if isinstance(value, _ATOMIC) or hasattr(value, "__deepcopy__"):
+            return _nothing, ()
+        reduce = copyreg.dispatch_table.get(type(value))
+        parts = reduce(value) if reduce else value.__reduce_ex__(4)
+        if isinstance(parts, str):
+            return _nothing, ()
+        arguments, state, items, pairs = (*parts[1:5], None, None, None)[:4]
+        return _nothing, (arguments, state, tuple(items or ()), tuple(pairs or ()))
 
 
-def _copy_all(moves: list[tuple[torch.Tensor, torch.Tensor]], pages_locked: bool) -> None:
-    """Copy tensors; plain memory by threads without the GIL."""
+def _nothing(*_parts: Any) -> None:
+    """Stand for what is made of parts."""
+
+
+def _copy_all(regions: list[_Region], image: _Image) -> None:
+    """Copy regions to an image; those of the host by threads without the GIL."""
     pieces = []
     devices = set()
-    for copied, tensor in moves:
-        if (
-            tensor.is_cpu
-            and tensor.stride() == copied.stride()
-            and tensor.is_contiguous()
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-        ):
-            to, source, nbytes = copied.data_ptr(), tensor.data_ptr(), tensor.nbytes
-            for begin in range(0, nbytes, _PIECE_NBYTES):
-                pieces.append((to + begin, source + begin, min(_PIECE_NBYTES, nbytes - begin)))
-        else:
-            copied.detach().copy_(tensor, non_blocking=pages_locked and tensor.is_cuda)
-            if tensor.is_cuda:
-                devices.add(tensor.device)
+    to = image.address()
+    for region in regions:
+        device, nbytes = region.storage.device, region.end - region.begin
+        if device.type == "cpu":
+            begin = region.storage.data_ptr() + region.begin
+            for at in range(0, nbytes, _PIECE_NBYTES):
+                size = min(_PIECE_NBYTES, nbytes - at)
+                pieces.append((to + region.offset + at, begin + at, size))
+            continue
+        source = torch.empty(0, dtype=torch.uint8, device=device)
+        source.set_(region.storage, region.begin, (nbytes,), (1,))
+        storage, base = image.storage(region.offset, nbytes)
+        copied = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+            storage, base, (nbytes,), (1,)
+        )
+        copied.copy_(source, non_blocking=image.pages_locked and device.type == "cuda")
+        if device.type == "cuda":
+            devices.add(device)
     queue = iter(pieces)
 
     def work() -> None:
@@ -422,8 +439,12 @@ def _copy_all(moves: list[tuple[torch.Tensor, torch.Tensor]], pages_locked: bool
 
     count = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces)) - 1
     threads = [threading.Thread(target=work) for _ in range(count)]
-    for thread in threads:
-        thread.start()
+    for at, thread in enumerate(threads):
+        try:
+            thread.start()
+        except RuntimeError:  # a limit of processes: those that run, and this one, do all
+            del threads[at:]
+            break
     work()
     for thread in threads:
         thread.join()
@@ -441,6 +462,8 @@ class _Image(abc.ABC):
         self.nbytes = nbytes
         self.reserved = False
         self.pages_locked = False
+        self.saver: threading.Thread | None = None  # that writes what was lent last
+        _all_images.add(self)
 
     @abc.abstractmethod
     def address(self) -> int:
@@ -451,10 +474,19 @@ class _Image(abc.ABC):
         """Return whether it is reserved, or some tensor in it is still there."""
 
     @abc.abstractmethod
-    def tensor(
-        self, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Return a tensor that begins at an offset, in bytes."""
+    def storage(self, offset: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
+        """Return a storage that has some of its bytes, and where in that they begin."""
+
+    def lend(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """Be in use as long as a tensor is there, where its storage does not see to that."""
+
+    def saved(self) -> bool:
+        """Return whether the save of what was lent last is known to be over."""
+        return not self.reserved and self.saver is not None and not self.saver.is_alive()
+
+    def holds(self, address: int) -> bool:
+        """Return whether an address lies in it."""
+        return 0 <= address - self.address() < self.nbytes
 
     def lock_pages(self) -> None:
         """Let GPUs copy into it directly."""
@@ -481,17 +513,14 @@ class _PrivateImage(_Image):
     def in_use(self) -> bool:
         return self.reserved or (self._borrow is not None and self._borrow() is not None)
 
-    def tensor(
-        self, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
-    ) -> torch.Tensor:
-        # Storages refer to this view, and so tell whether there are any. Each has just its tensor's bytes.
+    def storage(self, offset: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
+        # Storages refer to this view, and so tell whether there are any. Each has just its region's bytes.
         view = self._borrow() if self._borrow is not None else None
         if view is None:
             view = memoryview(self._view)
             self._borrow = weakref.ref(view)
-        count = math.prod(size) * dtype.itemsize
-        part = torch.frombuffer(view, dtype=torch.uint8, count=count, offset=offset)
-        return torch.empty(0, dtype=dtype).set_(part.untyped_storage(), 0, size, stride)
+        part = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
+        return part.untyped_storage(), 0
 
 
 class _SharedImage(_Image):
@@ -506,7 +535,7 @@ class _SharedImage(_Image):
                 f"{_SHARED_MEMORY} has {free_nbytes} bytes left, and the state takes {nbytes} (remedy: enlarge it, "
                 "as by docker's --shm-size, or shared=False)"
             )
-        memory: Any = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+        memory: Any = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
         self._memory: torch.Tensor = memory.share_memory_()
         self._tensors: list[weakref.ref[torch.Tensor]] = []
 
@@ -519,13 +548,11 @@ class _SharedImage(_Image):
         self._tensors = [reference for reference in self._tensors if reference() is not None]
         return bool(self._tensors)
 
-    def tensor(
-        self, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
-    ) -> torch.Tensor:
-        storage = self._memory.untyped_storage()
-        tensor = torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, size, stride)
+    def storage(self, offset: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:  # noqa: ARG002
+        return self._memory.untyped_storage(), offset
+
+    def lend(self, tensor: torch.Tensor) -> None:
         self._tensors.append(weakref.ref(tensor))
-        return tensor
 
 
 def _cuda(name: str) -> Any:

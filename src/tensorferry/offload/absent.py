@@ -1,12 +1,15 @@
-"""What a model has for a weight that is not in memory: its shape, and an error for whoever computes with it.
+"""What a model has for a weight that is not in memory: its shape, dtype and device, and an error for all uses of it.
 
-A tensor on the meta device alone would not do: torch (2.13) multiplies one of the CPU with one of the meta device
-without a word, and what comes out is what happened to be in memory.
+A tensor on the meta device would not do. Torch (2.13) multiplies one of the CPU with one of the meta device without an
+error, and the result is what happened to be in memory; and inputs that are moved to the model's device would be lost.
+So this is a tensor on the device where the weight will be, without memory, whose operations end in an error: those that
+Python calls in ``__torch_function__``, which also sees those that read memory at once (``data_ptr``), and all others,
+such as those of TorchScript, in ``__torch_dispatch__``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,12 +17,9 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What may be asked; all of it is said by shape, dtype and device.
+# Shape, dtype and device answer these.
 _ASKED = {
-    "__get__",
     "__len__",
-    "__repr__",
-    "detach",
     "dim",
     "element_size",
     "get_device",
@@ -27,17 +27,21 @@ _ASKED = {
     "is_contiguous",
     "is_floating_point",
     "is_inference",
+    "is_signed",
     "nelement",
+    "ndimension",
     "numel",
-    "requires_grad_",
     "size",
     "storage_offset",
     "stride",
+    "_has_compatible_shallow_copy_type",
 }
+# Attributes that need values, or memory.
+_NOT_ASKED = {"H", "T", "__cuda_array_interface__", "imag", "mH", "mT", "real"}
 
 
 class Absent(nn.Parameter):
-    """A parameter on the meta device that no operation takes; made by :func:`absent`."""
+    """A parameter without memory that no operation takes; made by :func:`absent`."""
 
     weight_name: str
 
@@ -49,27 +53,112 @@ class Absent(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse whatever needs its values."""
-        if getattr(func, "__name__", "") in _ASKED:
-            with torch._C.DisableTorchFunctionSubclass():
-                found = func(*args, **(kwargs or {}))
-            if isinstance(found, torch.Tensor) and not isinstance(found, Absent):  # .data, .T
-                return _absent(args[0].weight_name, found)
-            return found
-        name = next((one.weight_name for one in args if isinstance(one, Absent)), "")
+        """Answer what can be told without values, and refuse the rest."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        first = args[0] if args else None
+        if name in ("__get__", "__set__"):
+            name = getattr(getattr(func, "__self__", None), "__name__", "__cuda_array_interface__")
+            if len(args) > 1:  # a value
+                return _set(first, name, args[1])
+            if name == "data":
+                return first
+            asked = name not in _NOT_ASKED
+        else:
+            asked = name in _ASKED
+        if isinstance(first, Absent):
+            if name == "detach":
+                return first
+            if name == "requires_grad_":
+                _check_no_gradients(first, *args[1:], **kwargs)
+                return first
+            if name == "to":  # `model.to(model.device)` changes nothing
+                _check_conversion(first, args[1:], kwargs)
+                return first
+        if not asked:
+            _refuse(args, kwargs, name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse whatever has not come through Python."""
+        _refuse(args, kwargs or {}, str(func))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled or copied."""
         raise RuntimeError(
-            f"the weight {name} is not in memory: it is while its module runs, and something else "
-            f"({getattr(func, '__name__', func)}) uses it. A module whose forward() uses parameters of modules below "
-            "it is to be given to stream_weights() as one of blocks="
+            f"the weight {self.weight_name} is not in memory and cannot be saved or copied: its model is streamed, and "
+            "the files that it is streamed from have it"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse to be copied."""
+        self.__reduce_ex__(None)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what is not here."""
+        return (
+            f"<the weight {self.weight_name}, not in memory: {list(self.shape)}, {self.dtype}, "
+            f"{self.device}>"
         )
 
 
-def absent(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """Return what stands for a weight."""
-    return _absent(name, torch.empty(shape, dtype=dtype, device="meta"))
-
-
-def _absent(name: str, empty: torch.Tensor) -> nn.Parameter:
-    found: Any = torch.Tensor._make_subclass(Absent, empty, False)
+def absent(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
+    """Return what stands for a weight that will be on a device."""
+    make: Any = torch.Tensor._make_wrapper_subclass
+    found: Any = make(Absent, shape, dtype=dtype, device=device, requires_grad=False)
     found.weight_name = name
     return found  # type: ignore[no-any-return]
+
+
+def _set(weight: Any, name: str, value: Any) -> None:
+    if isinstance(weight, Absent):
+        if (name == "data" and value is weight) or (name == "grad" and value is None):
+            return
+        if name == "requires_grad":
+            _check_no_gradients(weight, value)
+            return
+        raise RuntimeError(
+            f"the weight {weight.weight_name} cannot get another {name}: its model is streamed, and its weights are "
+            "those of the files; close() the stream first"
+        )
+    _refuse((value,), {}, f"{name} =")
+
+
+def _check_no_gradients(weight: Absent, requires_grad: bool = True) -> None:
+    if requires_grad:
+        raise RuntimeError(
+            f"the weight {weight.weight_name} is streamed, and streamed weights are for inference: it cannot require "
+            "gradients"
+        )
+
+
+def _check_conversion(weight: Absent, args: Any, kwargs: Any) -> None:
+    wanted = torch.empty(0, dtype=weight.dtype, device=weight.device).to(*args, **kwargs)
+    if (wanted.dtype, wanted.device) != (weight.dtype, weight.device):
+        raise RuntimeError(
+            f"the weight {weight.weight_name} is not in memory: it is streamed as {weight.dtype} to {weight.device} "
+            f"and cannot become {wanted.dtype} on {wanted.device}: the files give the dtype, device= the device"
+        )
+
+
+def _refuse(args: tuple[Any, ...], kwargs: dict[str, Any], operation: str) -> NoReturn:
+    name = next((one.weight_name for one in _flat((*args, *kwargs.values()))), "")
+    raise RuntimeError(
+        f"the weight {name} is not in memory: it is while its module runs, and something else ({operation}) uses it. "
+        "A module whose forward() uses parameters of modules below it is to be given to stream_weights() as one of "
+        "blocks="
+    )
+
+
+def _flat(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, Absent):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _flat(value)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
+from tensorferry.offload.absent import Absent
+from tensorferry.offload.conversions import Layout, Piece, by_transformers
 from tensorferry.safetensors.dtypes import DTYPES, torch_dtype
 
 if TYPE_CHECKING:
@@ -26,14 +29,23 @@ WHOLE: tuple[type[nn.Module], ...] = (
 _NAMES_TOLD = 8
 
 
+class Part(NamedTuple):
+    """Bytes of a file: [begin, end) of it are those of a tensor from ``at`` on."""
+
+    stored: Stored
+    begin: int
+    end: int
+    at: int
+
+
 @dataclass(eq=False)
 class Matched:
-    """A tensor of a file, and where in the model it belongs: in several places where parameters are tied."""
+    """A tensor of files, and where in the model it belongs: in several places where parameters are tied."""
 
     name: str
-    stored: Stored
     shape: tuple[int, ...]
     dtype: torch.dtype
+    parts: list[Part]  # in the order of its bytes, without gaps
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     original: torch.Tensor | None = None
     buffer: bool = False
@@ -41,54 +53,114 @@ class Matched:
     @property
     def nbytes(self) -> int:
         """Its bytes, without padding."""
-        return self.stored.tensor.nbytes
+        return sum(part.end - part.begin for part in self.parts)
 
 
-def match(model: nn.Module, stored: Mapping[str, Stored]) -> tuple[list[Matched], list[str]]:
-    """Return what the model has in the files, and the names that it has no place for.
+@dataclass
+class Matches:
+    """What a model has in its files."""
+
+    found: list[Matched]
+    rivals: list[
+        tuple[Matched, Matched]
+    ]  # one of `found`, and what the files have under another name of it
+    unexpected: list[str]  # names in the files that the model has no place for
+
+
+def match(model: nn.Module, stored: Mapping[str, Stored]) -> Matches:
+    """Find out what the model has in the files.
+
+    Of several names of a tied parameter the last one in the files counts, as for ``load_state_dict``.
 
     Raises
     ------
     ValueError
-        Parameters or persistent buffers are missing in the files, have other shapes there, or require gradients.
+        Parameters or persistent buffers are missing in the files, have other shapes there, require gradients, or are
+        streamed already.
     """
-    found: dict[int, Matched] = {}
-    names: dict[int, list[str]] = {}
-    taken: set[str] = set()
-    known: set[tuple[int, str]] = set()
-    training: list[str] = []
-    odd: list[str] = []
-    for name, _, _, tensor, is_buffer in _tensors(model):
-        if tensor.requires_grad:
-            training.append(name)
-        names.setdefault(id(tensor), []).append(name)
-        taken.add(name)
-        one = found.get(id(tensor))
-        if one is None and name in stored:
-            one = matched(name, stored[name])
-            one.original, one.buffer = tensor, is_buffer
-            found[id(tensor)] = one
-            if one.shape != tuple(tensor.shape):
-                odd.append(f"{name} is {list(one.shape)}, not {list(tensor.shape)}")
-    if training:
+    tensors = {name: tensor for name, _, _, tensor, _ in _tensors(model)}
+    if away := [name for name, tensor in tensors.items() if isinstance(tensor, Absent)]:
+        raise ValueError(f"model: {told(away)}: streamed already")
+    if training := [name for name, tensor in tensors.items() if tensor.requires_grad]:
         raise ValueError(
             f"model: {told(training)} requires gradients: streamed weights are for inference; call "
             "model.requires_grad_(False)"
         )
+    here, unexpected = _named(model, stored, tensors)
+    found: dict[int, Matched] = {}
+    rivals: list[tuple[Matched, Matched]] = []
+    names: dict[int, list[str]] = {}
+    known: set[tuple[int, str]] = set()
+    odd: list[str] = []
+    for name, _, _, tensor, is_buffer in _tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+        one = here.pop(name, None)
+        if one is None:
+            continue
+        if one.shape != tuple(tensor.shape):
+            odd.append(f"{name} is {list(one.shape)}, not {list(tensor.shape)}")
+        one.original, one.buffer = tensor, is_buffer
+        if id(tensor) in found:
+            rivals.append((one, found[id(tensor)]))
+        found[id(tensor)] = one
     missing: dict[int, str] = {}
     for _, module, attribute, tensor, _ in _tensors(model):
-        one = found.get(id(tensor))
-        if one is None:
+        if id(tensor) not in found:
             missing[id(tensor)] = " or ".join(names[id(tensor)])
         elif (id(module), attribute) not in known:
             known.add((id(module), attribute))
-            one.places.append((module, attribute))
+            found[id(tensor)].places.append((module, attribute))
     if missing:
         raise ValueError(f"files: they lack {told(list(missing.values()))}")
     if odd:
         raise ValueError(f"files: other shapes than the model's: {told(odd, '; ')}")
-    _check_meta_buffers(model)
-    return list(found.values()), [name for name in stored if name not in taken]
+    _check_attributes(model)
+    return Matches(list(found.values()), rivals, unexpected)
+
+
+def _named(
+    model: nn.Module, stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Matched], list[str]]:
+    """Return what the files have by the model's names, and the files' names that are none of these."""
+    here = {name: matched(name, stored[name]) for name in tensors if name in stored}
+    complete = all(
+        name in here and here[name].shape == tuple(tensor.shape) for name, tensor in tensors.items()
+    )
+    if not complete:
+        shapes = {name: matched(name, each).shape for name, each in stored.items()}
+        converted = by_transformers(model, shapes, tensors)
+        if converted is not None:
+            layouts = converted.layouts
+            here = {name: _made(name, layout, stored) for name, layout in layouts.items()}
+            return here, [*converted.unexpected, *(name for name in here if name not in tensors)]
+    return here, [name for name in stored if name not in tensors]
+
+
+def _made(name: str, layout: Layout, stored: Mapping[str, Stored]) -> Matched:
+    """Return a tensor that is made of pieces of several in the files."""
+    parts: list[Part] = []
+    at = 0
+    first, *others = dict.fromkeys(piece.name for piece in layout.pieces)
+    whole = matched(name, stored[first])
+    if not others and layout.pieces == [Piece(first, 0, math.prod(layout.shape))]:
+        return whole
+    for other in others:
+        if stored[other].tensor.dtype != stored[first].tensor.dtype:
+            raise ValueError(
+                f"files: transformers makes {name} of {first} and {other}, which have other dtypes: "
+                f"{stored[first].tensor.dtype} and {stored[other].tensor.dtype}"
+            )
+    itemsize = whole.dtype.itemsize
+    for piece in layout.pieces:
+        each, begin = stored[piece.name], stored[piece.name].tensor.begin + piece.begin * itemsize
+        nbytes = (piece.end - piece.begin) * itemsize
+        last = parts[-1] if parts else None
+        if last and last.stored.path == each.path and last.end == begin:
+            parts[-1] = last._replace(end=begin + nbytes)  # neighbours in the file, too
+        else:
+            parts.append(Part(each, begin, begin + nbytes, at))
+        at += nbytes
+    return Matched(name, layout.shape, whole.dtype, parts)
 
 
 def told(names: list[str], between: str = ", ") -> str:
@@ -171,19 +243,50 @@ def matched(name: str, stored: Stored) -> Matched:
     bits = DTYPES[tensor.dtype].bits
     if bits < 8 and shape:  # torch's elements are bytes, of two
         shape = (*shape[:-1], shape[-1] * bits // 8)
-    return Matched(name, stored, shape, dtype)
+    return Matched(name, shape, dtype, [Part(stored, tensor.begin, tensor.end, 0)])
 
 
-def _check_meta_buffers(model: nn.Module) -> None:
-    lost = [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
-    ]
+def _check_attributes(model: nn.Module) -> None:
+    """Refuse tensors that streaming would leave as they are and that are used all the same.
+
+    Torch computes with tensors on the meta device, and the results are wrong; a parameter that a module has in a list
+    besides keeps the values of before.
+    """
+    ours = {id(one) for one in model.parameters()}
+    lost: list[str] = []
+    beside: list[str] = []
+    for prefix, module in model.named_modules():
+        for name, held in itertools.chain(module._buffers.items(), _plain(module)):
+            if name in module._buffers and name not in module._non_persistent_buffers_set:
+                continue
+            told_name = f"{prefix}.{name}" if prefix else name
+            for tensor in held if isinstance(held, (list, tuple)) else (held,):
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                if id(tensor) in ours:
+                    beside.append(told_name)
+                elif tensor.is_meta:
+                    lost.append(told_name)
     if lost:
         raise ValueError(
-            f"model: {told(lost)}: these buffers are on the meta device and not meant to be in files; make their "
-            "modules again outside of it, or the model with accelerate's init_empty_weights(), which leaves buffers "
-            "alone"
+            f"model: {told(list(dict.fromkeys(lost)))}: these tensors are on the meta device and not meant to be in "
+            "files; make their modules again outside of it, or the model with accelerate's init_empty_weights(), which "
+            "leaves all but parameters alone"
         )
+    if beside:
+        raise ValueError(
+            f"model: {told(list(dict.fromkeys(beside)))}: these attributes hold parameters beside the places that the "
+            "model has for them, and would keep the present values; remove them"
+        )
+
+
+def _plain(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield attributes of a module that torch knows nothing of: objects, and lists or tuples of objects."""
+    # Made anew before each pass: old-style weight_norm() and spectral_norm().
+    made = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules") or name in made:
+            continue
+        if isinstance(module, nn.RNNBase) and name == "_flat_weights":
+            continue  # setattr() keeps it up to date
+        yield name, list(value.values()) if isinstance(value, dict) else value

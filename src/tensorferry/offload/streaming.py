@@ -2,8 +2,8 @@
 
 All memory is allocated once. A weight has a place in it or none; it has none as soon as its place is wanted for what
 comes earlier. It is read in whole pages as it lies in the file, straight into its place, so that no byte is copied on
-the way; unless it would then begin where torch never has a tensor begin. What a step wants is held until the step is
-over. For one thread at a time.
+the way; unless it would then begin where torch never has a tensor begin, or lies in the files in pieces. What a step
+wants is held until the step is over. For one thread at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tensorferry.files import File
     from tensorferry.futures import Future
-    from tensorferry.offload.matching import Matched
+    from tensorferry.offload.matching import Matched, Part
     from tensorferry.safetensors.sources import Stored
 
 # So much is asked of the drive ahead: requests take turns there, and what is wanted first should come first.
@@ -47,14 +47,14 @@ class Weight:
 
     number: int
     matched: Matched
+    device: torch.device
     steps: list[int] = field(default_factory=list)
-    begin: int = 0  # what is read of the file, and where in that the weight begins
-    end: int = 0
-    shift: int = 0
+    parts: list[Part] = field(default_factory=list)  # what is read, and where it goes in the place
+    shift: int = 0  # where in the place the weight begins
     stays: bool = False
     at: int | None = None
     placed_to_stay: bool = False
-    reading: Future[Any] | None = None
+    readings: list[Future[Any]] = field(default_factory=list)
     param: nn.Parameter | None = None
     held: int = 0
     unused: bool = False  # since it was read
@@ -62,22 +62,45 @@ class Weight:
 
     def __post_init__(self) -> None:
         found = self.matched
-        self.away = absent(found.name, found.shape, found.dtype)
-        tensor = found.stored.tensor
-        self.begin, self.end = tensor.begin, tensor.end
-        if tensor.begin % _TORCH_ALIGN_NBYTES == 0:
-            self.begin = tensor.begin // ALIGN_NBYTES * ALIGN_NBYTES
-            self.end = min(rounded(tensor.end), self.matched.stored.file_nbytes)
-            self.shift = tensor.begin - self.begin
+        self.away = absent(found.name, found.shape, found.dtype, self.device)
+        self.parts = found.parts
+        first = found.parts[0]
+        if len(found.parts) == 1 and first.begin % _TORCH_ALIGN_NBYTES == 0:
+            begin = first.begin // ALIGN_NBYTES * ALIGN_NBYTES
+            end = min(rounded(first.end), first.stored.file_nbytes)
+            self.parts = [first._replace(begin=begin, end=end)]
+            self.shift = first.begin - begin
+
+    @property
+    def read_nbytes(self) -> int:
+        """What is read of the files."""
+        return sum(part.end - part.begin for part in self.parts)
 
     @property
     def nbytes(self) -> int:
         """The memory it takes."""
-        return rounded(self.end - self.begin)
+        return rounded(self.read_nbytes)
+
+    @property
+    def on_its_way(self) -> bool:
+        """Whether a read of it has not ended."""
+        return not all(reading.done() for reading in self.readings)
+
+    def check_place(self) -> None:
+        """Raise RuntimeError where the model has something else than what stands for it."""
+        for module, name in self.matched.places:
+            if module._parameters.get(name) is not self.away:
+                raise RuntimeError(
+                    f"the weight {self.matched.name} has been replaced in the model ({type(module).__name__}.{name}): "
+                    "the model is streamed, and its weights are those of the files; close() the stream first"
+                )
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Be this in the model."""
+        """Be this in the model; what others have put there stays, and is found when the weight is wanted next."""
         for module, name in self.matched.places:
+            present = module._parameters.get(name)
+            if not any(present is ours for ours in (self.away, self.param, self.matched.original)):
+                continue
             if isinstance(module, nn.RNNBase):  # has a list of them beside
                 setattr(module, name, tensor)
             else:
@@ -148,8 +171,8 @@ class Streaming:
         if sys.is_finalizing() or not hasattr(self, "_files") or self.is_of_parent:
             return
         for weight in self._flight:
-            if weight.reading is not None:
-                weight.reading.cancel()
+            for reading in weight.readings:
+                reading.cancel()
         for file in self._files.values():
             file.close()
 
@@ -202,8 +225,13 @@ class Streaming:
         ------
         StorageError
             One cannot be read.
+        RuntimeError
+            The model has something else in the place of one.
         """
         self._check()
+        for number in self._steps[step]:
+            if not self._weights[number].held:
+                self._weights[number].check_place()
         self._busy = True
         if not self._order.used(step):
             self.counters.unexpected_steps += 1
@@ -217,7 +245,7 @@ class Streaming:
             self._need(weights)
             self._read_ahead()
             for weight in weights:
-                if weight.reading is not None:
+                if weight.readings:
                     self._finish(weight)
                 if weight.held == 1:
                     assert weight.param is not None
@@ -249,17 +277,17 @@ class Streaming:
         """Have nothing in memory or on its way, whatever was interrupted when, or begun before fork()."""
         self._busy = True
         forked = self.is_of_parent
-        for weight in self._weights:
-            if weight.reading is not None and not forked:
-                weight.reading.cancel()
+        for weight in self._weights if not forked else ():
+            for reading in weight.readings:
+                reading.cancel()
         for file in self._files.values():
             file.close()  # waits, also for what nobody knows of any more
         for weight in self._weights:
-            if weight.reading is not None and not forked:
-                with contextlib.suppress(Exception):
-                    weight.reading.exception()
+            if not forked:
+                _wait(weight.readings)
             weight.put(weight.away)
-            weight.reading = weight.param = weight.at = weight.event = None
+            weight.param = weight.at = weight.event = None
+            weight.readings = []
             weight.held = 0
         self._files.clear()
         self._flight.clear()
@@ -368,33 +396,28 @@ class Streaming:
         return min((one for one in distances if one is not None), default=math.inf)
 
     def _in_flight_nbytes(self) -> int:
-        while self._flight:
-            first = self._flight[0].reading
-            if first is not None and not first.done():
-                break
+        while self._flight and not self._flight[0].on_its_way:
             self._flight.popleft()
-        return sum(
-            weight.nbytes
-            for weight in self._flight
-            if weight.reading is not None and not weight.reading.done()
-        )
+        return sum(weight.nbytes for weight in self._flight if weight.on_its_way)
 
     def _read(self, weight: Weight) -> None:
         assert weight.at is not None
-        place = self._memory[weight.at : weight.at + weight.end - weight.begin]
-        path = weight.matched.stored.path
         try:
-            file = self._files.get(path) or self._opened(weight.matched.stored)
-            with self._after_kernels():
-                weight.reading = file.read_into(place, weight.begin)
+            for part in weight.parts:
+                begin = weight.at + part.at
+                place = self._memory[begin : begin + part.end - part.begin]
+                file = self._files.get(part.stored.path) or self._opened(part.stored)
+                with self._after_kernels():
+                    weight.readings.append(file.read_into(place, part.begin))
         except Exception:
+            self._cancel(weight)
             self._give_back(weight)
             raise
         if not weight.held and not weight.stays:
             self._idle.add(weight)
         self._flight.append(weight)
         weight.unused = not weight.held
-        self.counters.read_nbytes += weight.end - weight.begin
+        self.counters.read_nbytes += weight.read_nbytes
 
     def _opened(self, stored: Stored) -> File:
         file = tensorferry.open(stored.path)
@@ -417,23 +440,29 @@ class Streaming:
 
     def _finish(self, weight: Weight) -> None:
         """Wait until a weight is here."""
-        reading = weight.reading
-        assert reading is not None
         try:
-            if not reading.done():
+            if weight.on_its_way:
                 began = time.perf_counter()
                 self.counters.waits += 1
                 try:
-                    reading.exception()
+                    _wait(weight.readings)
                 finally:
                     self.counters.wait_seconds += time.perf_counter() - began
-            reading.result()
+            for reading in weight.readings:
+                reading.result()
         except Exception:
-            weight.reading = None
+            self._cancel(weight)
             self._give_back(weight)
             raise
-        weight.reading = None
+        weight.readings = []
         self._make(weight)
+
+    def _cancel(self, weight: Weight) -> None:
+        """Have nothing of a weight on its way."""
+        for reading in weight.readings:
+            reading.cancel()
+        _wait(weight.readings)
+        weight.readings = []
 
     def _make(self, weight: Weight) -> None:
         assert weight.at is not None
@@ -459,11 +488,7 @@ class Streaming:
 
     def _drop(self, weight: Weight) -> None:
         """Have a weight no longer."""
-        if weight.reading is not None:
-            weight.reading.cancel()
-            with contextlib.suppress(Exception):
-                weight.reading.exception()
-            weight.reading = None
+        self._cancel(weight)
         self._give_back(weight)
         if self._frontier > self._order.position:
             self._frontier = min(
@@ -481,3 +506,10 @@ class Streaming:
         self._idle.discard(weight)
         self._arena.give_back(weight)
         weight.at = None
+
+
+def _wait(readings: list[Future[Any]]) -> None:
+    """Return when all have ended, however."""
+    for reading in readings:
+        with contextlib.suppress(Exception):
+            reading.exception()

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from tensorferry.offload.matching import Matched
     from tensorferry.safetensors.sources import Source
 
+
+# So much of tensors that should be the same is compared at a time.
+_PIECE_NBYTES = 4 << 20
 
 _ONE_THREAD = "another thread runs the model: parts of it can be called by one thread at a time"
 
@@ -48,12 +51,13 @@ def stream_weights(
     Parameters
     ----------
     model : torch.nn.Module
-        Its parameters, on whatever device, are given up: unless their module runs, something stands for them that has
-        their shape, and that no operation takes. Persistent buffers are read at once. Other buffers must be on the
-        device already.
+        Its parameters, on whatever device, are given up. Unless their module runs, something stands for them that has
+        their shape, their dtype and ``device``, and that no operation takes. Persistent buffers are read at once. Other
+        buffers must be on the device already.
     files : path or sequence of paths
-        Safetensors files, a sharded model's index, or a directory with either. Names are those of ``state_dict()``;
-        parameters that are tied need one of theirs.
+        Safetensors files, a sharded model's index, or a directory with either. Names are those of ``state_dict()``, or
+        for a model of transformers (5 or later) those that it is saved with; parameters that are tied need one of
+        theirs, and where there are several the last one counts.
     memory_budget : int or str
         Bytes of memory for weights: ``8 << 30``, or ``"8GiB"``. What one module needs is the least; with a few times
         that, reading and computing overlap.
@@ -72,7 +76,7 @@ def stream_weights(
     ------
     ValueError, TypeError
         An argument is not usable: a parameter is missing in the files or has another shape there, or requires
-        gradients. No weight has been read.
+        gradients; or a tensor that streaming would leave as it is has no values. No weight has been read.
     MemoryBudgetError
         The budget is too small for one module; ``needed_nbytes`` would do.
     SafetensorError, StorageError
@@ -80,8 +84,8 @@ def stream_weights(
 
     Notes
     -----
-    Parameters have the dtype that they have in the files. Names in the files that the model has no place for are warned
-    of.
+    Parameters have the dtype that they have in the files. A warning tells names in the files that the model has no
+    place for, and names of one tied parameter that have other values there.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is no torch.nn.Module")
@@ -115,10 +119,11 @@ class WeightStream:
         device: torch.device,
         whole: tuple[type[nn.Module], ...],
     ) -> None:
-        found, unexpected = match(model, stored_tensors(files))
+        matches = match(model, stored_tensors(files))
+        found = matches.found
         fixed = [one for one in found if one.buffer or not one.nbytes]
         self._weights = [
-            Weight(number, one)
+            Weight(number, one, device)
             for number, one in enumerate(one for one in found if not one.buffer and one.nbytes)
         ]
         modules, steps = self._steps(model, whole)
@@ -134,8 +139,18 @@ class WeightStream:
                 f"memory_budget: {budget_nbytes} bytes are not enough: {name} needs {needed} at the same time",
                 needed,
             )
-        if unexpected:
-            warnings.warn(f"files: the model has no place for {told(unexpected)}", stacklevel=3)
+        if matches.unexpected:
+            warnings.warn(
+                f"files: the model has no place for {told(matches.unexpected)}", stacklevel=3
+            )
+        if differing := [
+            f"{one.name} and {other.name}" for one, other in matches.rivals if _differ(one, other)
+        ]:
+            warnings.warn(
+                f"files: {told(differing)} are one parameter in the model, and have other values in the files: the "
+                "first is used. Give the model a parameter for each, or leave out one",
+                stacklevel=3,
+            )
         self._model = model
         self._lock = threading.RLock()
         self._owner: int | None = None
@@ -204,6 +219,13 @@ class WeightStream:
             for one in self._fixed:
                 _put_fixed(one, one.original)
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied, and with it the model."""
+        raise RuntimeError(
+            "a streamed model cannot be saved or copied: its weights are in the files that it is streamed from; "
+            "close() the stream first"
+        )
+
     def __enter__(self) -> WeightStream:
         if self._closed:
             raise ValueError("this stream of weights is closed")
@@ -239,22 +261,27 @@ class WeightStream:
         return modules, steps
 
     def _take_over(self, modules: list[nn.Module]) -> None:
+        of_module: dict[nn.Module, list[str]] = {}
         for weight in self._weights:
             original = weight.matched.original
             assert original is not None
+            weight.put(weight.away)
             if not original.is_meta:  # emptied: it is not to be in memory twice
                 original = nn.Parameter(torch.empty_like(original, device="meta"), False)
             weight.matched.original = original
-            weight.put(weight.away)
+            for module, name in weight.matched.places:
+                of_module.setdefault(module, []).append(name)
+        for module, names in of_module.items():
+            on_load: Any = module.register_load_state_dict_pre_hook
+            self._hooks.append(on_load(functools.partial(_refuse_to_load, names)))
         for step, module in enumerate(modules):
             if module is self._model:
                 self._root_step = step
                 continue
-            enter = functools.partial(self._enter, step)
-            leave = functools.partial(self._leave, step)
+            use = _Use(self, step)
             self._hooks += [
-                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(leave, always_call=True),
+                module.register_forward_pre_hook(use.enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(use.leave, always_call=True),
             ]
         self._model.forward = _Forward(self, self._model)
 
@@ -273,8 +300,8 @@ class WeightStream:
             began = time.perf_counter()
             try:
                 self._streaming.begin_pass()
+                _check_inputs(args, kwargs, gradients=self._root_step is None)
                 if self._root_step is not None:
-                    _check_no_gradients(args, kwargs)
                     self._streaming.acquire(self._root_step)
                 result = forward(*args, **kwargs)
                 whole = True
@@ -285,8 +312,8 @@ class WeightStream:
                 self._seconds += time.perf_counter() - began
             return result
 
-    def _enter(self, step: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        _check_no_gradients(args, kwargs)
+    def _enter(self, step: int, args: Any, kwargs: Any) -> None:
+        _check_inputs(args, kwargs)
         if self._owner == threading.get_ident():
             self._streaming.acquire(step)
             return
@@ -298,7 +325,7 @@ class WeightStream:
             self._parts_owner = threading.get_ident()
             self._streaming.acquire(step)
 
-    def _leave(self, step: int, *_: Any) -> None:
+    def _leave(self, step: int) -> None:
         running = self._parts_owner if self._owner is None else self._owner
         if running == threading.get_ident():
             self._streaming.release(step)
@@ -317,16 +344,50 @@ class WeightStream:
 
 
 class _Forward:
-    """What a model has as its ``forward`` meanwhile."""
+    """What a model has as its ``forward`` meanwhile. It is outside of the graphs of ``torch.compile``."""
 
     def __init__(self, stream: WeightStream, model: nn.Module) -> None:
         self.stream = stream
         self.was_own = "forward" in vars(model)
         self.forward: Callable[..., Any] = model.forward
         functools.update_wrapper(self, self.forward, updated=())
+        self.__code__ = getattr(self.forward, "__code__", None)  # torch.export looks for it first
+        self._run = _outside_of_graphs(stream._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.stream._run(self.forward, args, kwargs)
+        return self._run(self.forward, args, kwargs)
+
+    def __reduce__(self) -> NoReturn:
+        self.stream.__reduce__()
+
+
+def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    disable: Any = torch.compiler.disable
+    return disable(function)  # type: ignore[no-any-return]
+
+
+class _Use:
+    """The hooks of a module that wants weights, outside of the graphs of ``torch.compile``."""
+
+    def __init__(self, stream: WeightStream, step: int) -> None:
+        self.stream = stream
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            stream._enter(step, args, kwargs)
+
+        def leave(*_: Any) -> None:
+            stream._leave(step)
+
+        self._enter, self._leave = _outside_of_graphs(enter), _outside_of_graphs(leave)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._enter(module, args, kwargs)
+
+    def leave(self, *_: Any) -> None:
+        self._leave()
+
+    def __reduce__(self) -> NoReturn:
+        self.stream.__reduce__()
 
 
 class WeightsMap(Mapping[str, torch.Tensor]):
@@ -378,18 +439,87 @@ def _put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:
 def _read(one: Matched, device: torch.device) -> torch.Tensor:
     tensor = torch.empty(one.shape, dtype=one.dtype, device=device)
     if tensor.numel():
-        with tensorferry.open(one.stored.path) as file:
-            one.stored.check(file)
-            file.read(tensor, one.stored.tensor.begin)
+        flat = tensor.reshape(-1).view(torch.uint8)
+        for part in one.parts:
+            with tensorferry.open(part.stored.path) as file:
+                part.stored.check(file)
+                file.read(flat[part.at : part.at + part.end - part.begin], part.begin)
     return tensor
 
 
-def _check_no_gradients(args: Any, kwargs: Any) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+def _differ(one: Matched, other: Matched) -> bool:
+    """Return whether two tensors of one shape have other bytes in the files."""
+    if one.dtype != other.dtype or one.nbytes != other.nbytes:
+        return True
+    return any(
+        not torch.equal(left, right) for left, right in zip(_bytes(one), _bytes(other), strict=True)
+    )
+
+
+def _bytes(one: Matched) -> Iterator[torch.Tensor]:
+    """Yield the bytes of a tensor, a piece at a time."""
+    piece = torch.empty(min(one.nbytes, _PIECE_NBYTES), dtype=torch.uint8)
+    filled = 0
+    for part in one.parts:
+        with tensorferry.open(part.stored.path) as file:
+            part.stored.check(file)
+            begin = part.begin
+            while begin < part.end:
+                nbytes = min(part.end - begin, len(piece) - filled)
+                file.read(piece[filled : filled + nbytes], begin)
+                begin, filled = begin + nbytes, filled + nbytes
+                if filled == len(piece):
+                    yield piece
+                    filled = 0
+    yield piece[:filled]
+
+
+def _refuse_to_load(names: list[str], _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
+    given = [prefix + name for name in names if prefix + name in state]
+    if given:
+        raise RuntimeError(
+            f"load_state_dict: {told(given)} cannot be loaded: the model is streamed, and its weights are those of the "
+            "files; close() the stream first"
+        )
+
+
+def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
+    """Refuse inputs with which torch would compute in vain; those with ``gradients`` may be allowed."""
+    if _recorded():
+        raise RuntimeError(
+            "a streamed model cannot be traced or exported: what is recorded would use its memory, and find other "
+            "weights there"
+        )
+    gradients = gradients or not torch.is_grad_enabled()
+    for value in _tensors_in((*args, *kwargs.values())):
+        if value.is_meta:
+            raise RuntimeError(
+                "an input is on the meta device: it has no values, and torch would compute with it without an error"
+            )
+        if value.requires_grad and not gradients:
             raise RuntimeError(
                 "streamed weights are for inference: an input requires gradients; run the model under "
                 "torch.no_grad() or torch.inference_mode()"
             )
+
+
+def _recorded() -> bool:
+    """Return whether operations are recorded: by torch.jit.trace(), make_fx() or torch.export."""
+    jit: Any = torch.jit
+    if jit.is_tracing():
+        return True
+    modes: Any = torch.utils._python_dispatch
+    if not modes._len_torch_dispatch_stack():
+        return False
+    names = {type(mode).__name__ for mode in modes._get_current_dispatch_mode_stack()}
+    return bool(names & {"FakeTensorMode", "ProxyTorchDispatchMode"})
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+        elif isinstance(value, Mapping):
+            yield from _tensors_in(value.values())

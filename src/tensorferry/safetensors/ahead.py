@@ -34,8 +34,9 @@ class Ahead:
         self._source = source
         self._framework = framework
         self._lock = threading.RLock()  # who handles a signal may ask for a tensor, too
-        self._tensors = [each for each in source.header.tensors.values() if each.nbytes > 0]
-        self._places = {tensor.name: at for at, tensor in enumerate(self._tensors)}
+        self._tensors: list[Tensor] = []  # in their order, once two of them were asked for
+        self._places: dict[str, int] = {}
+        self._first: Tensor | None = None
         self._coming: dict[int, Coming] = {}  # by place
         self._version: Version | None = None  # of the file, when the first of them was begun
         self._next = -1  # the place behind the last that was asked for
@@ -44,23 +45,40 @@ class Ahead:
 
     def bytes(self, tensor: Tensor) -> Any:
         """Return a tensor's bytes, which nobody else gets unless they are mapped."""
-        place = self._places.get(tensor.name)
-        if place is None or not self._framework.on_host:
+        if tensor.nbytes == 0 or not self._framework.on_host:
             return self._begin(tensor).result()
         with self._lock:
-            if self._coming and self._version != Version.of(self._source.file):
-                self._drop()  # it has been written to: who asks now gets what there is now
-            coming = self._coming.pop(place, None)
-            in_order = coming is not None or place == self._next
-            if not in_order:
-                self._drop()
-            self._next = place + 1 if coming is None else max(self._next, place + 1)
-            self._run_nbytes += tensor.nbytes
-            if coming is None:
+            if self._first is None:  # perhaps the only one that is asked for
+                self._first, self._run_nbytes = tensor, tensor.nbytes
                 coming = self._begin(tensor)
-            if in_order and coming.future is not None:
-                self._go_ahead(place)
+            else:
+                self._know_places()
+                coming = self._in_turn(tensor, self._places[tensor.name])
         return coming.result()
+
+    def _in_turn(self, tensor: Tensor, place: int) -> Coming:
+        if self._coming and self._version != Version.of(self._source.file):
+            self._drop()  # it has been written to: who asks now gets what there is now
+        coming = self._coming.pop(place, None)
+        in_order = coming is not None or place == self._next
+        if not in_order:
+            self._drop()
+        self._next = place + 1 if coming is None else max(self._next, place + 1)
+        self._run_nbytes += tensor.nbytes
+        if coming is None:
+            coming = self._begin(tensor)
+        if in_order and coming.future is not None:
+            self._go_ahead(place)
+        return coming
+
+    def _know_places(self) -> None:
+        """Find which tensors follow which, as if that had been known when the first one was asked for."""
+        if self._places or self._first is None:
+            return
+        tensors = self._source.header.tensors.values()
+        self._tensors = [each for each in tensors if each.nbytes > 0]
+        self._places = {tensor.name: at for at, tensor in enumerate(self._tensors)}
+        self._next = self._places[self._first.name] + 1
 
     def close(self, *, wait: bool) -> None:
         """Let go of what nobody has asked for, and read no more ahead; ``wait``: until memory and file are free."""

@@ -7,6 +7,8 @@ stroke, and is read as what anybody may have made.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import tensorferry
 from tensorferry._core import crc32
 from tensorferry.checksums import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES, Checksums
+from tensorferry.errors import StorageError
 from tensorferry.replacement import Replacement
 from tensorferry.safetensors import header, small
 from tensorferry.safetensors.errors import SafetensorError, shortened
@@ -114,6 +117,11 @@ def write(
     several = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
     places = [checked_path(each) for each in several]
     for path in places:
+        with contextlib.suppress(FileNotFoundError):
+            pathlib.Path(
+                path_of(path)
+            ).lstat()  # a name that is too long is found before anything is read
+    for path in places:
         before = Version.at(path)
         with tensorferry.open(path) as file:
             sums = take(file, chunk_nbytes=chunk_nbytes, progress=progress)
@@ -192,7 +200,13 @@ def read(path: Path, file_nbytes: int | None = None) -> FileChecksums:
         file_nbytes = pathlib.Path(text).stat().st_size
     # Of the smallest chunks: what is read is a 512th of the file at most.
     most = _OTHER_NBYTES + _CRC_DIGITS * -(-file_nbytes // MIN_CHUNK_NBYTES)
-    sums = _parsed(small.read(place, most), place)
+    try:
+        data = small.read(place, most)
+    except StorageError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place) from None
+    sums = _parsed(data, place)
     if sums.nbytes != file_nbytes:
         raise SafetensorError(
             f"the file has {file_nbytes} bytes, and its checksums are of {sums.nbytes}: it was cut short or replaced",

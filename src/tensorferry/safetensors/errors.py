@@ -47,6 +47,20 @@ def shortened(value: object) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
+LOOKED_AT_NBYTES = 512
+"""Of a file's first bytes so many tell what else it is."""
+
+
+def something_else(begin: bytes) -> str | None:
+    """Return what a file is that is found under a model's name, where its first bytes say so."""
+    if begin.startswith(b"version https://git-lfs"):
+        return "it is a pointer of Git LFS, which stands for the file that was not downloaded (remedy: git lfs pull)"
+    text = begin[:LOOKED_AT_NBYTES].lstrip(b"\xef\xbb\xbf\t\n\r ").lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head", b"<!--")):
+        return "it is a web page: something else than the file was downloaded (is a login or another address needed?)"
+    return None
+
+
 _SHOWN = 100
 
 

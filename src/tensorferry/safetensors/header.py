@@ -10,6 +10,7 @@ This room has the rules; `parsing` takes the JSON apart.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import operator
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.errors import ShortReadError
 from tensorferry.safetensors.dtypes import DTYPES, Dtype
-from tensorferry.safetensors.errors import SafetensorError, shortened
+from tensorferry.safetensors.errors import SafetensorError, shortened, something_else
 from tensorferry.safetensors.parsing import LENGTH_NBYTES, WORD, Parser
 from tensorferry.safetensors.parsing import METADATA as METADATA
 
@@ -33,6 +34,7 @@ MAX_NBYTES = 100_000_000
 
 _FIRST_READ_NBYTES = 64 << 10
 _FEW_DIMENSIONS = 8
+_MAX_KEPT, _MAX_KEPT_NBYTES = 8, 4 << 20
 
 
 class Tensor(NamedTuple):  # made three times as fast as a frozen dataclass
@@ -101,7 +103,9 @@ def read(file: File) -> Header:
             begin += rest
     except ShortReadError:
         raise SafetensorError("the file was cut short while its header was read", path) from None
-    header = parse(begin[:nbytes], file_nbytes, path)
+    data = begin[:nbytes]
+    keep = len(data) <= _MAX_KEPT_NBYTES
+    header = (_parsed_before if keep else parse)(data, file_nbytes, path)
     if file.size != file_nbytes:
         raise SafetensorError(
             f"the file had {file_nbytes} bytes, and has {file.size} after its header was read", path
@@ -123,6 +127,8 @@ def length(begin: bytes, file_nbytes: int, path: str) -> int:
             path,
         )
     nbytes = int.from_bytes(begin[:LENGTH_NBYTES], "little")
+    if nbytes > min(MAX_NBYTES, file_nbytes) and (other := something_else(begin)):
+        raise SafetensorError(other, path)
     if nbytes > MAX_NBYTES:
         raise SafetensorError(
             f"its header would have {nbytes} bytes, more than the {MAX_NBYTES} of the format: "
@@ -166,6 +172,11 @@ def parse(data: bytes, file_nbytes: int, path: str) -> Header:
         ) from None
     metadata, found = Parser(text, path).run()
     return Header(metadata, _placed(found, nbytes, file_nbytes, path), nbytes, file_nbytes)
+
+
+# Some libraries open a file anew for each tensor (accelerate). The bytes alone tell what a header says, and what was
+# made of them is not changed.
+_parsed_before = functools.lru_cache(_MAX_KEPT)(parse)
 
 
 def build(

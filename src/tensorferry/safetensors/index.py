@@ -1,16 +1,45 @@
-"""The index of a model that is kept in several safetensors files: which file has which tensor."""
+"""The index of a model that is kept in several safetensors files, and what the names of files in a folder say."""
 
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from tensorferry.safetensors import small
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.transfers import Path, checked_path
 
+FILE_SUFFIX = ".safetensors"
 SUFFIX = ".safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = SINGLE_NAME + ".index.json"
+
+COMING = "tensorferry_coming"
+"""In the metadata of an interim index: files of the model that is to come, which nothing else names."""
+
+RANKS_FILE = re.compile(r"shard-\d{5,}-(model-\d{5,}-of-\d{5,}\.safetensors)", re.ASCII)
+"""Names of files with one rank's parts of tensors, and what follows the number of the rank."""
+
+ONE_OF_SEVERAL = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII | re.DOTALL)
+"""Names of files that are a model together: what they begin with, a number from 1 on, and how many there are."""
+
+# Files that a save has set aside, as long as the index names them.
+_ASIDE = re.compile(r"\.old-[0-9a-f]{8}\.safetensors$", re.ASCII)
 _MAX_NBYTES = 256 << 20
+
+
+def names_in(folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
+    """Return the names of the safetensors files in a folder, and of indexes, each of them sorted."""
+    with os.scandir(folder) as entries:
+        names = sorted(each.name for each in entries)
+    files = [name for name in names if name.endswith(FILE_SUFFIX)]
+    return files, [name for name in names if name.endswith(SUFFIX)]
+
+
+def is_aside(name: str) -> bool:
+    """Return whether a file has been set aside by a save, and counts only where the index names it."""
+    return _ASIDE.search(name) is not None
 
 
 def read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.safetensors import header
+from tensorferry.safetensors.errors import LOOKED_AT_NBYTES
 from tensorferry.safetensors.loading import aligned
-from tensorferry.safetensors.parsing import LENGTH_NBYTES
 
 if TYPE_CHECKING:
     from tensorferry.safetensors.frameworks import Framework
@@ -49,6 +49,6 @@ def arrays_of(data: bytes, framework: Framework) -> dict[str, Any]:
 
 def _tensors(data: bytes) -> list[tuple[header.Tensor, memoryview]]:
     view = memoryview(data).cast("B")
-    nbytes = header.length(bytes(view[:LENGTH_NBYTES]), len(view), "")
+    nbytes = header.length(bytes(view[:LOOKED_AT_NBYTES]), len(view), "")
     found = header.parse(bytes(view[:nbytes]), len(view), "")
     return [(tensor, view[tensor.begin : tensor.end]) for tensor in found.tensors.values()]

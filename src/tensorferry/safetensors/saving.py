@@ -209,22 +209,26 @@ def serialize_file(
 
 def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[Entry]:
     """Return what is to be saved, checked as safetensors does; without ``contiguous`` it need not be."""
-    if not isinstance(tensors, Mapping):
-        raise ValueError(
-            f"Expected a dict of [str, torch.Tensor] or [str, numpy.ndarray] but received {type(tensors)}"
-        )
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    # Arrays of both kinds may be there; programs compare safetensors' texts, which name one.
+    expected = "numpy.ndarray" if torch is None else "torch.Tensor"
+    if not isinstance(tensors, Mapping):
+        raise ValueError(f"Expected a dict of [str, {expected}] but received {type(tensors)}")
     entries, of_torch, sparse = [], {}, []
     for name, value in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"tensors: {name!r} is no string, and cannot be a tensor's name")
         if torch is not None and isinstance(value, torch.Tensor):
             of_torch[name] = value
+            if value.is_meta:
+                raise NotImplementedError(
+                    f"Cannot copy out of meta tensor; no data! (tensor {name!r})"
+                )
             if value.layout is not torch.strided:
                 sparse.append(name)
         elif numpy is None or not isinstance(value, numpy.ndarray):
             raise ValueError(
-                f"Key `{name}` is invalid, expected torch.Tensor or numpy.ndarray but received {type(value)}"
+                f"Key `{name}` is invalid, expected {expected} but received {type(value)}"
             )
     if sparse:
         raise ValueError(

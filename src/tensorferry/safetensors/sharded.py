@@ -1,9 +1,10 @@
 """Models over several files, with an index: as transformers and huggingface_hub write them, and whole at every moment.
 
 All files are written first, without names. Then they take their places, one rename after the other, and the index comes
-last: it says which files are the model. Where a new file takes the place of one that the old index names, the old file
-gets another name before, and an index that says so: thus every index that is ever there names the files of one model.
-What belonged to the old one is removed last.
+last: it says which files are the model. Where a new file takes the place of one of the old model, or the old model is
+one file that readers would prefer to the new index, the old file gets another name before, and an interim index that
+says so: thus every index that is ever there names the files of one model. Where the new model is one file, the interim
+index says that this file counts as soon as it is there. What belonged to the old model is removed last.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import secrets
 import time
 import weakref
@@ -24,7 +24,7 @@ from tensorferry.errors import StorageError
 from tensorferry.file_locks import lock_directory
 from tensorferry.replacement import Replacement, make_directory, sync_directory
 from tensorferry.runtime import descriptor_limit
-from tensorferry.safetensors import index
+from tensorferry.safetensors import index, sources
 from tensorferry.safetensors.checksums import SUFFIX
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import (
@@ -35,6 +35,7 @@ from tensorferry.safetensors.saving import (
     without_duplicates,
     write_entries,
 )
+from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -44,14 +45,11 @@ if TYPE_CHECKING:
     from tensorferry.safetensors.saving import Entry
     from tensorferry.transfers import Path as AnyPath
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME, INDEX_NAME = index.SINGLE_NAME, index.INDEX_NAME
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-# In an interim index: files of the model that was to come, which nobody else names.
-_COMING = "tensorferry_coming"
-# Files that a save has set aside, as long as the index names them.
-_ASIDE = re.compile(r"\.old-[0-9a-f]{8}\.safetensors$", re.ASCII)
+# What os.link() says where there are no links, or there is no file.
+_NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOENT)
 _DESCRIPTORS = 2  # of each file that has no place yet
 # A turn is waited for so long: it is some operations with names.
 _MAX_WAIT_SECONDS = 60.0
@@ -182,12 +180,17 @@ class Model:
     """
 
     def __init__(self, directory: AnyPath, *, sync: bool) -> None:
-        self._directory = Path(os.fsdecode(directory))
+        self._directory = Path(kept_path(directory, "directory"))
         self._sync = sync
         self._files: dict[str, Replacement] = {}
         # One that nobody commits or aborts keeps no descriptors and no space.
         weakref.finalize(self, _abort, self._files).atexit = False
         make_directory(self._directory)
+
+    @property
+    def names(self) -> set[str]:
+        """The files that have no place yet."""
+        return set(self._files)
 
     def check_count(self, count: int) -> None:
         """Refuse more files than can be open at a time.
@@ -234,16 +237,20 @@ class Model:
         """
         with _turn(self._directory):
             old = _old_model(self._directory)
-            self._set_aside(old)
+            has_told = self._set_aside(old, one_file=index is None)
             old.names.difference_update(self._files, placed)
             self.place()
             if index is not None:
                 self._write_index(index)
-            elif old.has_index:
+            elif not has_told:
                 (self._directory / INDEX_NAME).unlink(missing_ok=True)
             self._sync_names()
             self._remove(old.names)
             self._sync_names()  # of an old single file, too, which readers would prefer to the index
+            if index is None and not any((self._directory / name).exists() for name in old.names):
+                # Until then it says which of the files counts.
+                (self._directory / INDEX_NAME).unlink(missing_ok=True)
+                self._sync_names()
 
     def abort(self) -> None:
         """Give all files up that have no place yet."""
@@ -260,38 +267,43 @@ class Model:
     ) -> None:
         self.abort()
 
-    def _set_aside(self, old: _Old) -> None:
-        """Give the files that the old index names, and new ones take the place of, other names; and say so."""
-        named = set(old.weights.values())
-        in_the_way = [name for name in self._files if name in named]
-        if not in_the_way:
-            return
+    def _set_aside(self, old: _Old, *, one_file: bool) -> bool:
+        """Give other names to files of the old model that new ones replace or that readers would prefer, and say so."""
+        model = set(old.weights.values())
+        in_the_way = model & {*self._files, SINGLE_NAME}
+        if one_file:  # one rename is all, where nothing else is there; or none, where others have placed their files
+            needed = bool(self._files) and (old.has_index or not model <= self._files.keys())
+        else:
+            needed = bool(in_the_way) or not old.has_index
+        if not needed or not model:
+            return False
         token = secrets.token_hex(4)
         aside: dict[str, str] = {}
         try:
-            for name in in_the_way:
-                aside[name] = f"{name.removesuffix('.safetensors')}.old-{token}.safetensors"
-                _link((self._directory / name).resolve(), self._directory / aside[name])
+            for name in sorted(in_the_way):
+                other = f"{name.removesuffix('.safetensors')}.old-{token}.safetensors"
+                try:
+                    _link((self._directory / name).resolve(), self._directory / other)
+                except OSError as error:
+                    if error.errno not in _NO_LINK:
+                        raise
+                    if name not in self._files:
+                        continue  # it has its name until the new index is there
+                # Where there is no such file, no model is better than a mixture of two.
+                aside[name] = other
             self._sync_names()
             weights = {tensor: aside.get(name, name) for tensor, name in old.weights.items()}
-            metadata = {**old.metadata, _COMING: sorted(self._files)}
+            metadata = {**old.metadata, index.COMING: sorted(self._files)}
             self._write_index(json.dumps({"metadata": metadata, "weight_map": weights}))
-            old.names.update(aside.values())
-        except OSError as error:
-            if not _index_names(self._directory).isdisjoint(aside.values()):
-                raise  # it has its place, and only its name may not be durable
-            self._remove(aside.values())
-            if error.errno not in (
-                errno.EPERM,
-                errno.EOPNOTSUPP,
-                errno.EXDEV,
-                errno.EMLINK,
-                errno.ENOENT,
-            ):
-                raise
-            # There are no links, or files are missing anyway. Better no model than a mixture of two.
-            (self._directory / INDEX_NAME).unlink(missing_ok=True)
+        except OSError:
+            if _index_names(self._directory).isdisjoint(aside.values()):
+                self._remove(aside.values())
+            raise  # else it has its place, and only its name may not be durable
+        old.names.update(aside.values())
+        if SINGLE_NAME in aside and not one_file:
+            (self._directory / SINGLE_NAME).unlink()
             self._sync_names()
+        return True
 
     def _write_index(self, text: str) -> None:
         with Replacement(self._directory / INDEX_NAME, sync=self._sync) as new:
@@ -329,21 +341,43 @@ class _Old(NamedTuple):
 
 
 def _old_model(directory: Path) -> _Old:
-    path = directory / INDEX_NAME
+    files, _ = index.names_in(directory)
     # Ones set aside by a save that was killed before it could remove them are nobody's, whatever the index says.
-    names = {path.name for path in directory.glob("*.safetensors") if is_aside(path.name)}
+    names = {name for name in files if index.is_aside(name) or index.RANKS_FILE.fullmatch(name)}
     if (directory / SINGLE_NAME).is_file():
         names.add(SINGLE_NAME)
+    has_index = True
+    weights: dict[str, str] = {}
+    metadata: dict[str, Any] = {}
     try:
-        weights, metadata = index.read(path)
+        weights, metadata = index.read(directory / INDEX_NAME)
     except FileNotFoundError:
-        return _Old({}, {}, names, False)
+        has_index = False
     except (SafetensorError, OSError):
-        return _Old({}, {}, names, True)
-    coming = metadata.pop(_COMING, [])
+        pass
+    coming = metadata.pop(index.COMING, [])
     named = [*weights.values(), *(coming if isinstance(coming, list) else [])]
     names |= {name for name in named if _is_ones_own(name)}
-    return _Old(metadata, weights, names, True)
+    with contextlib.suppress(
+        SafetensorError, OSError
+    ):  # else there is no model that readers agree on
+        weights = _model_of(directory)
+    return _Old(metadata, weights, names, has_index)
+
+
+def _model_of(directory: Path) -> dict[str, str]:
+    """Return which file of a directory has each tensor of its model, if that is in files of a model's names."""
+    paths, owners = sources.files_of(directory)
+    if owners is None:
+        known = [path for path in paths if _is_models(Path(path).name)]
+        owners = {name: path for path in known for name in sources.look(path)[0].tensors}
+    return {name: Path(path).name for name, path in owners.items()}
+
+
+def _is_models(name: str) -> bool:
+    return name == SINGLE_NAME or (
+        index.ONE_OF_SEVERAL.fullmatch(name) is not None and not index.RANKS_FILE.fullmatch(name)
+    )
 
 
 def _index_names(directory: Path) -> set[str]:
@@ -406,11 +440,6 @@ def _abort(files: dict[str, Replacement]) -> None:
 
 def _link(path: Path, name: Path) -> None:
     name.hardlink_to(path)
-
-
-def is_aside(name: str) -> bool:
-    """Return whether a file has been set aside by a save, and counts only where the index names it."""
-    return _ASIDE.search(name) is not None
 
 
 def _is_ones_own(name: Any) -> bool:

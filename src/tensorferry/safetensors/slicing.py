@@ -27,7 +27,13 @@ WINDOW_NBYTES = 8 << 20
 
 
 class SliceError(SafetensorError, IndexError, ValueError):
-    """An index that the tensor's shape does not allow; of torch's kinds as well as of the format's."""
+    """An index that the tensor's shape does not allow; of torch's kinds as well as of the format's.
+
+    Its text is safetensors', which programs compare; a note says of which file and tensor.
+    """
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Selection(NamedTuple):
@@ -65,9 +71,10 @@ def select(index: Any, shape: tuple[int, ...], path: str = "", name: str = "") -
     """
 
     def refuse(reason: str) -> SliceError:
-        return SliceError(
-            f"{reason}, of an index into shape {shortened(list(shape))}", path, name=name
-        )
+        error = SliceError(reason, path, name=name)
+        if hasattr(error, "add_note"):  # Python 3.11 and later
+            error.add_note(f"{path!r}: tensor {name!r} of the shape {shortened(list(shape))}")
+        return error
 
     parts = index if isinstance(index, tuple) else (index,)
     if not all(_is_plain(part) for part in parts):

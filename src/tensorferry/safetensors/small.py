@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorferry
 from tensorferry.errors import StorageError
-from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.errors import SafetensorError, something_else
 from tensorferry.safetensors.parsing import nested_dangerously
 
 
@@ -44,6 +44,14 @@ def json_of(data: bytes, path: str, otherwise: str) -> Any:
         text = data.decode()
         if nested_dangerously(text):
             raise RecursionError("it is nested too deep")
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise SafetensorError(f"{otherwise}: {error}", path) from None
+        why = something_else(data) or error
+        raise SafetensorError(f"{otherwise}: {why}", path) from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is in it twice")
+    return found

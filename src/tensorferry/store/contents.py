@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tensorferry import _core
 from tensorferry.errors import StorageError
@@ -13,55 +13,80 @@ from tensorferry.runtime import with_descriptors
 from tensorferry.store import manifest as manifests
 from tensorferry.store.manifest import Manifest, StoredSegment, StoredTensor
 from tensorferry.store.ownership import busy, writer_of
-from tensorferry.store.segments import Directory, Piece, Segment
+from tensorferry.store.segments import Directory, Piece, Place, Segment
 from tensorferry.store.transfers import CHUNK_NBYTES, Version
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from array import array as numbers
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tensorferry.runtime import AnyScheduler
-    from tensorferry.store.room import Extents, Room
+    from tensorferry.store.room import Room
+    from tensorferry.store.tensors import TensorInfo
+
+
+class Kept(NamedTuple):
+    """A tensor: what it is, where it lies, and the CRC-32s of each piece."""
+
+    info: TensorInfo
+    pieces: tuple[Piece, ...]
+    chunks: list[numbers[int]] | None
 
 
 class Contents:
-    """Versions that have been kept, by name, and the segments that they are in. None of them is written over."""
+    """What has been kept, by name, with a record, and the segments that it is in. None of it is written over."""
 
-    def __init__(self, versions: Mapping[str, Version]) -> None:
+    def __init__(self, record: bytes, tensors: Mapping[str, Kept]) -> None:
+        self.record = record
+        self.tensors = tensors
         numbers: dict[Segment, int] = {}
-        self.extents: list[Extents] = []
-        self._tensors: dict[str, StoredTensor] = {}
         self._in: list[list[tuple[Piece, Sequence[int] | None]]] = []
-        for name, version in versions.items():
-            extents = version.extents
-            assert extents is not None
-            self.extents.append(extents)
-            pieces = []
-            for at, piece in enumerate(extents.pieces):
+        for _, pieces, chunks in tensors.values():
+            for at, piece in enumerate(pieces):
                 number = numbers.setdefault(piece.segment, len(numbers))
                 if number == len(self._in):
                     self._in.append([])
-                sums = None if version.chunks is None else version.chunks[at]
-                self._in[number].append((piece, sums))
-                pieces.append((number, piece.offset, piece.nbytes))
-            self._tensors[name] = StoredTensor(version.info, tuple(pieces), version.chunks)
+                self._in[number].append((piece, None if chunks is None else chunks[at]))
         self.segments = list(numbers)
 
     def pieces_in(self, number: int) -> list[tuple[Piece, Sequence[int] | None]]:
         """Return what is in a segment, with checksums."""
         return self._in[number]
 
-    def manifest(
-        self, run: str, directory_count: int, record: bytes, segments: Sequence[StoredSegment]
-    ) -> bytes:
+    def pieces(self) -> Iterator[Piece]:
+        """Yield where all of it lies."""
+        for kept in self.tensors.values():
+            yield from kept.pieces
+
+    def moved(self, places: Mapping[Piece, Piece]) -> Contents:
+        """Return the same, where some pieces have been copied elsewhere."""
+        return Contents(
+            self.record,
+            {
+                name: kept._replace(pieces=tuple(places.get(one, one) for one in kept.pieces))
+                for name, kept in self.tensors.items()
+            },
+        )
+
+    def manifest(self, run: str, directory_count: int, segments: Sequence[StoredSegment]) -> bytes:
         """Return the manifest, with the segments as they are called there."""
+        numbers = {segment: number for number, segment in enumerate(self.segments)}
+        tensors = {
+            name: StoredTensor(
+                kept.info,
+                tuple((numbers[one.segment], one.offset, one.nbytes) for one in kept.pieces),
+                kept.chunks,
+            )
+            for name, kept in self.tensors.items()
+        }
         return manifests.to_bytes(
-            Manifest(run, directory_count, CHUNK_NBYTES, record, segments, self._tensors)
+            Manifest(run, directory_count, CHUNK_NBYTES, self.record, segments, tensors)
         )
 
 
 def last_kept(version: Version | None) -> Version | None:
     """Return the newest version, from one back, whose write has ended well."""
-    while version is not None and (version.write is not None or version.extents is None):
+    while version is not None and (version.write is not None or version.pieces is None):
         version = version.previous
     return version
 
@@ -89,10 +114,10 @@ def open_stored(
     room.directories[:] = directories
     names = {}
     for name, stored in manifest.tensors.items():
-        pieces = tuple(
-            Piece(segments[number], offset, nbytes) for number, offset, nbytes in stored.pieces
-        )
-        version = names[name] = Version(stored.info, room.adopt(pieces), None)
+        places = [
+            Place(segments[number], offset, nbytes) for number, offset, nbytes in stored.pieces
+        ]
+        version = names[name] = Version(stored.info, room.adopt(places), None)
         version.chunks = stored.chunks
         version.chunk_nbytes = manifest.chunk_nbytes
     return manifest.record, names

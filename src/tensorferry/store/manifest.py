@@ -153,7 +153,10 @@ def read(path: str, still_valid: Callable[[Manifest], None] | None = None) -> Ma
             ) from None
         except (ValueError, RecursionError) as error:
             raise StorageError(
-                None, f"no manifest of a store that can be used: {error}", path
+                None,
+                f"no manifest of a store that can be used: {error} (remedy: open a snapshot or another copy; to begin "
+                "anew in this directory, remove tensorferry-* from it, the tensors too)",
+                path,
             ) from None
 
 

@@ -13,28 +13,22 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tensorferry import _core
-from tensorferry.checksums import Checksums
 from tensorferry.errors import StorageError
 from tensorferry.file_locks import lock_directory
-from tensorferry.memory import locked_memory
 from tensorferry.store import folder
 from tensorferry.store import manifest as manifests
-from tensorferry.transfers import start, transfer
+from tensorferry.store.segments import Piece, Place, Segment
+from tensorferry.store.transfers import CHUNK_NBYTES, Copier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tensorferry.futures import Future
-    from tensorferry.runtime import AnyScheduler
-    from tensorferry.store.segments import Piece, Segment
 
 # linux/fs.h
 _FICLONE = 0x40049409
-
-_COPIED_NBYTES = 8 << 20
 
 _PARTIAL = re.compile(r"\..*\.[0-9a-f]{16}\.[0-9a-f]{8}\.partial", re.ASCII | re.DOTALL)
 
@@ -48,11 +42,17 @@ class Partial:
         self._partial: list[Path] = []
         self._locks: list[_Lock] = []
         self._made_in: list[str] = []
+        self._copier: Copier | None = None
         for path in self._paths:
-            if os.path.lexists(path):
-                raise StorageError(
-                    errno.EEXIST, f"{os.strerror(errno.EEXIST)} (making a snapshot)", str(path)
-                )
+            try:
+                path.lstat()
+            except FileNotFoundError:
+                continue
+            except OSError as error:  # a name that is too long, say
+                raise _told(error, "making a snapshot", path) from None
+            raise StorageError(
+                errno.EEXIST, f"{os.strerror(errno.EEXIST)} (making a snapshot)", str(path)
+            )
         try:
             for path in self._paths:
                 _remove_leftovers(path.parent)
@@ -66,7 +66,7 @@ class Partial:
     def _make(self, path: Path) -> None:
         # Whoever looks for leftovers between the first two lines takes it for one: then another is made.
         while True:
-            partial = path.with_name(f".{path.name}.{self._run}.{os.urandom(4).hex()}.partial")
+            partial = path.with_name(f".tensorferry.{self._run}.{os.urandom(4).hex()}.partial")
             self._partial.append(partial)
             self._made_in += folder.make_directory(str(partial))
             with contextlib.suppress(FileNotFoundError):
@@ -104,37 +104,19 @@ class Partial:
         self,
         segment: Segment,
         wanted: Iterable[tuple[Piece, Sequence[int] | None]],
-        chunk_nbytes: int,
         directory: int,
         name: str,
     ) -> None:
         """Copy pieces of a segment, verified, into a file of its size."""
         path = os.fspath(self._partial[directory] / name)
-        scheduler = segment.directory.scheduler
         file = _core.open_file(path, False, True, True, True, False, "auto")
         file.truncate(segment.nbytes)
-        buffers = [memoryview(locked_memory(_COPIED_NBYTES)[0]) for _ in range(2)]
-        writing: list[Future[Any] | None] = [None, None]
-        at = 0
+        target = Segment(segment.directory, -1, file, segment.nbytes, name)
+        self._copier = self._copier or Copier()
         for piece, sums in wanted:
-            for begin in range(0, piece.nbytes, _COPIED_NBYTES):
-                if (before := writing[at]) is not None:
-                    before.result()
-                buffer = buffers[at][: min(_COPIED_NBYTES, piece.nbytes - begin)]
-                writing[at] = _copy(
-                    scheduler,
-                    segment.file,
-                    file,
-                    buffer,
-                    piece.offset + begin,
-                    begin,
-                    sums,
-                    chunk_nbytes,
-                )
-                at = 1 - at
-        for future in writing:
-            if future is not None:
-                future.result()
+            place = Place(target, piece.offset, piece.nbytes)
+            self._copier.copy(piece, sums, CHUNK_NBYTES, Piece(place))
+        self._copier.finish()
         file.sync()
         file.close()
 
@@ -194,26 +176,6 @@ def _remove_leftovers(directory: Path) -> None:
                     lock = _Lock(directory / name)
                     if lock.held:
                         shutil.rmtree(directory / name, ignore_errors=True)
-
-
-def _copy(
-    scheduler: AnyScheduler,
-    source: _core.File,
-    target: _core.File,
-    buffer: memoryview,
-    offset: int,
-    begin: int,
-    sums: Sequence[int] | None,
-    chunk_nbytes: int,
-) -> Future[Any]:
-    address, nbytes = _core.buffer_memory(buffer, True) or (0, 0)
-    memory = (address, nbytes, buffer, None)
-    checksums = None
-    if sums is not None:
-        first, last = begin // chunk_nbytes, -(-(begin + nbytes) // chunk_nbytes)
-        checksums = Checksums(chunk_nbytes, expected=sums[first:last], straight=True)
-    transfer(scheduler, source, memory, offset, write=False, checksums=checksums)
-    return start(scheduler, target, buffer, memory, offset, write=True)
 
 
 def _told(error: OSError, what: str, path: Path) -> StorageError:

@@ -42,10 +42,17 @@ class Space:
             end = behind
         self._add(segment, begin, end)
 
-    def drop(self, segment: int) -> None:
-        """Forget the free ranges of a segment that nothing is to be written to any more."""
-        for _, number, begin in [one for one in self._by_size if one[1] == segment]:
-            self._remove(number, begin, self._end_of[number, begin])
+    @property
+    def largest_nbytes(self) -> int:
+        """The largest gap's size."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    def drop(self, segment: int) -> list[tuple[int, int]]:
+        """Forget the free ranges of a segment to which nothing more is written; return them: offset, bytes."""
+        ranges = [(begin, nbytes) for nbytes, number, begin in self._by_size if number == segment]
+        for begin, nbytes in ranges:
+            self._remove(segment, begin, begin + nbytes)
+        return ranges
 
     def _add(self, segment: int, begin: int, end: int) -> None:
         self._end_of[segment, begin] = end

@@ -7,23 +7,26 @@ import mmap
 import operator
 import os
 import threading
+import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensorferry import _core
 from tensorferry.arrays import memory_or_segments
 from tensorferry.errors import StorageError
-from tensorferry.files import chosen_scheduler, in_background, patiently, positive
+from tensorferry.files import chosen_scheduler, in_background, positive
 from tensorferry.futures import Future
 from tensorferry.runtime import (
     automatic_scheduler,
     close_scheduler,
     default_scheduler,
+    patiently,
     warn_of_left_behind,
 )
 from tensorferry.stats import summed_stats
+from tensorferry.store import compaction
 from tensorferry.store import manifest as manifests
-from tensorferry.store.contents import Contents, last_kept, open_stored
+from tensorferry.store.contents import Contents, Kept, last_kept, open_stored
 from tensorferry.store.folder import (
     check,
     make_directory,
@@ -37,21 +40,28 @@ from tensorferry.store.folder import (
 from tensorferry.store.manifest import StoredSegment
 from tensorferry.store.ownership import Ownership
 from tensorferry.store.room import Room
-from tensorferry.store.segments import GRANULARITY, Directory, make_durable, parts_of
+from tensorferry.store.segments import (
+    GRANULARITY,
+    NO_SPACE,
+    Directory,
+    make_durable,
+    parts_of,
+)
 from tensorferry.store.snapshots import Partial
 from tensorferry.store.tensors import TensorInfo, info_of, new_array
-from tensorferry.store.transfers import CHUNK_NBYTES, Read, Transfer, Version, Write, told
-from tensorferry.transfers import checked_path, direct_mode
+from tensorferry.store.transfers import Read, Transfer, Version, Write, told
+from tensorferry.transfers import direct_mode, kept_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from tensorferry.files import Priority
     from tensorferry.runtime import AnyScheduler
-    from tensorferry.store.room import Extents
-    from tensorferry.store.segments import Segment
+    from tensorferry.store.segments import Piece, Segment
     from tensorferry.transfers import Direct, Path
+
+_Result = TypeVar("_Result")
 
 DEFAULT_SEGMENT_NBYTES = 64 << 20
 MAX_SEGMENT_NBYTES = 1 << 40
@@ -180,6 +190,7 @@ class TensorStore:
     def _set_up(self, checksums: bool, segment_nbytes: int) -> None:
         self._lock = threading.RLock()
         self._closing = threading.RLock()
+        self._compacting = threading.RLock()  # taken before _committing, and that before _lock
         self._committing = threading.RLock()
         self._generation = _core.fork_generation()
         self._checksums = checksums
@@ -190,17 +201,21 @@ class TensorStore:
         self._record = b""
         self._run = manifests.new_run()
         self._names: dict[str, Version] = {}
-        self._room = Room(segment_nbytes, self._sweep)
+        self._room = Room(self._lock, segment_nbytes, self._sweep)
         self._pending: dict[Transfer, None] = {}  # in the order in which they were begun
         self._look_at = 64
-        self._written_nbytes = self._read_nbytes = 0
+        self._written_nbytes = self._read_nbytes = self._moved_nbytes = 0
         self._directories = self._room.directories
         self._made_in: list[str] = []  # has names of new directories, perhaps not yet durable
         self._own_schedulers: list[AnyScheduler] = []
         self._ownerships: list[Ownership] | None = None  # None: no file has a name
         # What the manifest in the directory names, or may name: nothing is written over it.
-        self._committed: list[Extents] = []
+        self._committed: list[Contents] = []
+        self._committed_sync = False
         self._has_committed = False  # else the manifest is another run's
+        self._mapped: weakref.WeakSet[_Mapped] = weakref.WeakSet()
+        self._compactor: threading.Thread | None = None
+        self._ending = threading.Event()  # compaction is to stop
 
     def _own(self, paths: list[str]) -> None:
         """Have directories for this store alone, and remove what dead ones have left behind."""
@@ -263,26 +278,23 @@ class TensorStore:
         self._enter(writing=True)
         array, memory = memory_or_segments(array, writable=False)
         info = info_of(array, memory[1])
-        return self._write(name, array, memory, info, background=background)
-
-    def _write(
-        self, name: str, array: Any, memory: Any, info: TensorInfo, *, background: bool
-    ) -> Future[Any]:
         ticket: Future[Any] = Future(array, memory)
         with self._lock:
-            self._check_open()
             self._sweep_sometimes()
-            try:
-                extents = self._room.take(info.nbytes)
-            except StorageError as error:
-                raise told([error], f"writing tensor {name!r}") from None
-            version = Version(info, extents, self._names.get(name))
+        try:
+            pieces = self._with_space(lambda: self._room.take(info.nbytes))
+        except StorageError as error:
+            raise told([error], f"writing tensor {name!r}") from None
+        with self._lock:
+            self._check_open()
+            version = Version(info, pieces, self._names.get(name))
             transfer = Write(self, name, memory, version, background=background, owner=ticket)
             version.write = transfer
             self._names[name] = version
             self._pending[transfer] = None
             self._written_nbytes += info.nbytes
             ticket._start(transfer)
+        self._compact_soon()
         ticket._about = ("writing", name, 0, info.nbytes)
         return ticket
 
@@ -324,12 +336,6 @@ class TensorStore:
             raise ValueError(
                 f"out: tensor {name!r} has {info.nbytes} bytes, and out has {memory[1]}"
             )
-        return self._read(name, out, memory, version, made=made, background=background)
-
-    def _read(
-        self, name: str, out: Any, memory: Any, version: Version, *, made: bool, background: bool
-    ) -> Future[Any]:
-        info = version.info
         ticket: Future[Any] = Future(out, memory)
         with self._lock:
             self._check_open()
@@ -351,6 +357,8 @@ class TensorStore:
         with self._lock:
             self._version_of(name)
             self._names.pop(name, None)
+        if not self._is_in_the_middle():
+            self._compact_soon()
 
     def info(self, name: str) -> TensorInfo:
         """Return dtype, shape and bytes of a tensor, the last one written; KeyError where there is none."""
@@ -412,10 +420,10 @@ class TensorStore:
             slack = max(2 * self._segment_nbytes * len(self._directories), largest)
             in_flight_nbytes = min(slack, total)
         slack = _checked_nbytes(in_flight_nbytes, "in_flight_nbytes")
+        self._room.reclaim()
         with self._lock:
             self._check_open()
             self._sweep()
-            self._room.reclaim()
             if sizes is None:
                 used = sum(directory.used_nbytes for directory in self._directories)
                 missing = [max(total - used, 0)]
@@ -425,7 +433,7 @@ class TensorStore:
                     for name, size in sizes.items()
                     if name not in self._names or self._names[name].info.nbytes < size
                 ]
-            self._room.reserve([*missing, slack])
+        self._with_space(lambda: self._room.reserve([*missing, slack]))
 
     # What lasts
 
@@ -460,13 +468,13 @@ class TensorStore:
         files: list[_core.File] = []
         offsets: list[int] = []
         sizes: list[int] = []
-        kept: list[Extents] = []
+        kept: list[Piece] = []
         for name, offset, nbytes in ranges:
             if sizes and sizes[-1] % mmap.PAGESIZE != 0:
                 raise ValueError(
                     f"ranges: one of {sizes[-1]} bytes, no multiple of the page, is not the last"
                 )
-            extents, info = self._settled(name)
+            pieces, info = self._settled(name)
             offset = _checked_nbytes(offset, "offset")
             nbytes = _checked_nbytes(nbytes, "nbytes")
             if offset % mmap.PAGESIZE != 0 or nbytes == 0 or offset + nbytes > info.nbytes:
@@ -474,16 +482,18 @@ class TensorStore:
                     f"ranges: {nbytes} bytes at {offset} of tensor {name!r}, which has {info.nbytes}, cannot be "
                     f"mapped: they begin at multiples of {mmap.PAGESIZE}"
                 )
-            for piece, begin, end in parts_of(extents.pieces, offset, offset + nbytes):
+            for piece, begin, end in parts_of(pieces, offset, offset + nbytes):
                 files.append(piece.segment.file)
                 offsets.append(piece.offset + begin)
                 sizes.append(end - begin)
-            kept.append(extents)
+                kept.append(piece)
         if not files:
             raise ValueError("ranges: there are none")
         with self._lock:  # not while they are closed
             self._check_open()
-            return _core.map_ranges(files, offsets, sizes, kept)
+            mapped = _Mapped(kept)
+            self._mapped.add(mapped)
+            return _core.map_ranges(files, offsets, sizes, mapped)
 
     def snapshot(self, path: Path | Sequence[Path], record: bytes = b"") -> None:
         """Keep what is stored now in a new directory, for :meth:`open`. Writes that have been begun are waited for.
@@ -523,14 +533,17 @@ class TensorStore:
                     if not segment.sync_failed and partial.link(segment, at, name):
                         frozen.append(segment)
                     else:
-                        partial.copy(segment, contents.pieces_in(number), CHUNK_NBYTES, at, name)
+                        partial.copy(segment, contents.pieces_in(number), at, name)
                 self._sync(frozen)
-                with self._lock:
-                    self._room.freeze(frozen)
-                partial.finish(contents.manifest(self._run, len(paths), record, segments))
+                self._room.freeze(frozen)
+                partial.finish(contents.manifest(self._run, len(paths), segments))
             except BaseException:
                 partial.remove()
                 raise
+        del contents
+        # Each snapshot leaves segments to which nothing more is written: the thread may not keep up with that.
+        compaction.compact(self, *compaction.HURRY_FROM)
+        self._compact_soon()
 
     def commit(self, record: bytes = b"", sync: bool = False) -> None:
         """Make what is stored now what :meth:`open` finds, however this process ends, until the next commit.
@@ -560,68 +573,61 @@ class TensorStore:
             raise ValueError(
                 "commit: files of a temporary store have no names (remedy: temporary=False, or snapshot())"
             )
+        if sync:
+            self._rescue()
         with self._committing:
-            contents = self._contents(record)
-            paths = [directory.path for directory in self._directories]
-            if sync:
-                if any(segment.sync_failed for segment in contents.segments):
-                    self._write_lost_anew()
-                    contents = self._contents(record)
-                for path in self._made_in:
-                    sync_directory(path)
-                self._made_in.clear()
-                self._sync(contents.segments)
-            segments = [
-                StoredSegment(self._directories.index(one.directory), one.name or "", one.nbytes)
-                for one in contents.segments
-            ]
-            data = contents.manifest(self._run, len(paths), record, segments)
-            if not self._has_committed:
-                mark_parts(paths, self._run, sync=sync)
-            if sync:
-                for path in reversed(paths):
-                    sync_directory(path)
-            temporary = write_temporary(paths[0], data, self._run, sync=sync)
-            # This one or that before may be the one that is found, until all of this has succeeded.
-            self._committed = [*self._committed, *contents.extents]
-            replace(temporary, manifests.NAME)
-            if sync:
-                sync_directory(paths[0])
-            with self._lock:
-                self._committed = contents.extents
-                self._room.reclaim()
-            if not self._has_committed:
-                self._has_committed = True
-                remove_others(paths, self._run, None)
+            self._publish(self._contents(record), sync=sync)
+        self._compact_soon()
+
+    def _publish(self, contents: Contents, *, sync: bool) -> None:
+        """Make contents what the manifest names."""
+        paths = [directory.path for directory in self._directories]
+        if sync:
+            for path in self._made_in:
+                sync_directory(path)
+            self._made_in.clear()
+            self._sync(contents.segments)
+        segments = [
+            StoredSegment(self._directories.index(one.directory), one.name or "", one.nbytes)
+            for one in contents.segments
+        ]
+        data = contents.manifest(self._run, len(paths), segments)
+        if not self._has_committed:
+            mark_parts(paths, self._run, sync=sync)
+        if sync:
+            for path in reversed(paths):
+                sync_directory(path)
+        temporary = write_temporary(paths[0], data, self._run, sync=sync)
+        # This one or that before may be the one that is found, until all of this has succeeded.
+        self._committed = [*self._committed, contents]
+        replace(temporary, manifests.NAME)
+        if sync:
+            sync_directory(paths[0])
+        self._committed = [contents]
+        self._committed_sync = sync
+        self._room.reclaim()
+        if not self._has_committed:
+            self._has_committed = True
+            remove_others(paths, self._run, None)
 
     def _sync(self, segments: Sequence[Segment]) -> None:
         """Make segments durable. To those where that fails nothing more is written: their files fail for ever."""
         failure = make_durable(segments)
-        with self._lock:
-            for segment in segments:
-                if segment.sync_failed:
-                    self._room.retire(segment)
+        self._room.retire([segment for segment in segments if segment.sync_failed])
         if failure is not None:
             raise failure
 
-    def _write_lost_anew(self) -> None:
-        """Write what a failed sync may have lost to other files; without checksums nobody can tell what is there."""
-        if not self._checksums:
-            return
+    def _rescue(self) -> None:
+        """Copy what a failed sync may have lost to other files; without checksums nothing tells whether it is there."""
         with self._lock:
-            versions = {name: last_kept(version) for name, version in self._names.copy().items()}
-        for name, version in versions.items():
-            if version is None or version.extents is None:
-                continue
-            if not any(piece.segment.sync_failed for piece in version.extents.pieces):
-                continue
-            data, memory = memory_or_segments(bytearray(version.info.nbytes), writable=True)
-            self._read(name, data, memory, version, made=False, background=False).result()
-            with self._lock:
-                if self._names.get(name) is not version:  # written meanwhile
-                    continue
-                ticket = self._write(name, data, memory, version.info, background=False)
-            ticket.result()
+            lost = [
+                segment
+                for directory in self._directories
+                for segment in directory.segments.values()
+                if segment.sync_failed
+            ]
+        if lost and self._checksums:
+            compaction.move_out(self, lost)
 
     def _contents(self, record: bytes) -> Contents:
         """Return what is stored, when all writes that have been begun have ended."""
@@ -635,46 +641,50 @@ class TensorStore:
             self._check_open()
             self._sweep()
             return Contents(
+                record,
                 {
-                    name: kept
+                    name: Kept(kept.info, kept.pieces, kept.chunks)
                     for name, version in self._names.copy().items()  # a finalizer may delete one
-                    if (kept := last_kept(version)) is not None
-                }
+                    if (kept := last_kept(version)) is not None and kept.pieces is not None
+                },
             )
 
-    def _settled(self, name: str) -> tuple[Extents, TensorInfo]:
+    def _settled(self, name: str) -> tuple[tuple[Piece, ...], TensorInfo]:
         """Return where a tensor lies, when its write has ended."""
         with self._lock:
             version: Version | None = self._version_of(name)
         while version is not None:
             if (write := version.write) is not None:
                 write.wait(None)
-            if (extents := version.extents) is not None:
-                return extents, version.info
+            if (pieces := version.pieces) is not None:
+                return pieces, version.info
             version = version.previous
         raise StorageError(None, f"tensor {name!r}: nothing is stored, the write has failed")
 
     def stats(self) -> dict[str, Any]:
         """Return what has been moved, what is on its way, and the space of each directory.
 
-        ``written_nbytes`` and ``read_nbytes`` count what was asked for; ``engine`` and others are the counters of the
+        ``written_nbytes`` and ``read_nbytes`` count what was asked for, ``moved_nbytes`` what was copied to give
+        segments back; ``engine`` and others are the counters of the
         workers, as of :meth:`tensorferry.File.stats`.
         """
         self._enter()
         with self._lock:
             self._sweep()
-            self._room.reclaim()
+        self._compact_soon()
+        with self._lock:
             schedulers = list(dict.fromkeys(one.scheduler for one in self._directories))
             return {
                 "tensors": len(self._names),
                 "in_flight": len(self._pending),
                 "written_nbytes": self._written_nbytes,
                 "read_nbytes": self._read_nbytes,
+                "moved_nbytes": self._moved_nbytes,
                 "directories": [
                     {
                         "path": directory.path,
                         "segments": len(directory.segments),
-                        "reserved_nbytes": directory.reserved_nbytes,
+                        "reserved_nbytes": directory.held_nbytes,
                         "used_nbytes": directory.used_nbytes,
                         "free_nbytes": directory.free_nbytes,
                     }
@@ -699,15 +709,19 @@ class TensorStore:
             self._closed = True  # the files are the parent's
             return
         self._refuse_in_the_middle()
+        self._ending.set()
+        if (compactor := self._compactor) not in (None, threading.current_thread()):
+            schedulers = [directory.scheduler for directory in self._directories]
+            patiently(lambda seconds: _joined(compactor, seconds), *schedulers)
         with self._closing, self._committing:
             with self._lock:
                 if self._has_ended:
                     return
-                self._closed = True
+                self._closed = self._room.closed = True
             try:
                 left = self._finish()
             except BaseException:  # Ctrl-C: to be closed again
-                self._closed = False
+                self._closed = self._room.closed = False
                 raise
             failure = None if left else self._close_files()
             with self._lock:
@@ -736,7 +750,8 @@ class TensorStore:
     def _close_files(self) -> StorageError | None:
         """Close all files, and remove those of no commit; return the first failure."""
         failure = None
-        committed = {piece.segment for extents in self._committed for piece in extents.pieces}
+        self._room.close_dropped()
+        committed = {segment for contents in self._committed for segment in contents.segments}
         for directory in self._directories:
             for segment in list(directory.segments.values()):
                 try:
@@ -818,11 +833,32 @@ class TensorStore:
 
     def _refuse_in_the_middle(self) -> None:
         """Raise where this thread is in a call already: the locks let it in, and what is half done would be damaged."""
-        if self._lock._is_owned() or self._committing._is_owned():  # type: ignore[attr-defined]
+        if self._is_in_the_middle():
             raise RuntimeError(
                 "this thread is in the middle of another call of this store (likely cause: a signal handler or a "
                 "finalizer calls it; remedy: note there what is to be done, and do it later)"
             )
+
+    def _is_in_the_middle(self) -> bool:
+        locks = [self._lock, self._committing, self._compacting]
+        locks += [directory.growing for directory in self._directories]
+        return any(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]
+
+    def _with_space(self, take: Callable[[], _Result]) -> _Result:
+        """Take space; where there is none, give up segments that are nearly empty, and try again."""
+        try:
+            return take()
+        except StorageError as error:
+            if error.errno not in NO_SPACE:
+                raise
+        compaction.compact(self, 0, MAX_SEGMENT_NBYTES)
+        return take()
+
+    def _compact_soon(self) -> None:
+        """Take back what is free, and have a thread see whether there are segments to be given up. No lock is held."""
+        self._room.reclaim()
+        if self._room.is_sparse() and self._compactor is None and self._writable:
+            compaction.start(self)
 
     def _check_open(self, *, writing: bool = False) -> None:
         if self._is_parents():
@@ -835,23 +871,37 @@ class TensorStore:
             raise ValueError("the store was opened for reading only: a new one takes writes")
 
 
+class _Mapped:
+    """The pieces of a mapping, as long as there is one."""
+
+    __slots__ = ("__weakref__", "pieces")
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+
+
 def kept_or_pending(version: Version | None) -> Version | None:
     """Return the newest version, from one back, that has not failed."""
-    while version is not None and version.write is None and version.extents is None:
+    while version is not None and version.write is None and version.pieces is None:
         version = version.previous
     return version
+
+
+def _joined(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _checked_directories(
     directories: Path | Sequence[Path], argument: str = "directories"
 ) -> list[str]:
     given = directories if isinstance(directories, (list, tuple)) else [directories]
-    paths = [checked_path(path, f"{argument}[{at}]") for at, path in enumerate(given)]
+    paths = [kept_path(path, f"{argument}[{at}]") for at, path in enumerate(given)]
     if not paths:
         raise ValueError(f"{argument}: one at least is needed, and this is an empty list")
     if len({os.path.realpath(path) for path in paths}) < len(paths):
         raise ValueError(f"{argument}: one comes twice among {paths!r}")
-    return [os.path.abspath(path) for path in paths]  # noqa: PTH100
+    return paths
 
 
 def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:

@@ -51,7 +51,7 @@ def new_array(info: TensorInfo) -> Any:
         return bytearray(info.nbytes)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(info.dtype, torch.dtype):
-        return torch.empty(info.shape, dtype=info.dtype)
+        return torch.empty(info.shape, dtype=info.dtype, device="cpu")
     import numpy
 
     return numpy.empty(info.shape, info.dtype)

@@ -17,29 +17,33 @@ from typing import TYPE_CHECKING, Any
 from tensorferry import _core, futures
 from tensorferry.arrays import moved
 from tensorferry.errors import StorageError, first_of, memory_moved
+from tensorferry.memory import locked_memory
 from tensorferry.runtime import scheduler_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tensorferry.arrays import AnyMemory
-    from tensorferry.store.room import Extents
     from tensorferry.store.segments import Piece
     from tensorferry.store.tensor_store import TensorStore
     from tensorferry.store.tensors import TensorInfo
 
 # Of what a CRC-32 is taken.
 CHUNK_NBYTES = 256 << 10
+# A multiple of it: how much is copied at a time.
+_COPIED_NBYTES = 8 << 20
 
 
 class Version:
-    """What a write makes of a tensor: on its way (``write``), kept, or failed (``extents`` is None)."""
+    """What a write makes of a tensor: on its way (``write``), kept, or failed (``pieces`` is None)."""
 
-    __slots__ = ("chunk_nbytes", "chunks", "extents", "info", "previous", "write")
+    __slots__ = ("chunk_nbytes", "chunks", "info", "pieces", "previous", "write")
 
-    def __init__(self, info: TensorInfo, extents: Extents | None, previous: Version | None) -> None:
+    def __init__(
+        self, info: TensorInfo, pieces: tuple[Piece, ...] | None, previous: Version | None
+    ) -> None:
         self.info = info
-        self.extents = extents
+        self.pieces = pieces
         self.previous = previous  # what counts if this one fails; None when it has ended well
         self.write: Write | None = None  # until it has ended
         self.chunks: list[numbers[int]] | None = None  # CRC-32s, of each piece
@@ -53,7 +57,9 @@ class Transfer:
         self._store = store
         self._name = name
         self._memory: AnyMemory | None = memory
-        self._parts: list[tuple[Piece, _core.Request, _core.Checksums | None]] = []
+        # Without the pieces: the space of an old version comes back though somebody keeps its ticket.
+        self._parts: list[tuple[_core.Request, _core.Checksums | None]] = []
+        self._begins_at = ("", 0)
         self._ended = False
         self._error: StorageError | None = None
 
@@ -72,7 +78,7 @@ class Transfer:
 
     def cancel(self) -> None:
         """End it before its time."""
-        for _, request, _ in self._parts:
+        for request, _ in self._parts:
             request.cancel()
 
     def exception(self) -> StorageError | None:
@@ -85,14 +91,14 @@ class Transfer:
         self._pending_request().notify(queue, token)
 
     def _pending_request(self) -> futures.Request:
-        waited_for = (request for _, request, _ in self._parts if not request.done())
-        return next(waited_for, self._parts[-1][1])
+        waited_for = (request for request, _ in self._parts if not request.done())
+        return next(waited_for, self._parts[-1][0])
 
     def _look(self) -> bool:
         """Return whether all parts have ended; if so, and for the first time, draw the consequences."""
         if self._store._is_parents():
             return False  # the lock may be that of a thread that is not here
-        if not all(request.done() for _, request, _ in self._parts):
+        if not all(request.done() for request, _ in self._parts):
             return False
         with self._store._lock:
             if not self._ended:
@@ -114,13 +120,14 @@ class Transfer:
     ) -> None:
         """Submit every piece, or raise with none on its way.
 
-        The core keeps the owner of the memory, and the extents, until it has done with them: whatever happens here.
+        The core keeps the owner of the memory, and the pieces, until it has done with them: whatever happens here.
         """
         assert self._memory is not None
-        extents = version.extents
-        assert extents is not None
-        pieces = extents.pieces
+        pieces = version.pieces
+        assert pieces is not None
         chunks = version.chunks
+        if pieces:
+            self._begins_at = (pieces[0].segment.file.path, pieces[0].offset)
         try:
             for at, (piece, memory) in enumerate(
                 zip(pieces, cut(self._memory, pieces), strict=True)
@@ -131,13 +138,13 @@ class Transfer:
                 elif chunks is not None:
                     # The memory is nobody's before the read has ended well: what arrives there can be compared there.
                     sums = _core.Checksums(version.chunk_nbytes, False, chunks[at], True)
-                request = _submit(piece, memory, sums, (owner, extents), write, background)
-                self._parts.append((piece, request, sums))
+                request = _submit(piece, memory, sums, (owner, pieces), write, background)
+                self._parts.append((request, sums))
         except BaseException as error:
-            for _, request, _ in self._parts:
+            for request, _ in self._parts:
                 request.cancel()
             if isinstance(error, Exception):  # not for Ctrl-C: the arrays stay referenced
-                for _, request, _ in self._parts:
+                for request, _ in self._parts:
                     request.wait(None)
             raise
 
@@ -146,14 +153,13 @@ class Transfer:
         memory = self._memory
         if memory is None:  # a signal handler has seen the end meanwhile
             return self._error
-        failed = [error for _, request, _ in self._parts if (error := request.exception())]
+        failed = [error for request, _ in self._parts if (error := request.exception())]
         # Those that were cancelled after another's fault are no news.
         failed.sort(key=lambda error: error.errno == ECANCELED)
         if failed:
             return told(failed, f"{verb} tensor {self._name!r}")
         if moved(memory) and self._parts:
-            piece = self._parts[0][0]
-            error = memory_moved(piece.segment.file.path, piece.offset, memory[1])
+            error = memory_moved(*self._begins_at, memory[1])
             return told([error], f"{verb} tensor {self._name!r}")
         return None
 
@@ -183,11 +189,11 @@ class Write(Transfer):
         if self._error is None:
             if self._store._checksums:
                 version.chunks = [
-                    numbers("I", sums.chunks or []) for _, _, sums in self._parts if sums
+                    numbers("I", sums.chunks or []) for _, sums in self._parts if sums
                 ]
             version.previous = None
         else:
-            version.extents = None
+            version.pieces = None
             self._store._failed(self._name, version)
         version.write = None
         self._version = None
@@ -257,20 +263,20 @@ class Read(Transfer):
                 if write is not None and not write.done():
                     self._behind = write
                     return False
-                if version.extents is None and version.previous is not None:
+                if version.pieces is None and version.previous is not None:
                     self._version = version.previous
                     continue
                 self._start(version)
         return True
 
     def _start(self, version: Version) -> None:
-        for _, request, _ in self._parts:
+        for request, _ in self._parts:
             request.wait(None)  # of an attempt that Ctrl-C has ended
         self._parts.clear()
         try:
             if self._cancelled:
                 raise StorageError(ECANCELED, f"{os.strerror(ECANCELED)} (before it had begun)")
-            if version.extents is None:
+            if version.pieces is None:
                 raise StorageError(None, "nothing is stored: the write has failed")
             self._check_fit(version.info)
             self._begin(version, self._owner, write=False, background=self._background)
@@ -294,6 +300,60 @@ class Read(Transfer):
     def _end(self) -> None:
         self._error = self._outcome("reading")
         self._version = None
+
+
+class Copier:
+    """Copies pieces of at most so many bytes, verified.
+
+    There are two buffers: one is read into while the other is written from.
+    """
+
+    def __init__(self, largest_nbytes: int = _COPIED_NBYTES, *, background: bool = False) -> None:
+        self._background = background
+        nbytes = min(largest_nbytes, _COPIED_NBYTES)
+        self._buffers = [memoryview(locked_memory(nbytes)[0]) for _ in range(2)]
+        self._writing: list[_core.Request | None] = [None, None]
+
+    def copy(
+        self, source: Piece, sums: Sequence[int] | None, chunk_nbytes: int, target: Piece
+    ) -> None:
+        """Begin to copy; ``finish`` waits for the end of what has been begun."""
+        for begin in range(0, source.nbytes, _COPIED_NBYTES):
+            buffer = self._buffers[0][: min(_COPIED_NBYTES, source.nbytes - begin)]
+            self._wait()
+            address, nbytes = _core.buffer_memory(buffer, True) or (0, 0)
+            memory = (address, nbytes, buffer, None)
+            wanted = None
+            if sums is not None:
+                first, last = begin // chunk_nbytes, -(-(begin + nbytes) // chunk_nbytes)
+                wanted = _core.Checksums(chunk_nbytes, False, sums[first:last], True)
+            self._writing[0] = self._submitted(source, memory, wanted, False, begin)
+            self._wait()
+            self._writing[0] = self._submitted(target, memory, None, True, begin)
+            self._buffers.reverse()
+            self._writing.reverse()
+
+    def finish(self) -> None:
+        """Wait until all that has been begun is written."""
+        for _ in range(2):
+            self._wait()
+            self._writing.reverse()
+
+    def _submitted(
+        self, piece: Piece, memory: AnyMemory, sums: Any, write: bool, begin: int
+    ) -> _core.Request:
+        owner = (
+            memory[2],
+            piece,
+        )  # both are kept until the core has done with them, whatever happens here
+        return _submit(piece, memory, sums, owner, write, self._background, begin)
+
+    def _wait(self) -> None:
+        if (request := self._writing[0]) is not None:
+            request.wait(None)
+            if (failure := request.exception()) is not None:
+                raise failure
+            self._writing[0] = None
 
 
 def told(errors: Sequence[StorageError], what: str) -> StorageError:
@@ -325,6 +385,7 @@ def _submit(
     owner: object,
     write: bool,
     background: bool,
+    begin: int = 0,
 ) -> _core.Request:
     given, nbytes, _, location = memory
     address, segments = (given, None) if isinstance(given, int) else (0, given)
@@ -334,7 +395,7 @@ def _submit(
     request = scheduler.new_request(write, False, False, False, background)
     locations: list[Any] | None = None if location is None else [location]
     for _, refusal in scheduler.submit(
-        *(request, [file], [address], [nbytes], [piece.offset], [0], owner, locations),
+        *(request, [file], [address], [nbytes], [piece.offset + begin], [0], owner, locations),
         segments=segments,
         checksums=sums,
     ):

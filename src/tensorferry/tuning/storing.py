@@ -56,7 +56,7 @@ def save(path: Path, profile: Profile) -> None:
         except FileNotFoundError:
             profiles = []
         except ValueError as problem:
-            kept = path.with_suffix(".unusable")
+            kept = path.with_name(f"{path.stem[:40]}.unusable")
             path.replace(kept)
             warnings.warn(f"{path}: {problem}; kept as {kept}", RuntimeWarning, stacklevel=2)
             profiles = []

@@ -299,7 +299,7 @@ class _Run:
 def _memory_for(record: Record) -> torch.Tensor:
     """Return memory for a payload: if that is large, lying in its pages as the payload does in those of the file."""
     if record.nbytes < _LARGE_NBYTES:
-        return torch.empty(record.nbytes, dtype=torch.uint8)
+        return torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
     start = record.begin % _PAGE_NBYTES
     memory, _ = _core.allocate(start + record.nbytes, False)
     return torch.frombuffer(memoryview(memory)[start : start + record.nbytes], dtype=torch.uint8)

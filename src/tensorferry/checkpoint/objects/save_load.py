@@ -33,6 +33,7 @@ from tensorferry.checkpoint.zipformat.archive import (
 )
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, screen
 from tensorferry.replacement import Replacement
+from tensorferry.safetensors.errors import LOOKED_AT_NBYTES, something_else
 from tensorferry.transfers import checked_path
 
 if TYPE_CHECKING:
@@ -135,10 +136,12 @@ def load(
     text = checked_path(path)
     options: dict[str, Any] = {"weights_only": weights_only, "map_location": map_location}
     with _named(text), open(text, "rb") as file:
-        begin = file.read(4)
+        begin = file.read(LOOKED_AT_NBYTES)
         if not begin:
             raise CheckpointError("it is empty", text)
-        if begin != b"PK\3\4":
+        if other := something_else(begin):
+            raise CheckpointError(other, text)
+        if not begin.startswith(b"PK\3\4"):
             if weights_only:
                 _screen_old(text, file)
             return torch.load(text, mmap=mmap, **options)

@@ -123,7 +123,7 @@ def _boxes(
 def _box(
     name: str, described: TensorStorageMetadata, chunk: ChunkStorageMetadata
 ) -> tuple[torch.Tensor, list[tuple[ReadItem, torch.Tensor]]]:
-    box = torch.empty(chunk.sizes, dtype=described.properties.dtype)
+    box = torch.empty(chunk.sizes, dtype=described.properties.dtype, device="cpu")
     wanted = []
     for request in create_read_items_for_chunk_list(name, described, [chunk]):
         place = tuple(

@@ -37,11 +37,14 @@ from tensorferry.checkpoint.storage.metadata import (
 )
 from tensorferry.checkpoint.storage.names import METADATA_NAME, RANK_METADATA
 from tensorferry.checkpoint.storage.savers import LOCK_NAME
+from tensorferry.file_locks import unread
+from tensorferry.replacement import check_renames as check_renames
 from tensorferry.replacement import make_directory as make_directory
+from tensorferry.replacement import rename
 from tensorferry.replacement import sync_directory as sync_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint.storage import WriteResult
@@ -98,13 +101,7 @@ def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult
             if summary is not None:
                 files[info.relative_path] = (summary.nbytes, summary.chunk_crcs)
             _complete_place(metadata, result.index, info)
-    missing = [index for index in _planned(metadata) if index not in storage_data]
-    if missing:
-        raise CheckpointError(
-            f"{len(missing)} of the parts that were to be saved have not been written; the checkpoint before this "
-            "one stays",
-            names=tuple(sorted({index.fqn for index in missing})),
-        )
+    check_complete(metadata, storage_data)
     if "version" in {field.name for field in dataclasses.fields(metadata)}:  # since torch 2.9
         metadata.version = METADATA_VERSION
     metadata.storage_data = storage_data
@@ -112,6 +109,23 @@ def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult
     if files:
         extras = {"version": EXTRAS_VERSION, "chunk_nbytes": CHUNK_NBYTES, "files": files}
         metadata.__dict__[EXTRAS] = extras
+
+
+def check_complete(metadata: Metadata, written: Container[MetadataIndex]) -> None:
+    """Check that everything that was planned has been written.
+
+    Raises
+    ------
+    CheckpointError
+        Something has not.
+    """
+    missing = [index for index in _planned(metadata) if index not in written]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of the parts that were to be saved have not been written; the checkpoint before this "
+            "one stays",
+            names=tuple(sorted({index.fqn for index in missing})),
+        )
 
 
 def _complete_place(metadata: Metadata, index: MetadataIndex, info: Any) -> None:
@@ -180,9 +194,11 @@ def replace(
         removable = None if alone else _names_in(_metadata_files(directory, rank))
         write_metadata(path, metadata, sync=sync, overwrite=overwrite)
         referenced = {info.relative_path for info in metadata.storage_data.values()}
-        # A save has succeeded even if what it replaces cannot be removed now; the next one tries again.
-        with contextlib.suppress(OSError):
-            remove_replaced(directory, referenced, removable, rank=rank, sync=sync)
+        # A save has succeeded even if what it replaces cannot be removed now, or is being loaded; the next one tries
+        # again.
+        with contextlib.suppress(OSError), unread(directory) as is_unread:
+            if is_unread:
+                remove_replaced(directory, referenced, removable, rank=rank, sync=sync)
             if alone:
                 remove_unfinished(directory, rank=rank)
 
@@ -239,9 +255,10 @@ def write_metadata(path: Path, metadata: Metadata, *, sync: bool, overwrite: boo
             if sync:
                 os.fsync(stream.fileno())
         if overwrite or not _named(temporary, path):
-            temporary.replace(path)
+            rename(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what failed before is what matters
+            temporary.unlink()
         raise
     if sync:
         sync_directory(path.parent)
@@ -305,8 +322,15 @@ def remove_replaced(
 def remove_leftovers(directory: Path, *, rank: int | None = None) -> None:
     """Remove what is left of saves that did not come to their end, else they might fill the disk.
 
-    No other save may be alive. Where there is metadata that is not ours, or not whole, no data file is removed.
+    No other save may be alive. Where there is metadata that is not ours, or not whole, no data file is removed; and
+    nothing while somebody loads.
     """
+    with unread(directory) as is_unread:
+        if is_unread:
+            _remove_leftovers(directory, rank)
+
+
+def _remove_leftovers(directory: Path, rank: int | None) -> None:
     remove_unfinished(directory, rank=rank)
     mentioned: set[str] = set()
     for path in directory.iterdir():

@@ -17,7 +17,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
+from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.storage import delivery, plain_objects
 from tensorferry.checkpoint.storage.metadata import (
     chunk_of,
@@ -42,10 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
 
-_QUANTIZED = frozenset([torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4])
-
-
-@dataclass
+@dataclass(slots=True)
 class Item:
     """An item of a load plan, and where it lies.
 
@@ -91,13 +89,10 @@ class Stored(NamedTuple):
         The data file's name, and where in it: sorts as the files are read.
     dtype : dtype
         Of its elements.
-    in_parts : bool
-        Whether parts of it can be read by themselves with as much verified as of the whole.
     """
 
     place: tuple[str, int]
     dtype: torch.dtype
-    in_parts: bool
 
 
 class Contents:
@@ -143,9 +138,13 @@ class Contents:
                 path, name, checksums, self.names_at, verify=self._verify, damaged=damaged
             )
         except StorageError as error:
-            if error.errno == errno.ENOENT and self._was_replaced(name):
-                why = "another save has replaced the checkpoint since its metadata was read: load again"
-                error.strerror = f"{error.strerror}; {why}"
+            if error.errno == errno.ENOENT:
+                if not pathlib.Path(self._folder).exists():
+                    why = "the checkpoint has been removed since its metadata was read"
+                    error.strerror = f"{error.strerror}; {why}"
+                elif self._was_replaced(name):
+                    why = "another save has replaced the checkpoint since its metadata was read: load again"
+                    error.strerror = f"{error.strerror}; {why}"
             raise
 
     def _was_replaced(self, name: str) -> bool:
@@ -156,7 +155,11 @@ class Contents:
     def _named_now(self) -> set[str] | None:
         """The files that present metadata names, looked up once; None where there is none that can be read."""
         named: set[str] | None = None
-        for path in pathlib.Path(self._folder).iterdir():
+        try:
+            paths = [*pathlib.Path(self._folder).iterdir()]
+        except OSError:  # it goes as well; what failed before is what matters
+            return None
+        for path in paths:
             if path.name == METADATA_NAME or RANK_METADATA.fullmatch(path.name):
                 with contextlib.suppress(OSError, CheckpointError):
                     metadata = read_metadata(path, trust_pickle=self._trusted)
@@ -182,10 +185,11 @@ class Contents:
     def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
         """Return the items of each data file, in the order in which they lie there."""
         by_file: dict[str, list[Item]] = {}
-        for request in requests:
-            info = self._info(request.storage_index)
-            payload = self._payload(request, info) if _is_tensor(request) else None
-            by_file.setdefault(info.relative_path, []).append(Item(request, info, payload))
+        with uncollected():
+            for request in requests:
+                info = self._info(request.storage_index)
+                payload = self._payload(request, info) if _is_tensor(request) else None
+                by_file.setdefault(info.relative_path, []).append(Item(request, info, payload))
         self._parse(by_file)
         for items in by_file.values():
             items.sort(key=operator.attrgetter("begin"))
@@ -220,18 +224,15 @@ class Contents:
         return found
 
     def stored(self, request: ReadItem) -> Stored | None:
-        """Return what an item asks for, if it is a plain tensor or a part of one."""
+        """Return what an item asks for, if metadata tells that it is a plain tensor, or a part of one.
+
+        Metadata of torch's does not: subclasses, which quantize for example, have the same there.
+        """
         info = self._info(request.storage_index)
-        entry = self._metadata.state_dict_metadata.get(request.storage_index.fqn)
-        if (
-            not _is_tensor(request)
-            or not isinstance(entry, TensorStorageMetadata)
-            or entry.properties.dtype in _QUANTIZED
-            or getattr(info, "transform_descriptors", None)
-        ):
+        payload = self._payload(request, info) if _is_tensor(request) else None
+        if payload is None:
             return None
-        in_parts = not self._verify or self.has_checksums(info.relative_path)
-        return Stored((info.relative_path, info.offset), entry.properties.dtype, in_parts)
+        return Stored((info.relative_path, info.offset), payload.dtype)
 
     def nbytes_of(self, requests: Sequence[ReadItem]) -> int:
         """Return how many bytes items take in data files."""
@@ -274,18 +275,17 @@ class Contents:
         if self._trusted:
             return data
         info = self._info(index)
+        # Bytes that have been verified are not damaged, whatever is in them.
+        kind = RefusedCheckpointError if self._verify else CheckpointError
         try:
             return io.BytesIO(plain_objects.harmless(data.read()))
         except RefusedError as error:
-            reason = (
-                f"it asks for {error}, which is no plain value and may run any code; if you trust whoever made this "
-                "checkpoint, read it with trust_pickle=True"
-            )
+            kind, reason = RefusedCheckpointError, plain_objects.refused(error)
         except MalformedError as error:
-            reason = f"it is damaged, or no object of torch.save's ({error})"
+            reason = f"it is not an object of torch.save's that can be read without trust ({error})"
         path = data_file(self._folder, info.relative_path, trusted=self._trusted)
         end = info.offset + info.length
-        raise CheckpointError(reason, path, names=(index.fqn,), begin=info.offset, end=end)
+        raise kind(reason, path, names=(index.fqn,), begin=info.offset, end=end)
 
     def contradiction(
         self, index: MetadataIndex, info: _StorageInfo, read: Callable[[int, int], bytes]

@@ -19,18 +19,33 @@ from torch.distributed.checkpoint import filesystem, state_dict_saver
 from tensorferry.checkpoint.staging import Stager
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
+from tensorferry.transfers import kept_path
 
 _PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint._storage_utils")
 _HUGGING_FACE_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.hf_storage")
 _SAVER_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict_saver")
 
 _torchs_async_save: Any = state_dict_saver.async_save
+_defaults: dict[str, Any] = dict(FileSystemReader.__init__.__kwdefaults__ or {})
 # Of all asynchronous saves that name only a folder: the memory for the copy is kept from one to the next.
 _stager: Stager | None = None
 
 
-def install() -> None:
-    """Have torch.distributed.checkpoint use our writer and reader by default. Calling it again does nothing.
+def install(**reading: Any) -> None:
+    """Have torch.distributed.checkpoint use our writer and reader by default. Calling it again changes ``reading``.
+
+    Parameters
+    ----------
+    **reading
+        Keyword arguments of :class:`FileSystemReader`, as ``trust_pickle``, ``verify``, ``broadcast`` and ``progress``,
+        for readers that are not given them: Lightning, accelerate and others make readers by themselves.
+
+    Raises
+    ------
+    TypeError
+        There is no such argument.
+    ValueError
+        It has no such value.
 
     Modules that have imported torch's classes, or ``async_save``, by name before keep these. Writers and readers that
     are given to ``dcp.save`` and ``dcp.load`` are used as before.
@@ -39,6 +54,8 @@ def install() -> None:
     -----
     Asynchronous saves that name only a folder share a :class:`Stager`, which keeps its memory until :func:`uninstall`.
     """
+    FileSystemReader("", **reading)  # which refuses what is wrong
+    _set_defaults(reading)
     # Its classes derive from what they find at its import, and are to go on with torch's.
     with contextlib.suppress(ImportError):
         ours: Any = importlib.import_module("tensorferry.checkpoint.storage.huggingface")
@@ -49,6 +66,7 @@ def install() -> None:
 def uninstall() -> None:
     """Put torch's own classes back."""
     global _stager
+    _set_defaults({})
     _put(filesystem.FileSystemWriter, filesystem.FileSystemReader, _torchs_async_save)
     with contextlib.suppress(ImportError):
         ours: Any = importlib.import_module("tensorferry.checkpoint.storage.huggingface")
@@ -67,6 +85,8 @@ def installed() -> bool:
 @functools.wraps(_torchs_async_save)
 def _async_save(*arguments: Any, **options: Any) -> Any:
     folder = options.get("checkpoint_id")
+    if folder and FileSystemWriter.validate_checkpoint_id(folder):
+        folder = options["checkpoint_id"] = kept_path(folder, "checkpoint_id")
     if (
         options.get("storage_writer") is None
         and folder
@@ -84,6 +104,12 @@ def _put_hugging_face(writer: Any, reader: Any) -> None:
         module: Any = importlib.import_module(name)
         if hasattr(module, "HuggingFaceStorageWriter"):
             module.HuggingFaceStorageWriter, module.HuggingFaceStorageReader = writer, reader
+
+
+def _set_defaults(reading: dict[str, Any]) -> None:
+    """Let keyword arguments have other defaults, which help() and inspect show."""
+    FileSystemReader.__init__.__kwdefaults__ = _defaults | reading
+    FileSystemWriter._warns_of_refusals = not reading.get("trust_pickle", False)
 
 
 def _put(writer: Any, reader: Any, async_save: Any) -> None:

@@ -134,7 +134,7 @@ class Boxes:
             if self._kept:
                 return self._kept.pop()
             nbytes = _SLAB_NBYTES
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def give_back(self, box: torch.Tensor) -> None:
         """Keep memory that nobody uses any more, if it is of the size that is taken again."""
@@ -267,6 +267,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_meta
     )
+
+
+def resolved(tensor: torch.Tensor, payload: Payload) -> torch.Tensor:
+    """Return the values of a tensor that has the elements of a payload."""
+    if payload.conj:
+        tensor = tensor.conj().resolve_conj()
+    return tensor.neg() if payload.neg else tensor
 
 
 def _can_be_read_into(tensor: torch.Tensor) -> bool:

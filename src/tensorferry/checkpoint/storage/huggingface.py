@@ -7,20 +7,18 @@ rank writes its parts (``save_distributed``), of which the coordinator may then 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import json
 import math
 import os
-import re
 import secrets
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import filesystem
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader as TorchsReader,
@@ -38,27 +36,27 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-import tensorferry
 from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.progress import Meter, checked_listener
+from tensorferry.checkpoint.storage import commit, hooks
 from tensorferry.checkpoint.storage.assembly import write_tensors
 from tensorferry.checkpoint.storage.contents import Item
-from tensorferry.checkpoint.storage.reader import Load
+from tensorferry.checkpoint.storage.reader import Load, Narrowed
 from tensorferry.checkpoint.storage.reading import DataFile, Reading
-from tensorferry.checkpoint.storage.writer import is_of_state
+from tensorferry.checkpoint.storage.writer import all_of, done, is_of_state, note_staged
 from tensorferry.checkpoint.zipformat.blobs import Payload
 from tensorferry.checkpoint.zipformat.ranges import is_inside
-from tensorferry.replacement import make_directory, sync_directory
-from tensorferry.safetensors import checksums, dtypes, header, index
+from tensorferry.replacement import make_directory
+from tensorferry.safetensors import dtypes, header, index, sources
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import Entry
-from tensorferry.safetensors.sharded import INDEX_NAME, Model, is_aside
+from tensorferry.safetensors.sharded import Model
 from tensorferry.safetensors.version import Version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.planner import (
         LoadPlan,
@@ -66,21 +64,18 @@ if TYPE_CHECKING:
         ReadItem,
         SavePlan,
         SavePlanner,
+        TensorWriteData,
         WriteItem,
     )
+    from torch.futures import Future
 
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.storage.assembly import Source
     from tensorferry.checkpoint.storage.reading import Want
+    from tensorferry.safetensors.sources import Stored
 
-# What torch's writer puts into headers of files that have parts of tensors (_hf_utils).
-_PARTS, _VERSION_KEY, _VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
-# And ours into those of ranks: which files were saved together.
-_SAVE = "tensorferry_save"
-_OFFSETS = "saved_offsets"
+_VERSION = "1.0"
 _SHARDED = "sharded"
-_OF_A_RANK = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors", re.ASCII)
-_SUFFIX = ".safetensors"
 
 
 class HuggingFaceStorageWriter(TorchsWriter):
@@ -143,6 +138,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
             "enable_consolidation": enable_consolidation,
             "thread_count_consolidation": thread_count_consolidation,
         }
+        path = hooks.first_folder(self, HuggingFaceStorageWriter, path)
         super().__init__(os.fspath(path), **_known(TorchsWriter, wanted), **options)
         self.last_save: Throughput | None = None
         self._progress = progress
@@ -151,23 +147,19 @@ class HuggingFaceStorageWriter(TorchsWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to another directory next, if one is given."""
-        super().reset(checkpoint_id)
-        if checkpoint_id:
-            self._place(Path(checkpoint_id))
+        place = checkpoint_id and hooks.folder(self, checkpoint_id)
+        super().reset(place)
+        if place and not hooks.has_own_files(self):
+            self._place(Path(place))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse what the format cannot hold."""
-        if type(self.fs) is not filesystem.FileSystem:
-            raise TypeError(
-                f"{type(self).__name__} sets fs, and tensorferry writes to local files by itself"
-            )
+        hooks.check_folder(self)
         self._abandon()
-        objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        if objects:
-            raise CheckpointError(
-                "the format of safetensors holds tensors only, and these are none",
-                names=tuple(objects),
-            )
+        _refuse_objects(plan)
+        if changed := self._changed():
+            hooks.tell(self, changed, "it saves, and files that are there change in the middle")
+            return super().prepare_local_plan(plan)
         make_directory(Path(self.path))
         return plan
 
@@ -179,9 +171,15 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 "names"
             )
         self._of_thread.is_coordinator = True
-        save = secrets.token_hex(8)
+        count = sum(
+            len(self._split_by_storage_plan(self.fqn_to_index_mapping, plan.items))
+            for plan in plans
+        )
+        save = f"{secrets.token_hex(8)}/{count}"
         return [
-            dataclasses.replace(plan, storage_data={**(plan.storage_data or {}), _SAVE: save})
+            dataclasses.replace(
+                plan, storage_data={**(plan.storage_data or {}), sources.SAVE: save}
+            )
             for plan in super().prepare_global_plan(plans)
         ]
 
@@ -198,20 +196,33 @@ class HuggingFaceStorageWriter(TorchsWriter):
             The file system's refusal, with the file's name.
         """
         self.last_save = None
-        storage_data: dict[str, Any] = plan.storage_data or {}
-        mapping = storage_data.get("fqn_to_index_mapping")
-        shard = storage_data.get("shard_index")
+        _refuse_objects(plan)
+        note_staged(planner)
+        if self._changed():
+            return done(all_of(super().write_data(plan, planner).wait(), plan))
+        # A planner may have kept the plan of another writer's save, and prepare_local_plan() has not seen its items.
+        storage_data: dict[str, Any] = (
+            plan.storage_data if isinstance(plan.storage_data, dict) else {}
+        )
+        mapping = self.fqn_to_index_mapping
+        shard = self._shard(storage_data) if self.save_distributed else None
+        # A cached plan has the name of an earlier save, and not on all ranks.
+        is_cached = getattr(planner, "_enable_plan_caching", False)
+        save = None if is_cached else storage_data.get(sources.SAVE)
         highest = max(mapping.values()) if mapping else 1
         meter = Meter(self._progress, total_nbytes=sum(map(_nbytes, plan.items)))
         results: list[WriteResult] = []
         model = Model(self.path, sync=self.sync_files)
         try:
-            for number, items in self._by_file(mapping, plan.items).items():
+            for number, items in self._split_by_storage_plan(mapping, plan.items).items():
                 name = file_name(number, highest, shard)
-                # A cached plan has the name of an earlier save, and not on all ranks.
-                cached = getattr(planner, "_enable_plan_caching", False)
-                save = None if shard is None or cached else storage_data.get(_SAVE)
-                results += _write_file(model, name, items, planner, meter, save)
+                own = {}
+                if shard is not None and save is not None:
+                    own = {sources.SAVE: save}
+                elif shard is not None:
+                    sizes = {item.index.fqn: list(_data(item).size) for item in items}
+                    own = {sources.WHOLE: json.dumps(sizes)}
+                results += _write_file(model, name, items, planner, meter, own)
             if shard is None and getattr(self._of_thread, "is_coordinator", False):
                 self._of_thread.model = model  # they take their places with the index
             else:
@@ -220,9 +231,7 @@ class HuggingFaceStorageWriter(TorchsWriter):
             model.abort()
             raise
         self.last_save = meter.finish()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint the new one: put files in their places, or together.
@@ -230,10 +239,22 @@ class HuggingFaceStorageWriter(TorchsWriter):
         Raises
         ------
         CheckpointError
-            Parts are missing.
+            Parts or files are missing, or ranks have written files of the same name.
         StorageError, OSError
             Something could not be read or written.
         """
+        commit.check_complete(metadata, {result.index for each in results for result in each})
+        if self._changed():
+            super().finish(metadata, results)
+            return
+        model: Model | None = getattr(self._of_thread, "model", None)
+        self._of_thread.model = None
+        try:
+            self._check_files(results, set() if model is None else model.names)
+        except CheckpointError:
+            if model is not None:
+                model.abort()
+            raise
         names = {
             result.index.fqn: result.storage_data.relative_path
             for written in results
@@ -252,18 +273,10 @@ class HuggingFaceStorageWriter(TorchsWriter):
                     mapping,
                     sync=self.sync_files,
                 )
-            # Readers look at all files: those of ranks that there are no more would be taken for parts.
-            for path in Path(self.path).iterdir():
-                if _OF_A_RANK.fullmatch(path.name) and path.name not in files:
-                    for each in (Path(checksums.path_of(path)), path):
-                        with contextlib.suppress(OSError):
-                            each.unlink()
-            if self.sync_files:
-                sync_directory(Path(self.path))
+            # Readers would take files of ranks that there are no more for parts, and an old index for the model.
+            Model(self.path, sync=self.sync_files).commit(None, files)
             return
         total = sum(result.storage_data.length for written in results for result in written)
-        model: Model | None = getattr(self._of_thread, "model", None)
-        self._of_thread.model = None
         with model or Model(self.path, sync=self.sync_files) as model:
             # Where the coordinator has no tensors another rank has put them in their places.
             model.commit(_index(names, total), files)
@@ -273,6 +286,30 @@ class HuggingFaceStorageWriter(TorchsWriter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _of_thread=threading.local())
+
+    def _shard(self, storage_data: dict[str, Any]) -> int:
+        """Return the number of this rank's files, from 1 on."""
+        rank = getattr(self, "rank", None)  # since torch 2.9
+        if rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            return int(storage_data.get("shard_index") or rank + 1)
+        return int(rank) + 1
+
+    def _check_files(self, results: list[list[WriteResult]], coming: Container[str]) -> None:
+        """Check that every file of a save is there, and was written by one rank."""
+        written: set[str] = set()
+        for each in results:
+            own = {result.storage_data.relative_path for result in each}
+            for name in own:
+                path = Path(self.path) / name
+                if name in written:
+                    raise CheckpointError(
+                        "several ranks have written a file of this name (remedy: save_distributed=True)",
+                        str(path),
+                    )
+                if name not in coming and not path.is_file():
+                    raise CheckpointError("a file of this save is missing", str(path))
+            written |= own
 
     def _place(self, path: Path) -> None:
         """Take the directory that files go to."""
@@ -288,9 +325,16 @@ class HuggingFaceStorageWriter(TorchsWriter):
         if model is not None:
             model.abort()
 
-    def _by_file(
-        self, mapping: Mapping[str, int] | None, items: list[WriteItem]
+    def _changed(self) -> frozenset[str]:
+        """Return what a subclass has changed that only torch's code uses."""
+        changed = hooks.changed(self, _WRITER_HOOKS)
+        form = self.serialization_format.name
+        return changed if form == "SAFETENSORS" else changed | {"serialization_format"}
+
+    def _split_by_storage_plan(
+        self, mapping: dict[str, int] | None, items: list[WriteItem]
     ) -> dict[int, list[WriteItem]]:
+        """Return the items of each file, by its number; a subclass may have its own way, as with torch's."""
         found: dict[int, list[WriteItem]] = {}
         for item in items:
             if mapping is not None and item.index.fqn not in mapping:
@@ -300,6 +344,15 @@ class HuggingFaceStorageWriter(TorchsWriter):
                 )
             found.setdefault(1 if mapping is None else mapping[item.index.fqn], []).append(item)
         return found
+
+
+def _refuse_objects(plan: SavePlan) -> None:
+    objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+    if objects:
+        raise CheckpointError(
+            "the format of safetensors holds tensors only, and these are none",
+            names=tuple(objects),
+        )
 
 
 class HuggingFaceStorageReader(TorchsReader):
@@ -330,10 +383,15 @@ class HuggingFaceStorageReader(TorchsReader):
         progress: Listener | None = None,
     ) -> None:
         wanted = {"thread_count": thread_count}
-        super().__init__(os.fspath(path), **_known(TorchsReader, wanted))
+        folder = hooks.first_folder(self, HuggingFaceStorageReader, path)
+        super().__init__(os.fspath(folder), **_known(TorchsReader, wanted))
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._progress = checked_listener(progress)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Read from another folder next, if one is given."""
+        super().reset(checkpoint_id and hooks.folder(self, checkpoint_id))
 
     def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
         """Read and check all headers.
@@ -348,8 +406,13 @@ class HuggingFaceStorageReader(TorchsReader):
         StorageError
             A file cannot be read.
         """
-        paths = files_of_model(self.path)
-        tensors, places = scan(paths, owners_in(self.path, paths))
+        if "fs" in self._changed():
+            return super().read_metadata(*_arguments, **_options)
+        hooks.check_folder(self)
+        folder = Path(self.path)
+        if folder.is_dir() and not any(index.names_in(folder)):
+            raise FileNotFoundError(f"there are no safetensors files in the folder {str(folder)!r}")
+        tensors, places = scan(sources.hold(folder).tensors)
         metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=places)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
@@ -368,22 +431,66 @@ class HuggingFaceStorageReader(TorchsReader):
         """
         self.nbytes_read = 0
         self.last_load = None
-        contents: Any = SafetensorsFiles(self.storage_data)
-        by_file = contents.locate(plan.items)
         meter = Meter(self._progress)
+        if self._changed():
+            super().read_data(plan, planner).wait()
+            meter.add(sum(_nbytes_read(self.storage_data, item) for item in plan.items))
+            self.last_load = meter.finish()
+            return done(None)
+        contents: Any = SafetensorsFiles(self._places(plan.items))
+        by_file = contents.locate(plan.items)
         meter.expect(sum(item.nbytes for items in by_file.values() for item in items), len(by_file))
         with Reading(lambda: meter.add(0, files=1)) as reading:
-            load = Load(contents, reading, planner, meter.add, converts=True)
+            narrowed = Narrowed()
+            load = Load(contents, reading, planner, meter.add, converts=True, narrowed=narrowed)
             contents.read(reading, by_file, load.begin)
             self.nbytes_read = reading.nbytes_read
         self.last_load = meter.finish()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        narrowed.warn()
+        return done(None)
+
+    def _places(self, requests: Iterable[ReadItem]) -> Mapping[MetadataIndex, Place]:
+        """Return where all lies that is asked for, looked up in headers where metadata of torch's does not say it."""
+        places: dict[MetadataIndex, Any] = self.storage_data
+        wanted = (places.get(request.storage_index) for request in requests)
+        paths = {each.relative_path for each in wanted if each and not isinstance(each, Place)}
+        if not paths:
+            return places
+        found = {}
+        for path in sorted(paths):
+            # Of what torch's metadata says not all is wanted: other files may be missing.
+            here = sources.hold([path], problem=lambda _: None)
+            for key, place in scan(here.tensors)[1].items():
+                known = places.get(key)
+                if known is None or known.relative_path != path:
+                    continue
+                found[key] = place
+                is_as_said = (tuple(known.shape), known.dtype) == (tuple(place.shape), place.dtype)
+                if not is_as_said:
+                    there = f"{place.dtype} of the size {list(place.shape)}"
+                    said = f"{known.dtype} of {list(known.shape)}"
+                    raise CheckpointError(
+                        f"it is {there} in the file, and not {said} as the metadata says",
+                        path,
+                        names=(key.fqn,),
+                    )
+        return {key: each for key, each in places.items() if isinstance(each, Place)} | found
+
+    def _changed(self) -> frozenset[str]:
+        """Return what a subclass has changed that only torch's code uses."""
+        return hooks.changed(self, _READER_HOOKS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+_WRITER_HOOKS = hooks.hooks_of(HuggingFaceStorageWriter, TorchsWriter)
+_READER_HOOKS = hooks.hooks_of(HuggingFaceStorageReader, TorchsReader)
+
+
+def _nbytes_read(places: Mapping[MetadataIndex, Any], item: ReadItem) -> int:
+    dtype = getattr(places[item.storage_index], "dtype", None)
+    return math.prod(item.lengths) * (0 if dtype is None else int(dtype.itemsize))
+
+
+class Place(NamedTuple):  # made in less time than a frozen dataclass
     """Where a part of a tensor lies, with the attributes of torch's own class for that.
 
     Attributes
@@ -398,6 +505,8 @@ class Place:
         Which file it was whose header said so.
     order : tuple of int, optional
         The order of its dimensions in which it is in C order; by default it is.
+    conj, neg : bool
+        As for :class:`Payload`.
     """
 
     relative_path: str
@@ -407,6 +516,8 @@ class Place:
     length: int
     identity: Version
     order: tuple[int, ...] | None = None
+    conj: bool = False
+    neg: bool = False
 
 
 class SafetensorsFiles:
@@ -426,7 +537,15 @@ class SafetensorsFiles:
                 )
             sizes = tuple(place.shape)
             order = tuple(range(len(sizes))) if place.order is None else place.order
-            payload = Payload(place.offset, place.length, place.dtype, sizes, order)
+            payload = Payload(
+                place.offset,
+                place.length,
+                place.dtype,
+                sizes,
+                order,
+                conj=place.conj,
+                neg=place.neg,
+            )
             info: Any = place
             by_file.setdefault(place.relative_path, []).append(Item(request, info, payload))
         for items in by_file.values():
@@ -467,102 +586,31 @@ class SafetensorsFiles:
         return False
 
 
-def files_of_model(folder: str | os.PathLike[str]) -> list[str]:
-    """Return the safetensors files of a folder that are the model.
-
-    Raises
-    ------
-    FileNotFoundError
-        There are none.
-    """
-    directory = Path(folder)
-    found = sorted(path for path in directory.iterdir() if path.name.endswith(_SUFFIX))
-    aside = [path for path in found if is_aside(path.name)]
-    if aside:
-        # A save was killed while files took their places: the index says which are the model.
-        with contextlib.suppress(OSError, SafetensorError):
-            named = set(index.read(directory / INDEX_NAME)[0].values())
-            if any(path.name in named for path in aside):
-                return [os.fspath(path) for path in found if path.name in named]
-        found = [path for path in found if path not in aside]
-    if not found:
-        raise FileNotFoundError(f"there are no safetensors files in the folder {str(directory)!r}")
-    return [os.fspath(path) for path in found]
-
-
-def owners_in(folder: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, str]:
-    """Return which of a folder's files the index says has each tensor, for those that are in several of them.
-
-    They are where a save was killed before it had removed what is no part of the model any more. Files of ranks have no
-    index: they are newer than one that is there.
-    """
-    names = {Path(path).name for path in paths}
-    if any(map(_OF_A_RANK.fullmatch, names)):
-        return {}
-    try:
-        weights, _ = index.read(Path(folder) / INDEX_NAME)
-    except (OSError, SafetensorError):
-        return {}
-    return {tensor: name for tensor, name in weights.items() if name in names}
-
-
+@uncollected()
 def scan(
-    paths: Iterable[str | os.PathLike[str]], owners: Mapping[str, str] | None = None
+    held: Mapping[str, tuple[tuple[int, ...], list[Stored]]],
 ) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, Place]]:
-    """Return what tensors files have, each of them whole or in parts, and where.
-
-    Where ``owners`` gives a tensor to a file by its name, what others have of it is passed over.
+    """Return what tensors a place holds, in torch's words, and where their parts are.
 
     Raises
     ------
     SafetensorError
-        A file breaks a rule of the format, or parts of a tensor do not go together.
-    StorageError
-        A file cannot be read.
+        torch has no such dtype.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, Place] = {}
-    saves: dict[str | None, str] = {}  # of ranks' files, by what they say
-    for each in paths:
-        path = os.fspath(each)
-        identity = Version.at(path)
-        with tensorferry.open(path) as file:
-            found = header.read(file)
-        offsets_of = _offsets(found, path)
-        own_name = Path(path).name
-        if _OF_A_RANK.fullmatch(own_name):
-            saves.setdefault((found.metadata or {}).get(_SAVE), path)
-            if len(saves) > 1:
-                other = next(iter(saves.values()))
-                raise SafetensorError(
-                    f"it is not of the same save as {other!r}: one was killed, or is on its way",
-                    path,
-                )
-        for name, tensor in found.tensors.items():
-            if owners and owners.get(name, own_name) != own_name:
-                continue
-            dtype = dtypes.torch_dtype(tensor.dtype)
-            shape = torch.Size(dtypes.torch_shape(tensor.dtype, tensor.shape, path, name))
-            offsets = offsets_of(name, len(shape))
-            index = MetadataIndex(name, torch.Size(offsets))
-            place = Place(path, shape, dtype, tensor.begin, tensor.nbytes, identity)
-            places[index] = place
-            chunk = ChunkStorageMetadata(torch.Size(offsets), shape)
-            end = torch.Size([size + offset for size, offset in zip(shape, offsets, strict=True)])
-            known = tensors.get(name)
-            if known is None:
-                tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), end, [chunk])
-                continue
-            if known.properties.dtype != dtype or len(known.size) != len(shape):
-                raise SafetensorError(
-                    f"it is {dtype} of {len(shape)} dimensions here, and {known.properties.dtype} of "
-                    f"{len(known.size)} in another file",
-                    path,
-                    name=name,
-                )
-            known.size = torch.Size(map(max, known.size, end))
-            known.chunks = [each for each in known.chunks if each.offsets != chunk.offsets]
-            known.chunks.append(chunk)
+    for name, (shape, parts) in held.items():
+        kind, path = parts[0].tensor.dtype, parts[0].path
+        dtype = dtypes.torch_dtype(kind)
+        size = torch.Size(dtypes.torch_shape(kind, shape, path, name))
+        chunks = []
+        for path, _, (_, _, own, begin, end), version, at in parts:
+            sizes = torch.Size(dtypes.torch_shape(kind, own, path, name))
+            offsets = torch.Size(dtypes.torch_shape(kind, at or (0,) * len(sizes), path, name))
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            place = Place(path, sizes, dtype, begin, end - begin, version)
+            places[MetadataIndex(name, offsets)] = place
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
     return tensors, places
 
 
@@ -599,7 +647,7 @@ def consolidate(
     SafetensorError, StorageError, OSError
         Something is damaged, or could not be read or written. What was there has stayed.
     """
-    tensors, places = scan(paths)
+    tensors, places = scan(sources.hold(list(paths)).tensors)
     if tensors.keys() != mapping.keys():
         wrong = tuple(sorted(tensors.keys() ^ mapping.keys()))
         raise CheckpointError(
@@ -627,19 +675,24 @@ def write_whole(
     tensors: Mapping[str, TensorStorageMetadata],
     source: Source,
     count: Callable[[int], object] = lambda _: None,
+    metadata: Mapping[str, str] | None = None,
 ) -> int:
     """Write a file of a model with whole tensors, and return how many bytes these have."""
-    begin, order, nbytes = laid_out(tensors)
+    begin, order, nbytes = laid_out(tensors, metadata)
     with model.add(name, len(begin) + nbytes) as file:
         file.write_bytes(begin)
         write_tensors(file, order, tensors, source, count)
     return nbytes
 
 
-def laid_out(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[bytes, list[str], int]:
+def laid_out(
+    tensors: Mapping[str, TensorStorageMetadata], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str], int]:
     """Return a file's header, the order of its tensors, and how many bytes these have."""
     entries = entries_of(tensors)
-    begin, order = header.build([entry[:3] for entry in entries], {"format": "pt"})
+    begin, order = header.build(
+        [entry[:3] for entry in entries], {"format": "pt", **(metadata or {})}
+    )
     return begin, order, sum(entry.nbytes for entry in entries)
 
 
@@ -668,7 +721,7 @@ def dtype_of(name: str, dtype: torch.dtype) -> str:
 
 def file_name(number: int, highest: int, shard: int | None = None) -> str:
     """Return what torch calls a file."""
-    name = f"model-{number:05d}-of-{highest:05d}{_SUFFIX}"
+    name = f"model-{number:05d}-of-{highest:05d}{index.FILE_SUFFIX}"
     return name if shard is None else f"shard-{shard:05d}-{name}"
 
 
@@ -678,13 +731,12 @@ def _write_file(
     items: list[WriteItem],
     planner: SavePlanner,
     meter: Meter,
-    save: str | None,
+    own: Mapping[str, str],
 ) -> list[WriteResult]:
-    """Write a file with the parts of tensors that a rank has of it, and the name of the save."""
+    """Write a file with the parts of tensors that a rank has of it, and what its header says of them beside torch's."""
     by_name: dict[str, WriteItem] = {}
     entries = []
     for item in items:
-        assert item.tensor_data is not None
         each = item.index.fqn
         if each in by_name:
             raise CheckpointError(
@@ -692,15 +744,17 @@ def _write_file(
                 names=(each,),
             )
         by_name[each] = item
-        dtype = dtype_of(each, item.tensor_data.properties.dtype)
-        entries.append((each, dtype, headers_shape(dtype, item.tensor_data.chunk.sizes)))
+        dtype = dtype_of(each, _data(item).properties.dtype)
+        entries.append((each, dtype, headers_shape(dtype, _data(item).chunk.sizes)))
     parts = {
-        each: {_OFFSETS: list(item.tensor_data.chunk.offsets)}  # type: ignore[union-attr]
-        for each, item in by_name.items()
+        each: {sources.OFFSETS: list(_data(item).chunk.offsets)} for each, item in by_name.items()
     }
-    metadata = {_PARTS: json.dumps(parts), _VERSION_KEY: _VERSION, "format": "pt"}
-    if save is not None:
-        metadata[_SAVE] = save
+    metadata = {
+        sources.PARTS: json.dumps(parts),
+        sources.PARTS_VERSION: _VERSION,
+        "format": "pt",
+        **own,
+    }
     begin, order = header.build(entries, metadata)
     with model.add(name, len(begin) + sum(map(_nbytes, items))) as file:
         file.write_bytes(begin)
@@ -738,39 +792,18 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     return tensor.detach()
 
 
-def _nbytes(item: WriteItem) -> int:
+def _data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None
-    data = item.tensor_data
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+    return item.tensor_data
+
+
+def _nbytes(item: WriteItem) -> int:
+    return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
 
 
 def _index(weights: Mapping[str, str], total_nbytes: int) -> str:
     """Return the text of an index, as torch writes it."""
     return json.dumps({"metadata": {"total_size": total_nbytes}, "weight_map": weights}, indent=2)
-
-
-def _offsets(found: header.Header, path: str) -> Callable[[str, int], Sequence[int]]:
-    """Return a function that says where in its whole tensor a part begins, checked."""
-    text = (found.metadata or {}).get(_PARTS)
-    if not text:
-        return lambda _, dims: (0,) * dims
-    try:
-        parts = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SafetensorError(f"its {_PARTS} cannot be read: {error}", path) from None
-
-    def offsets_of(name: str, dims: int) -> Sequence[int]:
-        part = parts.get(name) if isinstance(parts, dict) else None
-        offsets = part.get(_OFFSETS) if isinstance(part, dict) else None
-        if (
-            not isinstance(offsets, list)
-            or len(offsets) != dims
-            or not all(type(each) is int and 0 <= each < 1 << 62 for each in offsets)
-        ):
-            raise SafetensorError(f"its {_PARTS} do not say where it begins", path, name=name)
-        return offsets
-
-    return offsets_of
 
 
 def _known(kind: type, wanted: Mapping[str, Any]) -> dict[str, Any]:

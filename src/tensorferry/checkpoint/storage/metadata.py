@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tensorferry.checkpoint.checksums import crc32
-from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
+from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.zipformat import pickles
 from tensorferry.checkpoint.zipformat.pickles import (
@@ -116,12 +117,15 @@ def read_metadata(path: pathlib.Path, *, trust_pickle: bool = False) -> Metadata
     return parse_metadata(path.read_bytes(), str(path), trust_pickle=trust_pickle)
 
 
+@uncollected()
 def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Metadata:
     """Do as :func:`read_metadata` does with what a file of that path holds."""
     trailer = _TRAILER.fullmatch(data[-TRAILER_NBYTES:])
     body = memoryview(data)[: -TRAILER_NBYTES if trailer else None]
     if trailer and crc32(body) != int(trailer[1], 16):
         raise CheckpointError("it is not what was written (its checksum is another)", path)
+    # With a checksum that fits nothing is damaged, and an older checkpoint would be refused as well.
+    kind = RefusedCheckpointError if trailer else CheckpointError
     try:
         if trust_pickle:
             stream = io.BytesIO(body)
@@ -130,7 +134,7 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
         else:
             metadata, end = pickles.loads(bytes(body), _NAMES, older=OLDER_MODULES)
     except RefusedError as error:
-        raise CheckpointError(
+        raise kind(
             f"it asks for {error}, which is no part of torch's metadata and may run any code; if you trust whoever "
             "made this checkpoint, read it with trust_pickle=True",
             path,
@@ -138,8 +142,12 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
     except Exception as error:
         if trust_pickle and isinstance(error, OSError):
             raise
-        raise CheckpointError(f"it is damaged ({type(error).__name__}: {error})", path) from error
-    check_metadata(metadata, path)
+        problem = "cannot be read" if trailer else "is damaged"
+        raise kind(f"it {problem} ({type(error).__name__}: {error})", path) from error
+    try:
+        check_metadata(metadata, path)
+    except CheckpointError as error:
+        raise kind(error.reason, path) from None
     if trailer is None and (end < len(body) or EXTRAS in metadata.__dict__):
         raise CheckpointError("its end, with the checksum, is damaged or missing", path)
     return metadata  # type: ignore[no-any-return]
@@ -206,7 +214,7 @@ def data_file(folder: str | os.PathLike[str], relative_path: str, *, trusted: bo
         inside = os.path.realpath(folder)
         real = os.path.realpath(path)
         if os.path.commonpath([inside, real]) != inside or real == inside:
-            raise CheckpointError(
+            raise RefusedCheckpointError(
                 f"the checkpoint names a file outside of its folder: {relative_path!r} is {real!r}",
                 str(folder),
             )
@@ -295,9 +303,12 @@ def _member(kind: Any, name: Any) -> int:
     return int(torch_metadata._MEM_FORMAT_ENCODING[_text(name)].value)
 
 
+_SEQUENCES = (tuple, list, torch.Size)
+
+
 def _size(*lengths: Any) -> torch.Size:
     """Stand for torch.Size, which makes of a range as many numbers as that says."""
-    if len(lengths) > 1 or not {type(each) for each in lengths} <= {tuple, list, torch.Size}:
+    if len(lengths) > 1 or (lengths and type(lengths[0]) not in _SEQUENCES):
         raise MalformedError("a size that is none")
     return torch.Size(*lengths)
 
@@ -417,7 +428,7 @@ def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, torch.Size) and all(length >= 0 for length in value)
+    return isinstance(value, torch.Size) and (not value or min(value) >= 0)
 
 
 def _is_count(value: Any, most: int = _MAX_FILE_NBYTES) -> bool:

@@ -81,15 +81,13 @@ class Saver:
         try:
             self._descriptor = self._enter(path)
         except OSError as error:
-            # Where there are no locks for anybody, nobody is ever alone. But a save that is the only one without a
-            # lock would not be seen by the others, and they would remove its files.
+            # Where there are no locks for anybody, or they do not reach all, nobody is ever alone. But a save that is
+            # the only one without a lock would not be seen by the others, and they would remove its files.
             if isinstance(error, StorageError):
                 raise
-            if error.errno not in _NO_LOCKS:
-                message = (
-                    f"{error.strerror} (opening the file that shows others that a save is alive)"
-                )
-                raise StorageError(error.errno, message, str(path)) from error
+            if error.errno not in _NO_LOCKS and _reach_all(directory):
+                message = f"{error.strerror} (opening {path.name}, which shows others that a save is alive)"
+                raise StorageError(error.errno, message, str(directory)) from error
         if self._descriptor is not None:
             leave = weakref.finalize(self, _leave, self._descriptor, path, os.getpid())
             leave.atexit = False  # threads may still be saving

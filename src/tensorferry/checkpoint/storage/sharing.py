@@ -37,7 +37,7 @@ Broadcast = Literal["auto", True, False]
 # at the edges of its part a chunk is read by others as well.
 PART_NBYTES = 8 << 20
 _ROUND_NBYTES = 32 << 20
-# A rank's part of a round is at least so many pieces where tensors can be cut, so that parts are about equal.
+# A rank's part of a round is at least so many pieces, so that parts are about equal.
 _PIECES = 4
 _ALIGNMENT = 64  # any dtype's
 
@@ -193,7 +193,7 @@ def _rounds(plans: list[LoadPlan], nodes: list[str], contents: Contents) -> list
     for (_, wanted), items in ranks.items():
         if len(items) > 1 and (stored := contents.stored(next(iter(items.values())))) is not None:
             nbytes = math.prod(wanted.lengths) * stored.dtype.itemsize
-            if nbytes > 0 and (stored.in_parts or nbytes <= 2 * PART_NBYTES):
+            if nbytes > 0:
                 by_members.setdefault(tuple(items), []).append((stored, wanted))
     rounds: list[list[Round]] = []
     free = [0] * len(plans)  # from which round on a rank has no part yet
@@ -217,8 +217,8 @@ def _dealt(members: tuple[int, ...], all_wanted: list[tuple[Stored, Wanted]]) ->
     )
     turn, nbytes = 0, 0
     pieces: list[Piece] = []
+    max_nbytes = nbytes_full // len(members) // _PIECES
     for stored, wanted in all_wanted:
-        max_nbytes = nbytes_full // len(members) // _PIECES if stored.in_parts else nbytes_round
         max_numel = max_nbytes // stored.dtype.itemsize
         for offsets, lengths in _boxes(wanted.lengths, max(1, max_numel)):
             # Ranks begin in turn, as the last ones have less of a round that is not full.
@@ -279,7 +279,7 @@ class Arrivals:
     ) -> None:
         self._items = {wanted_by(item): item for item in items}
         self._resolve, self._commit, self._count = resolve, commit, count
-        self._target = self._inner = torch.empty(0)
+        self._target = self._inner = torch.empty(0, device="cpu")
         self._missing = 0
 
     def add(self, piece: Piece, box: torch.Tensor) -> None:
@@ -290,7 +290,7 @@ class Arrivals:
         if not any(piece.offsets):
             target = self._target = self._inner = self._resolve(item, piece.dtype)
             if piece.lengths != piece.wanted.lengths and not is_plain(target):
-                self._inner = torch.empty(piece.wanted.lengths, dtype=piece.dtype)
+                self._inner = torch.empty(piece.wanted.lengths, dtype=piece.dtype, device="cpu")
             self._missing = math.prod(piece.wanted.lengths)
         places = zip(piece.offsets, piece.lengths, strict=True)
         place = tuple(slice(offset, offset + length) for offset, length in places)

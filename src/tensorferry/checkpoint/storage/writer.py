@@ -9,10 +9,12 @@ import inspect
 import io
 import os
 import secrets
+import sys
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -28,9 +30,9 @@ from tensorferry.arrays import check_storage, is_plain
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import commit
+from tensorferry.checkpoint.storage import commit, hooks, plain_objects
 from tensorferry.checkpoint.storage.layout import content_nbytes, files_of, max_nbytes
-from tensorferry.checkpoint.storage.metadata import EXTRAS
+from tensorferry.checkpoint.storage.metadata import EXTRAS, metadata_path
 from tensorferry.checkpoint.storage.names import DATA_FILE_SUFFIX
 from tensorferry.checkpoint.storage.savers import Saver
 from tensorferry.checkpoint.storage.watched import WatchedFileSystem
@@ -42,6 +44,7 @@ from tensorferry.checkpoint.zipformat.archive import (
 from tensorferry.new_file import NewFile, RawNewFile
 from tensorferry.reprs import once_made
 from tensorferry.runtime import descriptor_limit
+from tensorferry.transfers import checked_path, kept_path
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -60,12 +63,19 @@ _OVERWRITE: bool = (
 )
 
 
+_T = TypeVar("_T")
+
+
 @dataclasses.dataclass
 class _Save:
     """A save on its way: asynchronous saves that overlap have a thread each."""
 
     directory: Path
     saver: Saver | None = None  # of the coordinator
+
+
+def _this_thread() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
 
 
 class _NothingThere(filesystem.FileSystem):
@@ -123,6 +133,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     planner makes on demand are let go of one by one, as they are written.
     """
 
+    # Whether objects that readers refuse without trust are told; install() and Checkpoints say otherwise.
+    _warns_of_refusals = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -138,7 +151,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     ) -> None:
         checked_listener(progress)
         super().__init__(
-            path,
+            hooks.first_folder(self, FileSystemWriter, path),
             single_file_per_rank=single_file_per_rank,
             sync_files=sync_files,
             thread_count=thread_count,
@@ -150,6 +163,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self.last_save: Throughput | None = None
         self._progress = progress
         self._stager: Stager | None = None
+        self._staged_in: tuple[tuple[int, int], str] | None = None
         self._of_thread = threading.local()
 
     @once_made
@@ -159,19 +173,37 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save to another directory next, if one is given."""
-        super().reset(checkpoint_id)
+        directory = None
+        if checkpoint_id and hooks.has_own_files(self):
+            super().reset(checkpoint_id)
+            return
+        if checkpoint_id:
+            # async_save() stages in the caller's thread, and names the folder in that of the save, or another process.
+            asked = checked_path(checkpoint_id, "checkpoint_id")
+            thread, here = self._staged_in or (None, None)
+            is_anothers = here is not None and thread != _this_thread()
+            directory = Path(here, asked) if is_anothers else Path(kept_path(asked))  # type: ignore[arg-type]
+        super().reset(directory)
         # Asynchronous saves that overlap have a thread each, and this object together.
-        self._of_thread.next_directory = Path(checkpoint_id) if checkpoint_id else None
+        self._of_thread.next_directory = directory
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse what may not be overwritten."""
+        hooks.check_folder(self)
         directory = self._directory()
         if (forgotten := getattr(_finishing, "saver", None)) is not None:
             forgotten.leave()  # of a save that failed on another rank: nobody told its writer
             _finishing.saver = None
         self._of_thread.save = _Save(directory)
         self._of_thread.next_directory = None
-        self._check_hooks()
+        if changed := self._changed_for_all():
+            hooks.tell(
+                self,
+                changed,
+                "it saves, without checksums, and what a save that fails leaves is not looked at",
+            )
+            self._of_thread.save = None
+            return super().prepare_local_plan(plan)
         commit.make_directory(directory)
         if self._alone() is not None:
             commit.refuse_beside_all(directory)
@@ -183,8 +215,13 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give back the space of saves that did not come to their end; no rank has begun to write."""
+        if self._changed_for_all():
+            return super().prepare_global_plan(plans)
         save = self._of_thread.save = self._save()
         save.saver = Saver(save.directory, self._alone())
+        if not save.saver.reaches_all:  # FUSE, for one
+            is_there = metadata_path(save.directory, self._alone()).exists()
+            commit.check_renames(save.directory, replaced=is_there)
         with contextlib.suppress(OSError), save.saver.alone() as alone:
             if alone:
                 commit.remove_leftovers(save.directory, rank=self._alone())
@@ -198,6 +235,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         StorageError
             The file system's refusal, with the file's name.
         """
+        if self._changed_for_all():
+            written = super().write_data(plan, planner).wait()
+            return done(all_of(written, plan))
+        note_staged(planner)
         # Names are made here, not with the plan: a planner may use a plan again for the next save.
         save_id = secrets.token_hex(8)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self._rank()}_"
@@ -212,9 +253,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         _finishing.saver = self._save().saver
         if _finishing.saver is None:
             self._end_save()  # the coordinator goes on
-        future: TorchFuture[list[WriteResult]] = TorchFuture()
-        future.set_result(results)
-        return future
+        return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint the new one, and remove what belonged to the one before.
@@ -224,6 +263,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         CheckpointError
             Not everything was written, or is there; the checkpoint before stays.
         """
+        if self._changed_for_all():
+            commit.check_complete(metadata, {result.index for each in results for result in each})
+            super().finish(metadata, results)
+            return
         _finishing.saver = None
         try:
             save, rank = self._save(), self._alone()
@@ -254,7 +297,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The directory of the present thread's save."""
-        return self._directory()
+        return self.path if self._changed_for_all() else self._directory()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state for an asynchronous save; see :class:`Stager`."""
@@ -263,6 +306,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
             self._stager = Stager()
         self.per_thread_copy_ahead = 0  # as in torch: nothing is on an accelerator any more
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # where it has been removed no path is relative
+            self._staged_in = _this_thread(), str(Path.cwd())
         staged: Any = self._stager.stage(state_dict)
         return staged  # type: ignore[no-any-return]
 
@@ -296,14 +343,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         if saver is not None:
             saver.leave()
 
-    def _check_hooks(self) -> None:
-        """Refuse what torch's writer would use, and this one does not."""
-        if type(self.fs) is not filesystem.FileSystem:
-            raise TypeError(
-                f"{type(self).__name__} sets fs to a {type(self.fs).__name__}, but tensorferry's FileSystemWriter "
-                "writes to local files by itself; derive from "
-                "torch.distributed.checkpoint.filesystem.FileSystemWriter"
-            )
+    def _changed_for_all(self) -> frozenset[str]:
+        """Return what a subclass has changed, where that is not about the files of a save alone."""
+        changed = hooks.changed(self, _HOOKS)
+        return changed if changed - _OF_FILES else frozenset()
 
     def _alone(self) -> int | None:
         """Return this rank if it saves without the others (use_collectives=False), else None."""
@@ -314,15 +357,11 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def _is_torchs(self) -> bool:
         """Return whether torch's own code must write the files."""
-        transforms = getattr(self, "transforms", None)
         form = getattr(self, "serialization_format", None)
-        own_way = getattr(type(self), "_write_data", None) is not getattr(
-            filesystem.FileSystemWriter, "_write_data", None
-        )
         return (
-            bool(getattr(transforms, "extensions", ()))
+            bool(getattr(getattr(self, "transforms", None), "extensions", ()))
             or (form is not None and form.name != "TORCH_SAVE")
-            or own_way  # a subclass's, which torch's code calls
+            or bool(hooks.changed(self, _HOOKS))
         )
 
     def _write(self, plan: SavePlan, planner: SavePlanner, prefix: str) -> list[WriteResult]:
@@ -330,6 +369,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         made: list[NewFile] = []
         results: list[WriteResult] = []
         unfinished: deque[tuple[WriteResult, NewFile]] = deque()
+        refusals: dict[str, str] | None = {} if self._warns_of_refusals else None
         self.last_save = None
         # Each holds two descriptors at most.
         max_unfinished = max(1, min(_MAX_UNFINISHED_FILES, descriptor_limit() // 4))
@@ -370,7 +410,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
                 made.append(file)
                 written = []
                 for item in items:
-                    written.append(_write_item(file, name, item, planner))
+                    written.append(_write_item(file, name, item, planner, refusals))
                     meter.add(content_nbytes(item) or written[-1].size_in_bytes)
                 file.begin_to_finish(self.sync_files)
                 unfinished.append((written[0], file))
@@ -380,6 +420,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             if self.sync_files:
                 commit.sync_directory(directory)
             self.last_save = meter.finish()
+            plain_objects.warn_of(refusals or {}, "FileSystemReader")
         except BaseException:
             with contextlib.suppress(OSError), contextlib.ExitStack() as whatever_happens:
                 for file in made:
@@ -400,23 +441,59 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             results: list[WriteResult] = (
                 super(FileSystemWriter, own).write_data(plan, planner).wait()
             )
-            if len(results) != len(plan.items):
-                count = len(plan.items) - len(results)
-                raise CheckpointError(f"{count} of {len(plan.items)} items have not been written")
+            all_of(results, plan)
             if self.sync_files:
                 commit.sync_directory(directory)
         except BaseException as error:
             if generation == _core.fork_generation():  # else they are the parent's
                 watched.give_up()
                 for path in watched.written:
-                    path.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # what failed before is what matters
+                        path.unlink()
             if watched.failures and isinstance(error, Exception):
                 raise cause_of(watched.failures[0]) from None
             raise
         return results
 
 
-def _write_item(file: NewFile, name: str, item: WriteItem, planner: SavePlanner) -> WriteResult:
+# Ours calls torch's prepare_local_plan(), which asks whether there is a checkpoint.
+_HOOKS = hooks.hooks_of(
+    FileSystemWriter, filesystem.FileSystemWriter, frozenset({"_metadata_exists"})
+)
+# What is about the files of a save alone, which are new ones, and count only when all is there.
+_OF_FILES = frozenset({"_write_data", "transforms"})
+
+
+def done(result: _T) -> TorchFuture[_T]:
+    """Return a future of torch's that has its result."""
+    future: TorchFuture[_T] = TorchFuture()
+    future.set_result(result)
+    return future
+
+
+def note_staged(planner: SavePlanner) -> None:
+    """Tell stagers, where there are any, that this thread saves what may be theirs."""
+    staging = sys.modules.get("tensorferry.checkpoint.staging")
+    state: Any = getattr(planner, "state_dict", None)
+    if staging is not None and isinstance(state, Mapping):
+        staging.saved_here(state.values())
+
+
+def all_of(results: list[WriteResult], plan: SavePlan) -> list[WriteResult]:
+    """Return what torch's code says it has written, if that is all: its threads tell nobody what they fail with."""
+    if len(results) < len(plan.items):
+        count = len(plan.items) - len(results)
+        raise CheckpointError(f"{count} of {len(plan.items)} items have not been written")
+    return results
+
+
+def _write_item(
+    file: NewFile,
+    name: str,
+    item: WriteItem,
+    planner: SavePlanner,
+    refusals: dict[str, str] | None,
+) -> WriteResult:
     """Write an item; what the planner made for it is let go of as soon as it has been copied."""
     offset = file.nbytes
     data = planner.resolve_data(item)
@@ -425,6 +502,8 @@ def _write_item(file: NewFile, name: str, item: WriteItem, planner: SavePlanner)
         if not isinstance(data, io.BytesIO):
             raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for bytes")
         file.write_copied(data.getbuffer())
+        if refusals is not None and (why := plain_objects.refusal(data.getvalue())) is not None:
+            refusals[item.index.fqn] = why
     else:
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"{item.index.fqn}: the planner gives {type(data)} for a tensor")

@@ -18,7 +18,7 @@ from tensorferry.checkpoint.storage.metadata import file_checksums, read_metadat
 from tensorferry.checkpoint.storage.reading import Reading, Want
 from tensorferry.checkpoint.tools.findings import Report
 from tensorferry.checkpoint.tools.kinds import metadata_files
-from tensorferry.checkpoint.tools.listing import entries_of
+from tensorferry.checkpoint.tools.listing import entries_of, incomplete
 from tensorferry.checkpoint.zipformat import blobs
 from tensorferry.checksums import Checksums
 
@@ -89,6 +89,10 @@ class _Audit:
                 self._report.problems.append(
                     CheckpointError(reason, str(file), names=(entry.name,))
                 )
+
+        for name in incomplete(metadata):
+            reason = "parts of it are missing, or there twice: they do not fill its shape"
+            self._report.problems.append(CheckpointError(reason, str(file), names=(name,)))
 
     def _check_files(self, metadata: Metadata) -> None:
         contents = Contents(self._report.path, metadata, trusted=self._trusted)

@@ -7,8 +7,11 @@ ones are read. What is new takes its place when all of it is there.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
+import io
 import os
-import stat
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -21,7 +24,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tensorferry.checkpoint.errors import CheckpointError
@@ -29,23 +39,29 @@ from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import assembly, huggingface
 from tensorferry.checkpoint.storage.contents import Contents
 from tensorferry.checkpoint.storage.metadata import read_metadata
+from tensorferry.checkpoint.storage.names import METADATA_NAME
+from tensorferry.checkpoint.storage.reader import Load
+from tensorferry.checkpoint.storage.reading import Reading
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
-from tensorferry.checkpoint.tools import audit, files
+from tensorferry.checkpoint.tools import audit, files, listing, safetensors_files
 from tensorferry.checkpoint.tools.kinds import Kind, kind_of, metadata_files
 from tensorferry.checkpoint.tools.trees import MAX_NAME
 from tensorferry.checkpoint.zipformat.ranges import slabs
-from tensorferry.safetensors import sharded
+from tensorferry.safetensors import checksums, index, sharded, sources
+from tensorferry.safetensors.parsing import METADATA
 from tensorferry.safetensors.saving import refuse_directory, replacing
 from tensorferry.safetensors.version import Version
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.storage import WriteResult
+
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.storage.assembly import Source
     from tensorferry.checkpoint.tools.findings import Report
 
 Format = Literal["auto", "dcp", "safetensors"]
 FORMATS = ("auto", "dcp", "safetensors")
-_SUFFIX = ".safetensors"
 # Larger tensors become chunks of at most so many bytes in a checkpoint.
 _CHUNK_NBYTES = 16 << 20
 
@@ -65,7 +81,7 @@ def convert(
     Parameters
     ----------
     source : str or PathLike
-        A checkpoint's folder, a file of torch.save's, a safetensors file, or a folder with such.
+        A checkpoint's folder, a file of torch.save's, a safetensors file, an index of such, or a folder with them.
     target : str or PathLike
         Where to. A name that ends in ".safetensors" becomes one file, any other one a folder. What is there of the same
         kind is replaced when all is written, and durably.
@@ -74,7 +90,8 @@ def convert(
     max_shard_nbytes : int or str
         As for :func:`tensorferry.safetensors.sharded.save_sharded`.
     tensors_only : bool
-        Leave out what is no tensor, rather than refuse it.
+        Leave out what is not a tensor, rather than refuse it: attributes of tensors, and metadata in which safetensors
+        files differ, as well.
     trust_pickle : bool
         As for :class:`tensorferry.checkpoint.FileSystemReader`.
     progress : function of a Progress, optional
@@ -88,7 +105,8 @@ def convert(
     Raises
     ------
     CheckpointError
-        The source is damaged, or has what the target cannot hold; the message names it.
+        The source is damaged or incomplete, could be read in two ways, or has what the target cannot hold; or the
+        target has a model in another format. The message names it.
     SafetensorError
         A safetensors file breaks a rule of the format, or the format has no such dtype.
     FileNotFoundError
@@ -98,7 +116,9 @@ def convert(
 
     Notes
     -----
-    Tensors that share memory in a file of torch.save's are written each by itself.
+    Tensors that share memory in a file of torch.save's are written each by itself, and conj and neg bits are applied.
+    Metadata of safetensors files are kept; in a checkpoint they are an object called ``__metadata__``, and the further
+    names of tied weights that they have are names of the same bytes.
     """
     if to not in FORMATS:
         raise ValueError(f"to: {to!r} is none of {', '.join(FORMATS)}")
@@ -113,7 +133,7 @@ def convert(
             path,
             names=tuple(found.others),
         )
-    if place.name.endswith(_SUFFIX):
+    if place.name.endswith(index.FILE_SUFFIX):
         if to == "dcp":
             raise ValueError(
                 f"target: {str(place)!r} is a file's name, and a checkpoint is a folder"
@@ -122,9 +142,16 @@ def convert(
     if place.exists() and not place.is_dir():
         raise NotADirectoryError(
             f"{str(place)!r} is a file, and no folder can be there (for a file of safetensors, let its name end in "
-            f"{_SUFFIX!r})"
+            f"{index.FILE_SUFFIX!r})"
         )
-    if to == "dcp" or (to == "auto" and found.is_safetensors):
+    to_checkpoint = to == "dcp" or (to == "auto" and found.is_safetensors)
+    suffixes = (index.FILE_SUFFIX, index.SUFFIX) if to_checkpoint else METADATA_NAME
+    if place.is_dir() and any(each.name.endswith(suffixes) for each in place.iterdir()):
+        raise CheckpointError(
+            "it has what readers would take for the model, in another format: convert to another folder",
+            str(place),
+        )
+    if to_checkpoint:
         return _to_checkpoint(found, place, progress)
     return _to_model(found, place, limit, progress)
 
@@ -142,37 +169,49 @@ class _Found(NamedTuple):
         The names of what is no tensor.
     is_safetensors : bool
         What files these are.
+    metadata : dict of str to str
+        What safetensors files say beside their tensors, which names are further ones of a tensor included.
     """
 
     tensors: dict[str, TensorStorageMetadata]
     source: Source
     others: list[str]
-    is_safetensors: bool
+    is_safetensors: bool = False
+    metadata: dict[str, str] = {}  # noqa: RUF012 (nothing changes it)
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names, and whose they are."""
+        return {
+            name: own
+            for name, own in self.metadata.items()
+            if own in self.tensors and name not in (*self.tensors, "format")
+        }
 
 
 def _look(path: str, *, trust_pickle: bool) -> _Found:
-    with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISDIR(os.stat(path).st_mode):  # noqa: PTH116
-            if not _has_metadata(path) and any(Path(path).glob(f"*{_SUFFIX}")):
-                paths = huggingface.files_of_model(path)
-                return _of_safetensors(paths, huggingface.owners_in(path, paths))
-        elif path.endswith(_SUFFIX):
-            return _of_safetensors([path], {})
-    if kind_of(path) is Kind.CHECKPOINT:
+    kind = kind_of(path)
+    if kind is Kind.ARCHIVE:
+        return _of_archive(path)
+    if kind is Kind.CHECKPOINT:
+        if any(index.names_in(path)):
+            raise CheckpointError(
+                "it has a checkpoint and safetensors files, and which are meant is not known (remedy: move the others "
+                "away)",
+                path,
+            )
         return _of_checkpoint(path, trust_pickle=trust_pickle)
-    return _of_archive(path)
-
-
-def _has_metadata(path: str) -> bool:
-    try:
-        return bool(metadata_files(path))
-    except FileNotFoundError:
-        return False
-
-
-def _of_safetensors(paths: list[str], owners: dict[str, str]) -> _Found:
-    tensors, places = huggingface.scan(paths, owners)
-    return _Found(tensors, huggingface.SafetensorsFiles(places), [], True)
+    file_name = Path(path).name if Path(path).is_file() else ""
+    several = index.ONE_OF_SEVERAL.fullmatch(file_name)
+    if index.RANKS_FILE.fullmatch(file_name) or (several and int(several[3]) > 1):
+        raise CheckpointError("it is one file of several: give their folder, or the index", path)
+    held = sources.hold(path, complete=True)
+    if any(Path(checksums.path_of(each)).exists() for each in sources.files_of(path).paths):
+        _refuse_damage(safetensors_files.verify(path))
+    tensors, places = huggingface.scan(held.tensors)
+    others = [f"{METADATA}.{key}" for key in sorted(held.differing)]
+    metadata = {key: text for key, text in held.metadata.items() if key not in held.differing}
+    return _Found(tensors, huggingface.SafetensorsFiles(places), others, True, metadata)
 
 
 def _of_checkpoint(path: str, *, trust_pickle: bool) -> _Found:
@@ -188,13 +227,49 @@ def _of_checkpoint(path: str, *, trust_pickle: bool) -> _Found:
     if not all(map(contents.has_checksums, names)):
         # Its checksums are of whole tensors, of which parts are read here.
         _refuse_damage(audit.verify(path, trust_pickle=trust_pickle))
+    incomplete = tuple(listing.incomplete(metadata))
+    if incomplete:
+        raise CheckpointError("parts of it are missing, or there twice", path, names=incomplete)
     tensors, others = {}, []
     for name, described in metadata.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
             tensors[name] = described
         else:
             others.append(name)
-    return _Found(tensors, contents, others, False)
+    said: dict[str, str] = {}
+    if METADATA in others and (text := _text_of(METADATA, contents)) is not None:
+        others.remove(METADATA)
+        said = text
+
+    def places(name: str) -> list[Any]:
+        indexes = (MetadataIndex(name, chunk.offsets) for chunk in tensors[name].chunks)
+        infos = map(metadata.storage_data.get, indexes)
+        return [info and (info.relative_path, info.offset) for info in infos]
+
+    for name, own in said.items():
+        if name in tensors and own in tensors and name != own and places(name) == places(own):
+            del tensors[name]  # it is a further name of the same bytes, as it was before
+    return _Found(tensors, contents, others, metadata=said)
+
+
+def _text_of(name: str, contents: Contents) -> dict[str, str] | None:
+    """Return an object of a checkpoint, if it is a dict of text."""
+    found: Any = None
+
+    class Planner:
+        def load_bytes(self, _request: ReadItem, value: io.BytesIO) -> None:
+            nonlocal found
+            with contextlib.suppress(pickle.UnpicklingError):  # then it is something else
+                found = torch.load(value, weights_only=True)
+
+    planner: Any = Planner()
+    where, nothing = MetadataIndex(name), torch.Size()
+    request = ReadItem(LoadItemType.BYTE_IO, where, nothing, where, nothing, nothing)
+    with Reading() as reading:
+        load = Load(contents, reading, planner, lambda _: None)
+        contents.read(reading, contents.locate([request]), load.begin)
+    is_text = type(found) is dict and {*map(type, found), *map(type, found.values())} <= {str}
+    return found if is_text else None
 
 
 def _of_archive(path: str) -> _Found:
@@ -208,14 +283,15 @@ def _of_archive(path: str) -> _Found:
     identity = Version.at(path)
     tensors, places = {}, {}
     for name, payload in payloads.items():
-        size = torch.Size(payload.sizes)
+        begin, nbytes, dtype, sizes, order, _, conj, neg = payload
+        size = torch.Size(sizes)
         origin = torch.Size([0] * len(size))
         places[MetadataIndex(name, origin)] = huggingface.Place(
-            path, size, payload.dtype, payload.begin, payload.nbytes, identity, payload.order
+            path, size, dtype, begin, nbytes, identity, order, conj, neg
         )
         chunk = ChunkStorageMetadata(origin, size)
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=payload.dtype), size, [chunk])
-    return _Found(tensors, huggingface.SafetensorsFiles(places), others, False)
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
+    return _Found(tensors, huggingface.SafetensorsFiles(places), others)
 
 
 def _refuse_damage(report: Report) -> None:
@@ -224,7 +300,7 @@ def _refuse_damage(report: Report) -> None:
 
 
 def _to_file(found: _Found, path: Path, progress: Listener | None) -> Throughput:
-    begin, order, nbytes = huggingface.laid_out(found.tensors)
+    begin, order, nbytes = huggingface.laid_out(found.tensors, found.metadata)
     refuse_directory(path)
     meter = Meter(progress, total_nbytes=nbytes, total_files=1)
     with replacing(path, sync=True, nbytes=len(begin) + nbytes) as new, new.named():
@@ -242,7 +318,7 @@ def _to_model(found: _Found, directory: Path, limit: int, progress: Listener | N
         model.check_count(len(shards))
         for name, entries in shards.items():
             tensors = {entry.name: found.tensors[entry.name] for entry in entries}
-            huggingface.write_whole(model, name, tensors, found.source, meter.add)
+            huggingface.write_whole(model, name, tensors, found.source, meter.add, found.metadata)
             meter.add(0, files=1)
         weights = {entry.name: name for name, entries in shards.items() for entry in entries}
         model.commit(None if len(shards) == 1 else sharded.index_of(weights, nbytes))
@@ -250,7 +326,8 @@ def _to_model(found: _Found, directory: Path, limit: int, progress: Listener | N
 
 
 def _to_checkpoint(found: _Found, directory: Path, progress: Listener | None) -> Throughput:
-    writer = FileSystemWriter(directory, overwrite=True, progress=progress)
+    writer = _Writer(directory, overwrite=True, progress=progress)
+    writer.aliases = found.aliases
     try:
         save({}, storage_writer=writer, planner=_Planner(found), no_dist=True)
     except CheckpointException as error:
@@ -259,6 +336,28 @@ def _to_checkpoint(found: _Found, directory: Path, progress: Listener | None) ->
         raise failure from None
     assert writer.last_save is not None
     return writer.last_save
+
+
+class _Writer(FileSystemWriter):
+    """Gives tensors further names, whose bytes are the same."""
+
+    aliases: dict[str, str]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        more = []
+        for name, own in self.aliases.items():
+            metadata.state_dict_metadata[name] = metadata.state_dict_metadata[own]
+            more += [
+                dataclasses.replace(
+                    each,
+                    index=MetadataIndex(name, each.index.offset),
+                    storage_data=copy.copy(each.storage_data),
+                )
+                for written in results
+                for each in written
+                if each.index.fqn == own
+            ]
+        super().finish(metadata, [*results, more])
 
 
 class _Planner(DefaultSavePlanner):
@@ -281,14 +380,19 @@ class _Planner(DefaultSavePlanner):
             for offsets, lengths in boxes or [(origin, sizes)]:
                 chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
                 data = TensorWriteData(chunk, TensorProperties(dtype=properties.dtype), sizes)
-                index = MetadataIndex(name, chunk.offsets)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        keys = {name: (name,) for name in self._found.tensors}
+                place = MetadataIndex(name, chunk.offsets)
+                items.append(WriteItem(place, WriteItemType.SHARD, tensor_data=data))
+        if self._found.metadata.items() - {("format", "pt")}:
+            items.append(WriteItem(MetadataIndex(METADATA), WriteItemType.BYTE_IO))
+        keys = {name: (name,) for name in (*self._found.tensors, *self._found.aliases)}
         self.plan = SavePlan(items, planner_data=keys)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        assert write_item.tensor_data is not None
+        if write_item.tensor_data is None:
+            stream = io.BytesIO()
+            torch.save(self._found.metadata, stream)
+            return stream
         chunk = write_item.tensor_data.chunk
         name = write_item.index.fqn
         return assembly.read_box(name, self._found.tensors[name], chunk, self._found.source)

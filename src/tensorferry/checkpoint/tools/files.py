@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import BinaryIO
 
+    import torch
+
     from tensorferry.checkpoint.zipformat.blobs import Payload, Tensor
 
 # What is read at once, in pieces of which each is retried by itself where something cannot be read.
@@ -88,12 +90,18 @@ def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
     others: list[str] = []
     with open(path, "rb", buffering=0) as file:
         archive = _Archive(path, file)
-        by_name = {_short(place.name): place for place in archive.places()}
-        found = archive.tensors(list(by_name.values()), others)
+        places = archive.places()
+        by_name = {_short(place.name): place for place in places}
+        found = archive.tensors(places, others)
         order = by_name.get("byteorder")
         if order and archive.read(order.begin, order.begin + order.nbytes) != b"little":
             raise CheckpointError("its bytes are in the order of big-endian machines", path)
     payloads: dict[str, Payload] = {}
+    unknown = {name for name in by_name if name.startswith("data/")}
+    unknown -= {_key(tensor) for _, tensor in found}
+    if unknown or len(by_name) < len(places):
+        reason = "it has records of something that is not known here"
+        raise CheckpointError(reason, path, names=tuple(sorted(unknown)))
     for name, tensor in found:
         if name in payloads:
             raise CheckpointError("two tensors would have this name", path, names=(name,))
@@ -107,8 +115,29 @@ def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
             if len(dims) != len(tensor.sizes):
                 reason = "its elements lie apart, or are one: save a contiguous copy of it"
                 raise CheckpointError(reason, path, names=(name,))
-        payloads[name] = Payload(shard.begin, entry.nbytes, tensor.dtype, tensor.sizes, dims)
+        if tensor.neg and not _has_negatives(tensor.dtype):
+            reason = f"it is the negative of {tensor.dtype}, which torch cannot take"
+            raise CheckpointError(reason, path, names=(name,))
+        payloads[name] = Payload(
+            shard.begin,
+            entry.nbytes,
+            tensor.dtype,
+            tensor.sizes,
+            dims,
+            conj=tensor.conj,
+            neg=tensor.neg,
+        )
     return payloads, others
+
+
+def _has_negatives(dtype: torch.dtype) -> bool:
+    import torch
+
+    try:
+        torch.zeros(1, dtype=dtype).neg()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _entry(name: str, tensor: Tensor, path: str, place: Place | None) -> Entry:

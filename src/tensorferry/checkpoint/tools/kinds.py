@@ -13,12 +13,11 @@ from tensorferry.checkpoint.errors import NotACheckpointError
 from tensorferry.checkpoint.storage.names import DATA_FILE_SUFFIX, METADATA_NAME, RANK_METADATA
 from tensorferry.checkpoint.zipformat import zips
 from tensorferry.safetensors import checksums, index
+from tensorferry.safetensors.errors import LOOKED_AT_NBYTES, something_else
 
 _FILES = (".pt", ".pth", ".bin", ".ckpt")
-_SAFETENSORS = ".safetensors"
 # How torch.save began files before torch 1.6: a pickle of this number.
 _OLD_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_HEAD_NBYTES = 512
 _LOOKED_AT, _SHOWN = 10_000, 3
 
 
@@ -54,14 +53,14 @@ def kind_of(path: str) -> Kind:
         try:
             metadata_files(path)
         except FileNotFoundError:
-            if any(safetensors_names(path)):
+            if any(index.names_in(path)):
                 return Kind.SAFETENSORS
             raise
         return Kind.CHECKPOINT
     name = Path(path).name
-    if name.endswith((_SAFETENSORS, index.SUFFIX)) and stat.S_ISREG(mode):
+    if name.endswith((index.FILE_SUFFIX, index.SUFFIX)) and stat.S_ISREG(mode):
         return Kind.SAFETENSORS
-    if name.endswith(_SAFETENSORS + checksums.SUFFIX):
+    if name.endswith(index.FILE_SUFFIX + checksums.SUFFIX):
         raise NotACheckpointError("these are the checksums of a file: give the file", path)
     if name.endswith(DATA_FILE_SUFFIX) or name == METADATA_NAME or RANK_METADATA.fullmatch(name):
         raise NotACheckpointError("it is one file of a checkpoint: give the folder", path)
@@ -71,14 +70,6 @@ def kind_of(path: str) -> Kind:
         return Kind.SAFETENSORS
     _check_file(path)
     return Kind.ARCHIVE
-
-
-def safetensors_names(path: str) -> tuple[list[str], list[str]]:
-    """Return the names of the safetensors files in a folder, and of indexes of such."""
-    with os.scandir(path) as entries:
-        names = sorted(each.name for each in entries)
-    files = [name for name in names if name.endswith(_SAFETENSORS)]
-    return files, [name for name in names if name.endswith(index.SUFFIX)]
 
 
 def metadata_files(path: str | os.PathLike[str]) -> list[Path]:
@@ -138,7 +129,7 @@ def _begins_as_safetensors(path: str) -> bool:
 def _check_file(path: str) -> None:
     with open(path, "rb", buffering=0) as file:
         read, nbytes = zips.reading(file.fileno())
-        head, tail = read(0, _HEAD_NBYTES), read(max(0, nbytes - zips.END.size), nbytes)
+        head, tail = read(0, LOOKED_AT_NBYTES), read(max(0, nbytes - zips.END.size), nbytes)
         if _OLD_MAGIC in head[:32]:
             raise NotACheckpointError(
                 "it has the format of torch.save before torch 1.6, which has no checksums: nothing in it can be "
@@ -146,6 +137,8 @@ def _check_file(path: str) -> None:
                 "tensorferry.checkpoint.save or by torch.save",
                 path,
             )
+        if other := something_else(head):
+            raise NotACheckpointError(other, path)
         # One of the two may be damaged.
         if not zips.begins(head) and not zips.ends(tail):
             what = (

@@ -10,9 +10,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from tensorferry.checkpoint.storage.metadata import read_metadata
 from tensorferry.checkpoint.tools.findings import Entry, Shard
 from tensorferry.checkpoint.tools.kinds import metadata_files
+from tensorferry.safetensors.sources import tiles
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata
@@ -38,6 +40,15 @@ def list_checkpoint(path: str | os.PathLike[str], *, trust_pickle: bool = False)
                 )
             entries[entry.name] = entry
     return [entries[name] for name in sorted(entries)]
+
+
+def incomplete(metadata: Metadata) -> Iterator[str]:
+    """Yield the names of tensors whose parts do not fill them exactly."""
+    for name, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            boxes = dict.fromkeys((chunk.offsets, chunk.sizes) for chunk in described.chunks)
+            if not tiles(described.size, boxes):
+                yield name
 
 
 def entries_of(metadata: Metadata) -> list[Entry]:

@@ -7,6 +7,9 @@ beside a file (:mod:`tensorferry.safetensors.checksums`), where there are any. N
 from __future__ import annotations
 
 import bisect
+import contextlib
+import functools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,16 +18,17 @@ from tensorferry._core import crc32
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Progress
 from tensorferry.checkpoint.tools.findings import Entry, Report, Shard
-from tensorferry.checkpoint.tools.kinds import safetensors_names
-from tensorferry.safetensors import checksums, header, index
+from tensorferry.safetensors import checksums, header, index, sources
 from tensorferry.safetensors.dtypes import DTYPES
 from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.version import Version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tensorferry.safetensors.checksums import FileChecksums
     from tensorferry.safetensors.header import Header
+    from tensorferry.safetensors.sources import Stored
 
 
 def verify(
@@ -45,42 +49,37 @@ def entries(path: str) -> list[Entry]:
     OSError
         A file is missing, or cannot be read.
     CheckpointError
-        A header or an index breaks a rule of the format.
+        A header or an index breaks a rule of the format, or files do not go together.
     """
-    found: list[Entry] = []
     try:
-        files, _ = _files_of(path)
-        for file_path in files:
-            with tensorferry.open(file_path) as file:
-                found += _entries(header.read(file), Path(file_path).name)
+        held = sources.hold(path, complete=True, problem=_missed(path, sources.fail))
     except SafetensorError as error:
         raise _plain(error) from None
-    return found
+    return [_entry(shape, parts) for shape, parts in held.tensors.values()]
 
 
-def _entries(found: Header, file_name: str) -> Iterator[Entry]:
-    for tensor in found.tensors.values():
-        dtype = DTYPES[tensor.dtype]
-        # torch counts pairs of F4.
-        kind = dtype.torch if dtype.torch and dtype.bits >= 8 else dtype.name
-        offsets = (0,) * len(tensor.shape)
-        shard = Shard(offsets, tensor.shape, file_name, tensor.begin, tensor.end)
-        yield Entry(tensor.name, kind, tensor.shape, tensor.nbytes, (shard,))
+def _missed(
+    path: str, problem: Callable[[SafetensorError], None]
+) -> Callable[[SafetensorError], None]:
+    """Return what is told of what does not go together: a file by itself is looked at without others."""
+    return problem if Path(path).is_dir() or path.endswith(index.SUFFIX) else lambda _: None
 
 
-def _files_of(path: str) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """Return the files of a path, and what its indexes say: of each, which file has which tensor."""
-    if path.endswith(index.SUFFIX):
-        weights, _ = index.read(path)
-        names = sorted(set(weights.values()))
-        return [str(Path(path).parent / name) for name in names], {path: weights}
-    folder = Path(path)
-    if not folder.is_dir():
-        return [path], {}
-    names, index_names = safetensors_names(path)
-    indexes = {str(folder / name): index.read(folder / name)[0] for name in index_names}
-    every = {*names, *(name for weights in indexes.values() for name in weights.values())}
-    return [str(folder / name) for name in sorted(every)], indexes
+def _entry(shape: tuple[int, ...], parts: list[Stored]) -> Entry:
+    name, dtype = parts[0].tensor.name, DTYPES[parts[0].tensor.dtype]
+    # torch counts pairs of F4.
+    kind = dtype.torch if dtype.torch and dtype.bits >= 8 else dtype.name
+    shards = tuple(
+        Shard(
+            part.offsets or (0,) * len(shape),
+            part.tensor.shape,
+            Path(part.path).name,
+            part.tensor.begin,
+            part.tensor.end,
+        )
+        for part in parts
+    )
+    return Entry(name, kind, shape, math.prod(shape) * dtype.bits // 8, shards)
 
 
 class _Audit:
@@ -92,30 +91,38 @@ class _Audit:
         self._files_done = self._files_total = 0
 
     def run(self) -> Report:
-        try:
-            files, indexes = _files_of(self._report.path)
-        except (SafetensorError, OSError) as error:
-            self._problem(error)
-            return self._report
-        self._files_total = len(files)
-        self._total = sum(Path(file).stat().st_size for file in files if Path(file).is_file())
-        tensors: dict[str, set[str]] = {}  # of each file that can be read
-        for file in files:
+        path = Path(self._report.path)
+        files, indexes = index.names_in(path) if path.is_dir() else ([], [])
+        inside = [str(path / name) for name in files]
+        models = [str(path / name) for name in indexes] if len(indexes) > 1 else [str(path)]
+        known = set(inside)
+        for model in models:
+            with contextlib.suppress(SafetensorError, OSError):  # which will be found
+                known.update(sources.files_of(model).paths)
+        self._files_total = len(known)
+        self._total = sum(Path(file).stat().st_size for file in known if Path(file).is_file())
+        look = functools.cache(self._look)
+        for model in models:
+            told = _missed(model, self._problem)
             try:
-                found = self._check_file(file)
-                if found is not None:
-                    tensors[Path(file).name] = set(found.tensors)
-                    self._report.entries += len(found.tensors)
+                sources.hold(model, complete=True, together=False, look=look, problem=told)
             except (SafetensorError, OSError) as error:
-                self._problem(error, file)
-            self._files_done += 1
-            self._advance(0)
-        for index_path, weights in indexes.items():
-            for name, file_name in weights.items():
-                if name not in tensors.get(file_name, {name}):
-                    reason = f"the index says that it is in {file_name!r}, and it is not"
-                    self._report.problems.append(CheckpointError(reason, index_path, names=(name,)))
+                self._problem(error)
+        for file in inside:
+            look(file)
         return self._report
+
+    def _look(self, file: str) -> tuple[Header, Version] | None:
+        found = None
+        try:
+            found = self._check_file(file)
+            if found is not None:
+                self._report.entries += len(found.tensors)
+        except (SafetensorError, OSError) as error:
+            self._problem(error, file)
+        self._files_done += 1
+        self._advance(0)
+        return None if found is None else (found, Version.at(file))
 
     def _check_file(self, path: str) -> Header | None:
         """Check a file, and return its header if that is right."""

@@ -59,6 +59,8 @@ class Payload(NamedTuple):
         The order of its dimensions in which it is in C order.
     crc : int or None
         The CRC-32 of these bytes that the zip directory has; None if it has none.
+    conj, neg : bool
+        Whether the tensor is the conjugate of these elements, and whether it is their negative.
     """
 
     begin: int
@@ -67,6 +69,8 @@ class Payload(NamedTuple):
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     crc: int | None = None
+    conj: bool = False
+    neg: bool = False
 
     @property
     def ordered_sizes(self) -> tuple[int, ...]:
@@ -148,13 +152,18 @@ def examine_range(
 
 
 class Tensor(NamedTuple):
-    """What a pickle says of a tensor: its storage, as :func:`storage_of` has it, and a place in it, in elements."""
+    """What a pickle says of a tensor: its storage, as :func:`storage_of` has it, and a place in it, in elements.
+
+    ``conj`` and ``neg`` are as for :class:`Payload`.
+    """
 
     storage: tuple[Any, ...]
     offset: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    conj: bool = False
+    neg: bool = False
 
 
 def _parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:

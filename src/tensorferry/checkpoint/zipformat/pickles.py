@@ -8,7 +8,12 @@ there, and what is hashed is small.
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import fractions
+import pathlib
 import struct
+import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +27,16 @@ _SIGNED, _DOUBLE = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_f
 # In the keys of dicts: tuples of tuples are hashed again and again, and without a limit of depth; frozensets of
 # frozensets are compared so.
 _MAX_KEY_NODES = 256
-_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.Size, torch.dtype, frozenset)
+_PLAIN = frozenset(
+    [
+        *(str, bytes, int, float, bool, complex, type(None), frozenset, range),
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+        *(decimal.Decimal, fractions.Fraction, uuid.UUID),
+        *(type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath),
+        *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    ]
+)
+_PLAIN_KEYS = _PLAIN - {frozenset}
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 
 
@@ -69,13 +83,14 @@ class Maker:
 
 def record(name: str, kind: type, build: Callable[[Any, Any], None] | None = None) -> Maker:
     """Return what makes instances of a plain class, that have only what is in their state."""
+    new = object.__new__
 
     def make(*arguments: Any) -> Any:
         if arguments:
             raise MalformedError(f"a {kind.__name__} made of arguments")
-        return object.__new__(kind)
+        return new(kind)
 
-    return Maker(name, make, build or _update, kind)
+    return Maker(name, make, build or update, kind)
 
 
 def table(makers: list[Maker]) -> dict[str, Maker]:
@@ -83,8 +98,10 @@ def table(makers: list[Maker]) -> dict[str, Maker]:
     return {maker.name: maker for maker in makers}
 
 
-def find(names: Mapping[str, Maker], module: Any, name: Any) -> Any:
-    """Return what stands for a name, or one of torch's constants."""
+def find(
+    names: Mapping[str, Maker], module: Any, name: Any, trusted: Mapping[str, Any] | None = None
+) -> Any:
+    """Return what stands for a name, or one of torch's constants, or what is trusted itself."""
     full_name = f"{_text(module)}.{_text(name)}"
     maker = names.get(full_name)
     if maker is not None:
@@ -93,6 +110,8 @@ def find(names: Mapping[str, Maker], module: Any, name: Any) -> Any:
         value = vars(torch).get(name)
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return value
+    if trusted and full_name in trusted:
+        return trusted[full_name]
     raise RefusedError(full_name)
 
 
@@ -102,6 +121,7 @@ def loads(
     persistent: Callable[[Any], Any] | None = None,
     older: Mapping[str, str] | None = None,
     begin: int = 0,
+    trusted: Mapping[str, Any] | None = None,
 ) -> tuple[Any, int]:
     """Read a pickle of protocol 2 or later.
 
@@ -117,6 +137,8 @@ def loads(
         Modules that had other names.
     begin : int
         Where it begins.
+    trusted : mapping of str to object, optional
+        Classes and functions that it may name and call as they are, because the program said so.
 
     Returns
     -------
@@ -131,7 +153,7 @@ def loads(
         It is no pickle.
     """
     try:
-        return _run(data, names, persistent, older or {}, begin)
+        return _run(data, names, persistent, older or {}, begin, trusted or {})
     except (RefusedError, MalformedError):
         raise
     except (LookupError, struct.error, TypeError, AttributeError) as error:
@@ -146,10 +168,13 @@ class Blank:
     Attributes
     ----------
     inside : list
-        What it was made of, and its state, where whoever makes it keeps them.
+        What it was made of, its items and its state, where whoever makes it keeps them.
+    called : str
+        The name of that class or function, where whoever makes it keeps it.
     """
 
     inside: list[Any]
+    called: str
 
 
 class _Anything(dict[str, Maker]):
@@ -189,6 +214,7 @@ def _run(
     persistent: Callable[[Any], Any] | None,
     older: Mapping[str, str],
     at: int,
+    trusted: Mapping[str, Any],
 ) -> tuple[Any, int]:
     builders = {maker.kind: maker.build for maker in names.values() if maker.build is not None}
     memo: dict[int, Any] = {}
@@ -202,10 +228,11 @@ def _run(
             raise MalformedError("a name that is no text")
         value = found.get((module, name))
         if value is None:
-            value = found[module, name] = find(names, older.get(module, module), name)
+            value = found[module, name] = find(names, older.get(module, module), name, trusted)
         return value
 
-    # In the order of how frequent they are. A value that is cut short ends behind the data, and so does the loop.
+    # In the order of how frequent they are; metadata of many chunks are mostly sizes and records, so what these are
+    # written as is done in one step. A value that is cut short ends behind the data, and so does the loop.
     while at < nbytes:
         code = data[at]
         at += 1
@@ -215,7 +242,9 @@ def _run(
             stack.append(memo[data[at]])
             at += 1
         elif code == 0x6A:  # LONG_BINGET
-            stack.append(memo[_WORD(data, at)[0]])
+            stack.append(
+                memo[data[at] | data[at + 1] << 8 | data[at + 2] << 16 | data[at + 3] << 24]
+            )
             at += 4
         elif code == 0x4B:  # BININT1
             stack.append(data[at])
@@ -229,24 +258,42 @@ def _run(
             stack = []
         elif code == 0x81 or code == 0x52:  # NEWOBJ, REDUCE
             arguments, maker = stack.pop(), stack[-1]
-            if type(maker) is not Maker or type(arguments) is not tuple:
+            if type(arguments) is not tuple:
                 raise MalformedError("a call of what cannot be called")
-            stack[-1] = maker.make(*arguments)
+            if type(maker) is Maker:
+                stack[-1] = maker.make(*arguments)
+            else:
+                stack[-1] = _call_trusted(trusted, maker, arguments, as_class=code == 0x81)
         elif code == 0x62:  # BUILD
             state = stack.pop()
             build = builders.get(type(stack[-1]))
+            if build is None and _is_one_of(trusted, type(stack[-1])):
+                build = _build_trusted
             if build is None:
                 raise MalformedError(f"a {type(stack[-1]).__name__} that is given a state")
             build(stack[-1], state)
         elif code == 0x75:  # SETITEMS
             items, stack = stack, marks.pop()
             _set(stack[-1], items)
-        elif code == 0x85:  # TUPLE1
-            stack[-1] = (stack[-1],)
-        elif code == 0x86:  # TUPLE2
-            stack[-2:] = [(stack[-2], stack[-1])]
+        elif code == 0x85 or code == 0x86:  # TUPLE1, TUPLE2
+            last = stack.pop()
+            made: Any = (last,) if code == 0x85 else (stack.pop(), last)
+            if data.startswith(_MAKE_OF_ONE, at) and type(stack[-1]) is Maker:
+                memo[len(memo)] = made
+                memo[len(memo)] = (made,)
+                made = memo[len(memo)] = stack.pop().make(made)
+                at += len(_MAKE_OF_ONE)
+            stack.append(made)
         elif code == 0x29:  # EMPTY_TUPLE
-            stack.append(())
+            if data.startswith(_MAKE_RECORD, at) and stack and type(stack[-1]) is Maker:
+                made = stack[-1] = memo[len(memo)] = stack[-1].make()
+                state = memo[len(memo)] = {}
+                stack.append(state)
+                marks.append(stack)
+                stack = []
+                at += len(_MAKE_RECORD)
+            else:
+                stack.append(())
         elif code == 0x7D:  # EMPTY_DICT
             stack.append({})
         elif code == 0x5D:  # EMPTY_LIST
@@ -370,6 +417,35 @@ def _run(
     raise MalformedError("it is cut short")
 
 
+def _is_one_of(trusted: Mapping[str, Any], value: Any) -> bool:
+    return any(value is each for each in trusted.values())
+
+
+def _call_trusted(
+    trusted: Mapping[str, Any], function: Any, arguments: tuple[Any, ...], *, as_class: bool
+) -> Any:
+    """Do what Python's unpicklers do, with what the program has declared safe."""
+    if not _is_one_of(trusted, function):
+        raise MalformedError("a call of what cannot be called")
+    for each in arguments:
+        if type(each) is Maker:
+            raise RefusedError(each.name)
+    return function.__new__(function, *arguments) if as_class else function(*arguments)
+
+
+def _build_trusted(instance: Any, state: Any) -> None:
+    if hasattr(instance, "__setstate__"):
+        instance.__setstate__(state)
+        return
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    if attributes:
+        update(instance, attributes)
+    for name, value in (slots or {}).items():
+        setattr(instance, _text(name), value)
+
+
+_MAKE_OF_ONE = b"\x94\x85\x94R\x94"  # MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE
+_MAKE_RECORD = b"\x81\x94}\x94("  # NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK
 _REFUSED_CODES = {
     0x50: "a persistent object",
     0x69: "an instance of an old class",
@@ -391,18 +467,26 @@ def checked_keys(values: Any) -> Any:
     MalformedError
         It may not.
     """
+    if set(map(type, values)) <= _PLAIN_KEYS:
+        return values
     for value in values:
-        kind = type(value)
-        if kind in _PLAIN and kind is not frozenset:
+        if type(value) in _PLAIN_KEYS:
             continue
         todo, count = [value], 0
         while todo:
             each = todo.pop()
             count += 1
-            if type(each) in (tuple, frozenset) and count + len(each) <= _MAX_KEY_NODES:
+            # Tuples of another class are those that :mod:`plain_objects` makes: named ones.
+            is_nested = type(each) is frozenset or (
+                isinstance(each, tuple) and type(each) is not torch.Size
+            )
+            if is_nested and count + len(each) <= _MAX_KEY_NODES:
                 todo += each
-            elif type(each) in (tuple, frozenset) or not (
-                type(each) in (*_PLAIN, Blank) or _is_index(each)
+            elif is_nested or not (
+                type(each) in _PLAIN
+                or type(each) is Blank
+                or type(each).__module__ == "numpy"  # its scalars
+                or _is_index(each)
             ):
                 raise MalformedError(f"a key of type {type(each).__name__}")
     return values
@@ -430,20 +514,32 @@ def _set(target: Any, items: list[Any]) -> None:
         raise MalformedError(f"a {type(target).__name__} used as a dict")
     keys = items[::2]
     checked_keys(keys)
-    if type(target) is Blank:
-        return
-    for key, value in zip(keys, items[1::2], strict=True):
-        target[key] = value
+    if type(target) is dict:
+        target.update(zip(keys, items[1::2], strict=True))
+    elif type(target) is Blank:
+        _keep(target, lambda: dict(zip(keys, items[1::2], strict=True)))
+    else:
+        for key, value in zip(keys, items[1::2], strict=True):
+            target[key] = value
 
 
 def _extend(target: Any, items: list[Any]) -> None:
     if type(target) is list or type(target) is deque:
         target.extend(items)
-    elif type(target) is not Blank:
+    elif type(target) is Blank:
+        _keep(target, lambda: items)
+    else:
         raise MalformedError(f"a {type(target).__name__} used as a list")
 
 
-def _update(instance: Any, state: Any) -> None:
+def _keep(blank: Blank, items: Callable[[], Any]) -> None:
+    """Keep what a class is given, where its other parts are kept as well."""
+    if hasattr(blank, "inside"):
+        blank.inside.append(items())
+
+
+def update(instance: Any, state: Any) -> None:
+    """Give an instance attributes, and nothing else."""
     if type(state) is not dict or not set(map(type, state)) <= {str}:
         raise MalformedError(f"the state of a {type(instance).__name__} is no dict of attributes")
     instance.__dict__.update(state)

@@ -1,0 +1,187 @@
+"""Where transformers' models have what their checkpoints call, and divide, otherwise: by transformers' own mapping.
+
+Transformers 5 saves the experts of Mixtral one by one, say, and has them in one parameter. Its mapping consists of
+renamings and of converters, whose operations (stack, concatenate, chunk) work on tensors. Here they are given tensors
+of row numbers: their results say which rows of the files are the rows of a parameter. No tensor is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+import math
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+# Operations that move rows and change none.
+_MOVING = {"Chunk", "Concatenate", "Interleave", "MergeModulelist", "Split", "SplitModulelist"}
+# Each piece is a read.
+_MAX_PIECES = 4096
+
+
+class Piece(NamedTuple):
+    """Elements of a tensor of the files, in their order."""
+
+    name: str
+    begin: int
+    end: int
+
+
+class Layout(NamedTuple):
+    """A parameter, made of pieces that follow each other."""
+
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+
+class Converted(NamedTuple):
+    """What a model has in its files, and the files' names for which it has no place."""
+
+    layouts: dict[str, Layout]
+    unexpected: list[str]
+
+
+def by_transformers(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, torch.Tensor]
+) -> Converted | None:
+    """Return where a model of transformers has its tensors in files.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    shapes : mapping of str to tuple of int
+        The tensors of its files.
+    wanted : mapping of str to torch.Tensor
+        Its parameters and persistent buffers, on whatever device.
+
+    Returns
+    -------
+    Converted or None
+        None where it is not a model of transformers, or of a version without such a mapping (before 5).
+
+    Raises
+    ------
+    ValueError
+        A parameter is not made of rows of the files, or two tensors of the files are the same one.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+        return None
+    try:
+        mappings = importlib.import_module("transformers.conversion_mapping")
+        loading = importlib.import_module("transformers.core_model_loading")
+    except ImportError:
+        return None
+    mapping = mappings.get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    begun: dict[str, _Conversion] = {}
+    renamed: dict[str, str] = {}
+    unexpected = []
+    rename, prefix = loading.rename_source_key, model.base_model_prefix
+    # As transformers' own loader has it, convert_and_load_state_dict_in_model.
+    for name in sorted(shapes, key=loading.dot_natural_key):
+        target, pattern = rename(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = rename(name, [], [], prefix, wanted)
+        if name == target and name in wanted and shapes[name] == tuple(wanted[name].shape):
+            pattern = None  # converted already
+        if target not in wanted:
+            unexpected.append(name)
+        elif pattern is not None:
+            conversion = begun.get(target)
+            if conversion is None:
+                own = copy.deepcopy(of_pattern[pattern])
+                conversion = begun[target] = _Conversion(target, own)
+            conversion.add(pattern, name, shapes[name])
+        elif target in renamed:
+            raise ValueError(f"files: {renamed[target]} and {name} are both the model's {target}")
+        else:
+            renamed[target] = name
+    layouts = {
+        target: Layout(shapes[name], [Piece(name, 0, math.prod(shapes[name]))])
+        for target, name in renamed.items()
+    }
+    for conversion in begun.values():
+        for target, layout in conversion.layouts(model).items():
+            if target in layouts:
+                raise ValueError(
+                    f"files: {layouts[target].pieces[0].name} and {layout.pieces[0].name} are both the model's {target}"
+                )
+            layouts[target] = layout
+    return Converted(layouts, unexpected)
+
+
+class _Conversion:
+    """One use of a converter, on row numbers."""
+
+    def __init__(self, target: str, converter: Any) -> None:
+        self._target = target
+        self._converter = converter
+        self._names: list[str] = []
+        self._begins = [0]  # the first row of each, and the end
+        self._row: tuple[int, ...] | None = None  # the last dimension, where it is not counted
+
+    def add(self, pattern: str, name: str, shape: tuple[int, ...]) -> None:
+        """Add a tensor of the files."""
+        row = shape[-1:] if len(shape) > 1 else ()
+        if self._row not in (None, row):
+            raise self._refusal(f"{self._names[0]} and {name} have other shapes")
+        self._row = row
+        begin = self._begins[-1]
+        self._names.append(name)
+        self._begins.append(begin + math.prod(shape[: len(shape) - len(row)]))
+        rows = torch.arange(begin, self._begins[-1], device="cpu")
+        counted = rows.view(*shape[:-1], 1) if row else rows.view(shape)
+        self._converter.add_tensor(self._target, name, pattern, counted)
+
+    def layouts(self, model: Any) -> dict[str, Layout]:
+        """Return what it makes."""
+        others = {type(each).__name__ for each in self._converter.operations} - _MOVING
+        if others:
+            raise self._refusal(
+                f"by {', '.join(sorted(others))}, which changes more than their order"
+            )
+        try:
+            made = self._converter.convert(self._target, model=model, config=model.config)
+        except (RuntimeError, ValueError, IndexError, AttributeError) as error:
+            raise self._refusal(f"which does not fit together: {error}") from error
+        return {
+            name: self._layout(rows[0] if isinstance(rows, list) else rows)
+            for name, rows in made.items()
+        }
+
+    def _layout(self, rows: torch.Tensor) -> Layout:
+        assert self._row is not None
+        if self._row and rows.shape[-1] != 1:
+            raise self._refusal("by rows that it cuts or joins")
+        row = math.prod(self._row)
+        flat = rows.reshape(-1)
+        owners = torch.bucketize(flat, torch.tensor(self._begins[1:], device="cpu"), right=True)
+        ends = torch.nonzero((flat[1:] != flat[:-1] + 1) | (owners[1:] != owners[:-1]))
+        edges = [0, *(ends.reshape(-1) + 1).tolist(), len(flat)] if len(flat) else [0]
+        if len(edges) > _MAX_PIECES:
+            raise self._refusal(f"by {len(edges) - 1} pieces of them")
+        pieces = []
+        for begin, end in itertools.pairwise(edges):
+            owner = int(owners[begin])
+            first = int(flat[begin]) - self._begins[owner]
+            pieces.append(Piece(self._names[owner], first * row, (first + end - begin) * row))
+        return Layout((*rows.shape[:-1], *self._row) if self._row else tuple(rows.shape), pieces)
+
+    def _refusal(self, why: str) -> ValueError:
+        names = self._names[0] if len(self._names) == 1 else f"{self._names[0]} and others"
+        return ValueError(
+            f"files: transformers makes {self._target} of {names}, {why}: this cannot be streamed. Load the model with "
+            "transformers, save its state_dict() with save_file(), and stream that"
+        )
