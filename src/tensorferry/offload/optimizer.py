@@ -201,7 +201,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if "found_inf" in scaling and scaling["found_inf"].item():
                 return loss
             self._given.settle()
-            self._check_step()
+            with self._interrupts.deferred():
+                self._check_step()
             residency = self._usable()
             with self._storing():
                 residency.check()
@@ -417,7 +418,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     residency.release(stored, dirty=True)
             if not sweep.order:  # there are no gradients, but groups may count their steps
                 sweep.broken = True
-                lender.call([], torch.empty(0, dtype=torch.uint8), sweep.function)
+                lender.call([], torch.empty(0, dtype=torch.uint8, device="cpu"), sweep.function)
             whole = True
         finally:
             lender.end(undone=not whole)
@@ -783,8 +784,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._probe.note_begun(
                     {param: self._inner.state.get(param) for param in group["params"]}
                 )
-                self._probe.try_together(self.param_groups)
-                added = self._planner.pack([group], len(self._shapes), len(self._buckets))
+                with self._interrupts.deferred():
+                    self._probe.try_together(self.param_groups)
+                    added = self._planner.pack([group], len(self._shapes), len(self._buckets))
                 buckets = [*self._buckets, *added]
                 plan.check_budget(self._budget_nbytes, buckets, self._at_once())
                 leaves_home = self._at_home and not self._fits_at_home(buckets)
@@ -851,8 +853,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _planned(self) -> list[Bucket]:
         """Decide which state lies where, for the groups as they are now."""
         check_params(self.param_groups)
-        self._probe.try_together(self.param_groups)
-        buckets = self._planner.pack(self.param_groups)
+        with self._interrupts.deferred():  # parameters have other data while the optimizer is tried
+            self._probe.try_together(self.param_groups)
+            buckets = self._planner.pack(self.param_groups)
         plan.check_budget(self._budget_nbytes, buckets, self._at_once())
         return buckets
 
@@ -1042,7 +1045,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 held.clear()
                 memory = residency.bytes_of(bucket.index)
                 if memory is None:
-                    memory = torch.empty(bucket.nbytes, dtype=torch.uint8)
+                    memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu")
                     with self._storing():
                         residency.drain()
                     if bucket.nbytes:

@@ -213,7 +213,7 @@ def check_params(groups: Sequence[dict[str, Any]]) -> None:
                 begin = local.data_ptr()
                 ranges.append((begin, begin + (last + 1) * local.itemsize, number, local))
     ranges.sort(key=lambda each: each[0])
-    reach, one = 0, torch.empty(0)  # the end of what reaches furthest, so far
+    reach, one = 0, torch.empty(0, device="cpu")  # the end of what reaches furthest, so far
     for begin, end, number, other in ranges:
         if begin < reach and _share_elements(one, other):
             raise ValueError(
@@ -233,7 +233,7 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     first = min(one.storage_offset(), other.storage_offset())
     count = one.untyped_storage().nbytes() // one.itemsize - first
-    marks = torch.zeros(count, dtype=torch.bool)
+    marks = torch.zeros(count, dtype=torch.bool, device="cpu")
     marks.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
 

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 # by what has been. More steps follow, since some begin otherwise than they go on (RAdam's first five do not adapt).
 _POWERS = (0, -1, 1, 0, 0, 4, 0, -6, 0, 0)
 
+# In the last two steps some gradients are infinite, or NaN.
+_FIRST_NOT_FINITE = len(_POWERS) - 2
+
 # No parameter of a trial is longer in any dimension: steps that take roots of matrices take long.
 _MAX_LENGTHS = {1: 64, 2: 24, 3: 8}
 _MAX_TRIED = 24
@@ -294,7 +297,8 @@ class Probe:
             if same(whole, apart):
                 self._lender.alone = alone
                 return None
-            name = differing(whole[-1], apart[-1])
+            left = whole[-1], apart[-1]
+            name = differing(*left) if all(isinstance(each, dict) for each in left) else None
             found.insert(
                 0,
                 f"{name} depends on the gradients of several parameters at once"
@@ -333,7 +337,13 @@ class Probe:
                         [at] = portion
                         for group, params in zip(optimizer.param_groups, all_params, strict=True):
                             group["params"] = [each for each in params if each is targets[at]]
-                    step()
+                    try:
+                        step()
+                    except Exception as error:
+                        if number < _FIRST_NOT_FINITE:
+                            raise
+                        # In memory it fails so, too: roots of matrices cannot be taken, say.
+                        return [*results, type(error).__name__]
                     begin.check_large()
                     left = begin.frozen()
                     name = None if after is None else differing(after, left)
@@ -378,9 +388,14 @@ class Probe:
         goes = self.gradients != "always" and number and (number + at) % 4 == 3
         if late or goes:
             return None
-        if grad.is_floating_point() and grad.numel() and number == len(_POWERS) - 2 and at % 3 == 0:
+        if (
+            grad.is_floating_point()
+            and grad.numel()
+            and number == _FIRST_NOT_FINITE
+            and at % 3 == 0
+        ):
             grad.view(-1)[0] = float("inf")
-        if grad.is_floating_point() and grad.numel() and number == len(_POWERS) - 1 and at % 3 == 2:
+        if grad.is_floating_point() and grad.numel() and number > _FIRST_NOT_FINITE and at % 3 == 2:
             grad.view(-1)[0] = float("nan")
         return grad
 

@@ -363,7 +363,7 @@ class Saved:
         count = math.prod(self.params[index][0])
         if not 0 <= start <= (count if stop is None else int(stop)) <= count:
             raise ValueError(f"a piece of parameter {index} from {start} to {stop}")
-        unit = Unit(index, torch.empty(0), start, None if stop is None else int(stop))
+        unit = Unit(index, torch.empty(0, device="cpu"), start, None if stop is None else int(stop))
         unit.dtype = _dtype_of(told["dtype"]) if told["dtype"] else None
         for name, offset, dtype, shape, stride, is_master in told["fields"]:
             each = Field(

@@ -119,7 +119,7 @@ class Mapped:
             for (bucket, _), each in zip(pieces, fields, strict=True)
         ]
         if sum(nbytes for *_, nbytes in ranges) == 0:
-            return torch.empty(0, dtype=fields[0].dtype)
+            return torch.empty(0, dtype=fields[0].dtype, device="cpu")
         if len(pieces) > 1 or fields[0].nbytes >= PACKED_NBYTES:
             return torch.frombuffer(self._store.map(ranges), dtype=fields[0].dtype)
         [(name, offset, nbytes)] = ranges
