@@ -448,6 +448,7 @@ def test_memory_that_hangs_is_kept_where_its_stream_is_left_by_ctrl_c_and_droppe
         stream = file.stream()
         faultfs.order(Fault("read", hold=True))
         stream.append(array, kept=True)
+        faultfs.await_held()  # else abort() may come before the copy has begun, and has nothing to wait for
         with interrupted(faultfs):
             stream.abort()
         monkeypatch.setattr(runtime, "CLOSE_PATIENCE_SECONDS", 0.2)
