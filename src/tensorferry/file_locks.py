@@ -25,6 +25,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 # Who has a directory alone only renames or removes what is in it.
 _MAX_WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.002
+_MAX_OTHER_SAVE_SECONDS = 2.0
 
 
 def open_lock_file(path: str | os.PathLike[str]) -> int:
@@ -70,7 +71,13 @@ def unread(directory: str | os.PathLike[str]) -> Iterator[bool]:
     """Tell whether nobody reads a directory, as :func:`read_directory` shows; none begins before the block ends."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield lock_directory(descriptor) is not False
+        found = lock_directory(descriptor)
+        # Another save may be doing the same, for a moment; a load takes longer.
+        limit = time.monotonic() + _MAX_OTHER_SAVE_SECONDS
+        while found is False and time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)
+            found = lock_directory(descriptor)
+        yield found is not False
     finally:
         _unlock_directory(descriptor, os.getpid())
 

@@ -470,9 +470,18 @@ def check_renames(directory: Path, *, replaced: bool) -> None:
 
     Raises
     ------
-    OSError
+    StorageError
         They cannot, or nothing can be made there.
     """
+    try:
+        _check_renames(directory, replaced=replaced)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno, str(error.strerror), str(directory)) from None
+
+
+def _check_renames(directory: Path, *, replaced: bool) -> None:
     device = directory.stat().st_dev
     if (device, replaced) in _renaming:
         return
@@ -489,7 +498,7 @@ def check_renames(directory: Path, *, replaced: bool) -> None:
                 f"{error.strerror}: this file system cannot {what}, so that a save that is stopped would leave half "
                 "a file (remedy: save elsewhere, and copy what is complete)"
             )
-            raise OSError(error.errno, message, str(directory)) from None
+            raise StorageError(error.errno, message, str(directory)) from None
     finally:
         for name in names:
             with contextlib.suppress(OSError):

@@ -216,6 +216,12 @@ def _run(
     at: int,
     trusted: Mapping[str, Any],
 ) -> tuple[Any, int]:
+    # A mapped file has no startswith().
+    starts: Callable[[bytes, int], bool] = (
+        data.startswith
+        if isinstance(data, bytes)
+        else lambda start, begin: data[begin : begin + len(start)] == start
+    )
     builders = {maker.kind: maker.build for maker in names.values() if maker.build is not None}
     memo: dict[int, Any] = {}
     found: dict[tuple[str, str], Any] = {}
@@ -278,14 +284,14 @@ def _run(
         elif code == 0x85 or code == 0x86:  # TUPLE1, TUPLE2
             last = stack.pop()
             made: Any = (last,) if code == 0x85 else (stack.pop(), last)
-            if data.startswith(_MAKE_OF_ONE, at) and type(stack[-1]) is Maker:
+            if starts(_MAKE_OF_ONE, at) and type(stack[-1]) is Maker:
                 memo[len(memo)] = made
                 memo[len(memo)] = (made,)
                 made = memo[len(memo)] = stack.pop().make(made)
                 at += len(_MAKE_OF_ONE)
             stack.append(made)
         elif code == 0x29:  # EMPTY_TUPLE
-            if data.startswith(_MAKE_RECORD, at) and stack and type(stack[-1]) is Maker:
+            if starts(_MAKE_RECORD, at) and stack and type(stack[-1]) is Maker:
                 made = stack[-1] = memo[len(memo)] = stack[-1].make()
                 state = memo[len(memo)] = {}
                 stack.append(state)
