@@ -171,7 +171,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _done(self, func: Any, tensors: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Do an operation on what is not derived, a count, say; what is large is made without values."""
-        if not tensors and kwargs.get("device", self._device) is not None:
+        makes = not tensors and any(each.name == "device" for each in func._schema.arguments)
+        if makes:
             there = func(*args, **{**kwargs, "device": torch.device("meta")})
             if isinstance(there, torch.Tensor) and there.numel() > _MAX_NUMEL:
                 return self._made(func, args, kwargs)

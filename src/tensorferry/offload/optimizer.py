@@ -601,7 +601,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 ),
                 type(self._inner).__name__,
             )
-            plan.check_budget(self._budget_nbytes, buckets, self._at_once())
+            plan.check_budget(self._budget_nbytes, buckets, self._at_once(), usual=False)
         self._have_groups(twin)
         self._sweep = None
         self._install(buckets)

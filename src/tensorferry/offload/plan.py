@@ -350,15 +350,18 @@ def needed_nbytes(buckets: Sequence[Bucket], at_once: int = 1) -> int:
     return min(max(sum(sizes[:at_once]), MIN_BUCKETS * usual), sum(sizes))
 
 
-def check_budget(budget_nbytes: int, buckets: Sequence[Bucket], at_once: int = 1) -> None:
-    """Refuse a budget that is too small.
+def check_budget(
+    budget_nbytes: int, buckets: Sequence[Bucket], at_once: int = 1, *, usual: bool = True
+) -> None:
+    """Refuse a budget that is too small: for the largest buckets, and for three of the ``usual`` size.
 
     Raises
     ------
     MemoryBudgetError
         It says how much is needed.
     """
-    needed = needed_nbytes(buckets, at_once)
+    sizes = sorted((paged(bucket.nbytes) for bucket in buckets), reverse=True)
+    needed = needed_nbytes(buckets, at_once) if usual else sum(sizes[:at_once])
     if budget_nbytes >= needed:
         return
     largest = max(bucket.nbytes for bucket in buckets)
