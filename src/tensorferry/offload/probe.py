@@ -531,7 +531,7 @@ class Probe:
         kept_state = optimizer.state
         kept = [group["params"] for group in optimizer.param_groups]
         own = [
-            (target, target.data, target.grad, target._version)
+            (target, target.data, target.grad)
             for params in kept
             for param in params
             for target in {
@@ -542,7 +542,7 @@ class Probe:
         random_before = torch.get_rng_state()
         try:
             with torch.no_grad():
-                for target, data, _, _ in own:
+                for target, data, _ in own:
                     target.grad = None
                     if reaches_others:
                         target.data = data.new_zeros(()).expand(data.shape)
@@ -565,7 +565,7 @@ class Probe:
             for group, params in zip(optimizer.param_groups, kept, strict=True):
                 group["params"] = params
             optimizer.state = kept_state
-            for target, data, grad, _ in own:
+            for target, data, grad in own:
                 target.grad = None
                 target.data = data
                 target.grad = grad
