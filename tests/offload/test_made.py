@@ -328,7 +328,7 @@ def give_gradients(
             grad *= {"zero": 0.0, "huge": 1e4}.get(event or "", 1.0)
         none = at in missing or event == "none at all"
         one.grad = None if none else grad.to(one.dtype)
-        other.grad = None if none else grad.to(one.dtype)
+        other.grad = None if none else grad.to(one.dtype, copy=True)
 
 
 def happens(
