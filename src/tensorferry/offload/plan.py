@@ -164,6 +164,11 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
+def is_swapped(leaf: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Return whether a tensor of the state of a parameter of a shape has a field, or stays in memory."""
+    return leaf.nbytes >= SMALL_NBYTES or bool(leaf.dim() and leaf.shape == shape)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements fill a range of memory, in whatever order."""
     expected = 1
@@ -301,9 +306,7 @@ class Planner:
             )
         leaves, spec = flatten(found.state)
         for name, leaf in zip(names_in(spec), leaves, strict=True):
-            if isinstance(leaf, torch.Tensor) and (
-                leaf.nbytes >= SMALL_NBYTES or (leaf.dim() and leaf.shape == local.shape)
-            ):
+            if isinstance(leaf, torch.Tensor) and is_swapped(leaf, local.shape):
                 unit.fields.append(
                     Field(name, 0, leaf.dtype, tuple(leaf.shape), dense_stride(leaf))
                 )

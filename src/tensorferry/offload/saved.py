@@ -15,7 +15,16 @@ import torch
 
 from tensorferry.arrays import tensor_bytes
 from tensorferry.errors import StorageError
-from tensorferry.offload.plan import Bucket, Field, Unit, flatten, local_of, names_in, unflatten
+from tensorferry.offload.plan import (
+    SMALL_NBYTES,
+    Bucket,
+    Field,
+    Unit,
+    flatten,
+    local_of,
+    names_in,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -277,8 +286,14 @@ class Saved:
             ]
             for fields in (saved.fields, own.fields)
         ]
-        # A place that is not needed here may be there: some make state in the first step alone.
-        if there != here and not (alike and all(each in there for each in here)):
+        # A place that is not needed here may be there: some make state in the first step alone. What is small may lie
+        # beside the bucket there: a user has written it into the state, say.
+        names = {each.name for each in saved.fields}
+        for each, key in zip(own.fields, here, strict=True):
+            beside = each.name not in names and each.nbytes < SMALL_NBYTES and not each.is_master
+            if key not in there and not (alike and beside):
+                self._refuse(saved, own)
+        if len(there) > len(here) and not alike:
             self._refuse(saved, own)
         if saved.stop is not None and not may_be_cut(param):
             raise ValueError(

@@ -14,6 +14,7 @@ from tensorferry.offload.plan import (
     PACKED_NBYTES,
     SMALL_NBYTES,
     flatten,
+    is_swapped,
     local_of,
     names_in,
     unflatten,
@@ -267,7 +268,7 @@ def is_planned(index: int, pieces: Sequence[tuple[Bucket, Unit]], state: Any) ->
             continue
         planned = next((each for each in first.fields if each.name == name), None)
         if planned is None:
-            known = known and leaf.nbytes < SMALL_NBYTES
+            known = known and not is_swapped(local_of(leaf), local.shape)
             continue
         shape = tuple(local.shape) if first.stop is not None else planned.shape
         if tuple(local_of(leaf).shape) != shape:
