@@ -49,3 +49,26 @@ def test_the_peak_is_the_budget_and_a_little_first_step_included(directory):
     assert (
         told["left"] < BUDGET // 2
     )  # close() gives the slots back, though the optimizer is still there
+
+
+def restore(directory):
+    from tensorferry.offload import offload_optimizer
+
+    param = torch.nn.Parameter(torch.full((4096, 4096), 0.5))  # 128 MiB of state
+    param.grad = torch.full_like(param, 0.01)
+    optimizer = offload_optimizer(
+        torch.optim.AdamW([param]), directory / "state", memory_budget=BUDGET
+    )
+    optimizer.step()
+    optimizer.checkpoint(directory / "kept")
+    optimizer.drain()
+    gc.collect()
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    optimizer.restore(directory / "kept")
+    return {"peak": memory("VmHWM") - before}
+
+
+def test_a_restore_takes_no_memory_beside_the_budget(directory):
+    told = child.call(f"{__name__}:restore", directory=directory).result
+    assert told["peak"] < BUDGET + 64 * MIB

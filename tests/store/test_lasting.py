@@ -1,8 +1,10 @@
 """What outlives a store, or a later write: mappings, snapshots, commits."""
 
 import errno
+import functools
 import mmap
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -396,6 +398,94 @@ def test_a_kill_at_any_moment_leaves_the_last_commit(tmp_path, seed):
         named = len(list((tmp_path / "s").glob("*.segment")))
     with TensorStore.open(tmp_path / "s") as old:
         assert len(old._directories[0].segments) == named
+
+
+def assert_has_commit(path, record, *, previous=False):
+    with TensorStore.open(path, previous=previous) as old:
+        assert old.record == record
+        for name in old:
+            assert (old.read(name).result() == pattern(SEGMENT, int(record) * 10 + int(name))).all()
+
+
+def commit_number(store, number, **how):
+    for name in range(3):
+        store.write(str(name), pattern(SEGMENT, number * 10 + name))
+    store.commit(str(number).encode(), **how)
+
+
+def test_a_commit_that_is_kept_is_there_until_it_is_dropped(tmp_path):
+    """Also in the run after, which may go back to it, and in twice the space."""
+    path = tmp_path / "s"
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:
+        for number in range(1, 6):
+            store.drop_previous()
+            commit_number(store, number, keep_previous=True)
+    assert used(path) < 7 * SEGMENT
+    assert_has_commit(path, b"5")
+    assert_has_commit(path, b"4", previous=True)
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:
+        store.go_back()
+        commit_number(store, 6, keep_previous=True)
+    assert_has_commit(path, b"6")
+    assert_has_commit(path, b"4", previous=True)
+    with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:
+        commit_number(store, 7)
+    assert_has_commit(path, b"7")
+    with pytest.raises(tensorferry.StorageError, match="No such file"):
+        TensorStore.open(path, previous=True)
+    assert len(list(path.glob("*.segment"))) == 3
+
+
+def test_a_kill_between_any_two_names_leaves_a_commit_and_the_one_before(tmp_path):
+    """The names of manifests change one after the other."""
+    renamed, removed = pathlib.Path.replace, pathlib.Path.unlink
+    progress = tmp_path / "progress"
+
+    def commit_until_killed(path, names_left):
+        def name_changes(change, *arguments, **more):
+            nonlocal names_left
+            names_left -= 1
+            if names_left < 0:
+                os._exit(0)
+            return change(*arguments, **more)
+
+        pathlib.Path.replace = functools.partialmethod(functools.partial(name_changes, renamed))
+        pathlib.Path.unlink = functools.partialmethod(functools.partial(name_changes, removed))
+        store = TensorStore(path, segment_nbytes=SEGMENT, temporary=False)
+        for number in range(1, 6):
+            store.drop_previous()
+            commit_number(store, number, keep_previous=number != 4)
+            progress.write_text(str(number))
+        os._exit(1)
+
+    killed = 0
+    while True:
+        path = tmp_path / str(killed)
+        progress.write_text("0")
+        child = os.fork()
+        if child == 0:
+            try:
+                commit_until_killed(path, killed)
+            finally:
+                os._exit(2)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if ended:
+            break
+        number = int(progress.read_text())
+        if number:
+            with TensorStore.open(path) as old:
+                found = int(old.record)
+            assert found in (number, number + 1)
+            assert_has_commit(path, str(found).encode())
+            if (path / manifest.PREVIOUS_NAME).exists() and (path / manifest.NAME).exists():
+                assert_has_commit(path, str(found - 1).encode(), previous=True)
+        with TensorStore(path, segment_nbytes=SEGMENT, temporary=False) as store:
+            commit_number(store, 9)
+        assert_has_commit(path, b"9")
+        assert len(list(path.glob("*.segment"))) == 3
+        killed += 1
+    assert ended == 1
+    assert killed >= 10
 
 
 def assert_is_step(store, step):

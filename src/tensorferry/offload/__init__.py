@@ -105,7 +105,7 @@ def offload_optimizer(
         raise ValueError(f'commit: {commit!r} is none of "none", "step", "fsync"')
     paths = directories if commit == "none" else of_this_rank(directories)
     store = TensorStore(paths, weights=weights, temporary=commit == "none")
-    earlier = None
+    earlier: list[Saved] = []
     try:
         if commit != "none":
             earlier = _committed(of_this_rank(directories))
@@ -120,25 +120,31 @@ def offload_optimizer(
             step_device=step_device,
         )
     except BaseException:
-        if earlier is not None:
-            earlier.close()
+        for each in earlier:
+            each.close()
         store.close()
         raise
 
 
-def _committed(paths: list[str]) -> Saved | None:
-    """Return what an earlier run has committed in directories."""
+def _committed(paths: list[str]) -> list[Saved]:
+    """Return what an earlier run has committed in directories: its last step, and the one before if that is kept."""
+    found: list[Saved] = []
     try:
-        store = TensorStore.open(paths)
+        for previous in (False, True):
+            store = TensorStore.open(paths, previous=previous)
+            try:
+                found.append(Saved(store, paths[0]))
+            except BaseException:
+                store.close()
+                raise
     except StorageError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
-    try:
-        return Saved(store, paths[0])
+        if not found and error.errno != errno.ENOENT:
+            raise
     except BaseException:
-        store.close()
+        for each in found:
+            each.close()
         raise
+    return found
 
 
 def _check_master(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensorferry.offload.states import CLASSES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -23,7 +25,7 @@ _STEPS = 12
 _MANY_OPERATIONS, _SETTLED_STEPS = 1000, 4
 
 # Larger tensors are never computed, whatever they are derived from.
-_MAX_NUMEL = 1024
+MAX_COMPUTED = 1024
 
 # A loop that waits for a value, of which there is none, would never end.
 _MAX_OPERATIONS = 20_000
@@ -96,7 +98,13 @@ def dry_run(
                     break
         except Exception:  # whatever an optimizer does that needs values
             return None
-    return Found(dict(state_of()), watch.pointwise, watch.trace, watch.reads)
+    state = _pytree.tree_map(_without_memory, dict(state_of()))
+    return Found(state, watch.pointwise, watch.trace, watch.reads)
+
+
+def _without_memory(leaf: Any) -> Any:
+    is_large = isinstance(leaf, torch.Tensor) and leaf.numel() > MAX_COMPUTED
+    return leaf.to("meta") if is_large and type(leaf) in CLASSES else leaf
 
 
 def _shapes_in(state: Any) -> Any:
@@ -141,7 +149,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         ]
         derived = [tensor for tensor in tensors if self._is_derived(tensor)]
-        if not derived and any(tensor.numel() > _MAX_NUMEL for tensor in tensors):
+        if not derived and any(tensor.numel() > MAX_COMPUTED for tensor in tensors):
             derived = tensors
         if not derived:
             return self._done(func, tensors, args, kwargs)
@@ -174,7 +182,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         makes = not tensors and any(each.name == "device" for each in func._schema.arguments)
         if makes:
             there = func(*args, **{**kwargs, "device": torch.device("meta")})
-            if isinstance(there, torch.Tensor) and there.numel() > _MAX_NUMEL:
+            if isinstance(there, torch.Tensor) and there.numel() > MAX_COMPUTED:
                 return self._made(func, args, kwargs)
         return func(*args, **kwargs)
 

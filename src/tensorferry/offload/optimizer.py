@@ -75,7 +75,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         *,
         master_dtype: torch.dtype | None = None,
         commit: Commit = "none",
-        earlier: Saved | None = None,
+        earlier: Sequence[Saved] = (),
         endurance_nbytes: int | None = None,
         step_device: StepDevice = "param",
     ) -> None:
@@ -88,7 +88,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._commit = commit
         self._endurance_nbytes = endurance_nbytes
         self._committed = True  # whether the last whole step is
-        self._earlier = earlier  # what was committed here before
+        self._earlier = list(earlier)  # what was committed here before, the last commit first
+        self._keeps_previous = False  # this rank and others can go back by one commit
         self._threads = StepThreads()
         self._warned = False
         self._buckets: list[Bucket] = []
@@ -188,9 +189,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._usable()
             if self._sweep is not None:
                 raise self._half_done("a step before it failed")
-            if self._earlier is not None:
+            if self._earlier:
                 raise RuntimeError(
-                    f"step {self._earlier.steps} is committed in these directories, and a step would replace it: call "
+                    f"step {self.committed_step} is committed in these directories, and a step would replace it: call "
                     "resume() to go on from it, or discard_committed()"
                 )
             scaling = {
@@ -200,6 +201,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             }
             if "found_inf" in scaling and scaling["found_inf"].item():
                 return loss
+            with self._storing():
+                # Gradients of all ranks are in this step's, so all of them have committed the step before.
+                self._store.drop_previous()
             self._given.settle()
             with self._interrupts.deferred():
                 self._check_step()
@@ -507,12 +511,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def committed_step(self) -> int | None:
         """The step that an earlier run has committed in these directories, for :meth:`resume`; None if none."""
-        return None if self._earlier is None else self._earlier.steps
+        return self._earlier[0].steps if self._earlier else None
 
     def resume(self) -> int | None:
         """Go on from what an earlier run has committed: parameters, state and groups' values are those of that step.
 
-        Where ``torch.distributed`` is in use, all ranks call it, and go on from the same step.
+        Where ``torch.distributed`` is in use, all ranks call it, and go on from the newest step that all have: a kill
+        may have come when some had committed a step, and others had not.
 
         Returns
         -------
@@ -524,26 +529,33 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ValueError
             It is of other parameters, or of another optimizer; nothing has changed.
         RuntimeError
-            Ranks have committed different steps; nothing has changed on any of them.
+            Ranks have no committed step in common; nothing has changed on any of them.
         StorageError
             It cannot be read, or is damaged; it is still there.
         """
         with self._locked():
             self._usable(loading=True)
-            if self._commit != "none":
-                _check_ranks(self.committed_step)
-            if self._earlier is None:
+            steps = self.committed_step
+            if self._commit != "none" and _ranks() > 1:
+                steps = _common_step([earlier.steps for earlier in self._earlier])
+            if steps is None:
                 return None
-            steps = self._load(self._earlier, with_params=True)
+            if self._earlier[0].steps != steps:
+                with self._interrupts.deferred():
+                    self._store.go_back()
+                    self._earlier.pop(0).close()
+            self._load(self._earlier[0], with_params=True)
             self.discard_committed()
+            self._keeps_previous = True
             return steps
 
     def discard_committed(self) -> None:
         """Do without what an earlier run has committed: the next commit replaces it."""
         with self._locked():
-            earlier, self._earlier = self._earlier, None
-            if earlier is not None:
-                earlier.close()
+            earlier, self._earlier = self._earlier, []
+            self._keeps_previous = False
+            for each in earlier:
+                each.close()
 
     def _record(self) -> bytes:
         places = {param: index for index, param in enumerate(self._shapes)}
@@ -570,7 +582,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                         tickets.pop(0).result()
                 for ticket in tickets:
                     ticket.result()
-                self._store.commit(self._record(), sync=self._commit == "fsync")
+                self._store.commit(
+                    self._record(),
+                    sync=self._commit == "fsync",
+                    keep_previous=self._keeps_previous and _ranks() > 1,
+                )
+                self._keeps_previous = True
         except StorageError as error:
             raise OffloadError(
                 f"step {self._steps} is whole, but could not be committed; retry() tries it again",
@@ -1269,30 +1286,39 @@ class _Sweep:
         return None
 
 
-def _check_ranks(step: int | None) -> None:
-    """Refuse to resume where ranks have committed different steps, or some have none.
+def _ranks() -> int:
+    """Return how many ranks there are."""
+    return torch.distributed.get_world_size() if _is_distributed() else 1
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _common_step(steps: list[int]) -> int | None:
+    """Return the newest of the committed steps that all ranks have; None where no rank has any.
 
     Raises
     ------
     RuntimeError
-        It has the step of each rank; it is raised on all of them.
+        There is none, and some ranks have committed steps; it has those of each rank, and is raised on all of them.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    steps: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(steps, step)
-    if len(set(steps)) > 1:
-        told = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(steps))
-        raise RuntimeError(
-            f"ranks have committed different steps ({told}), and cannot go on together. What helps: restore a "
-            "checkpoint that all have, or discard_committed() on all of them"
-        )
+    of_ranks: list[Any] = [None] * _ranks()
+    torch.distributed.all_gather_object(of_ranks, steps)
+    common = set(steps).intersection(*of_ranks)
+    if common or not any(of_ranks):
+        return max(common, default=None)
+    told = ", ".join(f"rank {rank}: {each or None}" for rank, each in enumerate(of_ranks))
+    raise RuntimeError(
+        f"ranks have no committed step in common ({told}), and cannot go on together. What helps: restore a "
+        "checkpoint that all have, or discard_committed() on all of them"
+    )
 
 
 def of_this_rank(path: Path | Sequence[Path]) -> list[str]:
     """Return the paths that are this rank's, where there are several ranks."""
     paths: list[Any] = list(path) if isinstance(path, (list, tuple)) else [path]
     names: list[str] = [os.fsdecode(each) for each in paths]
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not _is_distributed():
         return names
     return [str(pathlib.Path(name) / f"rank-{torch.distributed.get_rank():05d}") for name in names]

@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree
 
 from tensorferry.offload.counted import ATOMS, Snapshot, differing, frozen, reaches_tensor, same
-from tensorferry.offload.dryrun import Found, dry_run, same_trace
+from tensorferry.offload.dryrun import MAX_COMPUTED, Found, dry_run, same_trace
 from tensorferry.offload.errors import NotSeparableError
 from tensorferry.offload.lending import Lender, class_method
 from tensorferry.offload.plan import GRANULE, SMALL_NBYTES, flatten, local_of, names_in
@@ -144,7 +144,9 @@ class Probe:
         key = (values, dtype, device, grad_dtype, *more)
         if key not in self._pieces:
             piece = self._tried_dry(param, (GRANULE,), (1,))
-            agrees = piece is not None and piece.pointwise and self._pieces_agree(group, param, piece)
+            agrees = (
+                piece is not None and piece.pointwise and self._pieces_agree(group, param, piece)
+            )
             self._pieces[key] = piece if agrees else None
         piece = self._pieces[key]
         return (
@@ -184,7 +186,7 @@ class Probe:
         ):  # on the device meta: no parameter of the user's can be there
             target = torch.nn.Parameter(data)
             target.__dict__.update(vars(param))
-        with self._lent({param: (target, data)}, only=[param]) as optimizer:
+        with self._lent({param: (target, data)}, only=[param], values=False) as optimizer:
             target.grad = torch.empty_like(data, dtype=_grad_dtype(param, target))
             with torch.device(data.device) if data.is_meta else contextlib.nullcontext():
                 return dry_run(
@@ -533,12 +535,13 @@ class Probe:
         only: Sequence[torch.Tensor] | None,
         *,
         draws: bool = False,
+        values: bool = True,
     ) -> Iterator[torch.optim.Optimizer]:
         """Lend the optimizer parameters with other data; afterwards nothing has changed that a user can see.
 
         Parameters that the optimizer can reach beside these have no elements that can be written meanwhile, and no
         gradient. With ``only`` groups have none but these. What is drawn at random is drawn again later, but for
-        ``draws``.
+        ``draws``. Without ``values`` large tensors of their state take no memory, and have none.
         """
         optimizer = self._optimizer
         snapshot = Snapshot(optimizer)
@@ -566,7 +569,7 @@ class Probe:
                     target.data = data
                     begun = self._begun.get(param)
                     if begun:
-                        state[target] = _state_like(begun, data, param.dtype)
+                        state[target] = _state_like(begun, data, param.dtype, values)
                 for group, params in zip(optimizer.param_groups, kept, strict=True):
                     group["params"] = [
                         lent[param][0] if param in lent else self._lender.target_of(param)
@@ -630,15 +633,20 @@ def _small_state(state: dict[Any, Any], local: torch.Tensor) -> dict[Any, Any]:
     return {key: _pytree.tree_map(small, value) for key, value in state.items()}
 
 
-def _state_like(state: dict[Any, Any], data: torch.Tensor, dtype: torch.dtype) -> dict[Any, Any]:
+def _state_like(
+    state: dict[Any, Any], data: torch.Tensor, dtype: torch.dtype, values: bool
+) -> dict[Any, Any]:
     """Return a state for a parameter with these data, as what is loaded is cast where they have another dtype."""
 
     def like(leaf: Any) -> Any:
         if isinstance(leaf, _Uniform):
-            if leaf.shape is not None:
-                return torch.full(leaf.shape, leaf.value, dtype=leaf.dtype, device=data.device)
-            cast = data.dtype if leaf.dtype == dtype else leaf.dtype
-            return torch.full_like(data, leaf.value, dtype=cast)
+            cast = data.dtype if leaf.shape is None and leaf.dtype == dtype else leaf.dtype
+            made = (
+                torch.empty_like(data, dtype=cast)
+                if leaf.shape is None
+                else torch.empty(leaf.shape, dtype=cast, device=data.device)
+            )
+            return made.fill_(leaf.value) if values or made.numel() <= MAX_COMPUTED else made
         return leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
     return {

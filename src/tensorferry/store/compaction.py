@@ -134,7 +134,7 @@ def _wanted(
         kept = [(name, last_kept(version)) for name, version in store._names.copy().items()]
         tensors = [(name, one.pieces, one.chunks) for name, one in kept if one is not None]
         if committed:
-            for contents in store._committed:
+            for contents in (*store._committed, *store._previous):
                 tensors += [
                     (name, one.pieces, one.chunks) for name, one in contents.tensors.items()
                 ]
@@ -163,6 +163,8 @@ def _give_up(store: TensorStore, segment: Segment, wanted: Wanted) -> None:
     with store._committing:
         store._check_open()
         committed = list(store._committed)
+        if any(piece in moved for one in store._previous for piece in one.pieces()):
+            raise _cancelled()  # the commit before will be dropped, and its space be free
         if any(piece in moved for one in committed for piece in one.pieces()):
             if len(committed) > 1:  # a commit has failed: which one the manifest has is not known
                 raise _cancelled()

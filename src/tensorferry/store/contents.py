@@ -96,9 +96,16 @@ def open_stored(
     schedulers: Sequence[AnyScheduler],
     direct: str,
     room: Room,
+    *,
+    previous: bool,
 ) -> tuple[bytes, dict[str, Version]]:
     """Return the record and the tensors of what is stored in directories, which are the room's then."""
-    path = os.path.join(paths[0], manifests.NAME)  # noqa: PTH118
+    names = manifests.names_in(paths[0]) or [manifests.NAME]
+    if (
+        previous and len(names) == 1
+    ):  # the last one was moved aside, and a kill came before the next one
+        names = [manifests.PREVIOUS_NAME] * 2
+    path = os.path.join(paths[0], names[previous])  # noqa: PTH118
     before: Manifest | None = None
     while True:
         # Its store may have committed again, written over what this one names, and ended, just before it was asked for.
@@ -112,15 +119,15 @@ def open_stored(
                 raise
             before = manifest
     room.directories[:] = directories
-    names = {}
+    versions = {}
     for name, stored in manifest.tensors.items():
         places = [
             Place(segments[number], offset, nbytes) for number, offset, nbytes in stored.pieces
         ]
-        version = names[name] = Version(stored.info, room.adopt(places), None)
+        version = versions[name] = Version(stored.info, room.adopt(places), None)
         version.chunks = stored.chunks
         version.chunk_nbytes = manifest.chunk_nbytes
-    return manifest.record, names
+    return manifest.record, versions
 
 
 def _check_no_writer(directory: str, run: str) -> None:

@@ -84,23 +84,57 @@ def mark_parts(directories: Sequence[str], run: str, *, sync: bool) -> None:
         write_file(directory, f"tensorferry-{run}.part", told, run, sync=sync)
 
 
-def check(directories: Sequence[str]) -> Manifest | None:
-    """Return what has been committed to directories, if anything has.
+def set_aside(directory: str) -> None:
+    """Keep the manifest of the last commit as that of the one before."""
+    with (
+        _told("writing", Path(directory, manifests.PREVIOUS_NAME)),
+        contextlib.suppress(FileNotFoundError),
+    ):
+        Path(directory, manifests.NAME).replace(Path(directory, manifests.PREVIOUS_NAME))
+
+
+def remove(directory: str, name: str, *, sync: bool) -> None:
+    """Remove a file, if it is there."""
+    with _told("removing", Path(directory, name)):
+        Path(directory, name).unlink(missing_ok=True)
+    if sync:
+        sync_directory(directory)
+
+
+def bring_back(directory: str) -> None:
+    """Make the commit before the last one again."""
+    with _told("writing", Path(directory, manifests.NAME)):
+        Path(directory, manifests.PREVIOUS_NAME).replace(Path(directory, manifests.NAME))
+
+
+def previous_of(directory: str) -> list[Manifest]:
+    """Return what the commit before has, if it is kept and can be used."""
+    with contextlib.suppress(StorageError):
+        return [manifests.read(os.fspath(Path(directory, manifests.PREVIOUS_NAME)))]
+    return []
+
+
+def check(directories: Sequence[str]) -> list[Manifest]:
+    """Return what has been committed to directories: the last commit, and the one before if it is kept.
 
     StorageError where something that is in them would not be seen, or lost, by a store in these directories.
     """
-    committed: Manifest | None = None
-    if Path(directories[0], manifests.NAME).exists():
-        committed = manifests.read(os.fspath(Path(directories[0], manifests.NAME)))
+    committed = [
+        manifests.read(os.fspath(Path(directories[0], name)))
+        for name in manifests.names_in(directories[0])[:1]
+    ]
+    if committed:
+        committed += previous_of(directories[0])
+    runs = {manifest.run for manifest in committed}
     for directory in directories[1:]:
-        if Path(directory, manifests.NAME).exists():
+        if manifests.names_in(directory):
             raise StorageError(
                 None, "a store is committed in this directory: it must be the first one", directory
             )
     for directory in directories:
         for name in _names(directory):
             match = _PART.fullmatch(name)
-            if match is None or (committed is not None and committed.run == match[1]):
+            if match is None or match[1] in runs:
                 continue
             first = _first_of(Path(directory, name))
             # Of a run that this first directory does not name: it was killed before it could be committed.
@@ -114,12 +148,10 @@ def check(directories: Sequence[str]) -> Manifest | None:
     return committed
 
 
-def remove_others(directories: Sequence[str], run: str, committed: Manifest | None) -> None:
-    """Remove all files of stores but those of a run, and those that a commit names. What fails is left."""
-    named = (
-        set() if committed is None else {(one.directory, one.name) for one in committed.segments}
-    )
-    parts = {run} if committed is None else {run, committed.run}
+def remove_others(directories: Sequence[str], run: str, committed: Sequence[Manifest]) -> None:
+    """Remove all files of stores but those of a run, and those that commits name. What fails is left."""
+    named = {(one.directory, one.name) for manifest in committed for one in manifest.segments}
+    parts = {run, *(manifest.run for manifest in committed)}
     for at, directory in enumerate(directories):
         for name in _names(directory):
             of = manifests.run_of(name)

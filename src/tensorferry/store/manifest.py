@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 NAME = "tensorferry-store.json"
+# The manifest of the commit before, where that is kept; moved aside before the new one gets its name.
+PREVIOUS_NAME = "tensorferry-store-previous.json"
 FORMAT, VERSION = "tensorferry.store", 1
 
 # Pieces begin at multiples of it wherever they were written.
@@ -118,6 +120,15 @@ def to_bytes(manifest: Manifest) -> bytes:
         "crc32": zlib.crc32(body),
     }
     return json.dumps(head).encode() + b"\n" + body + b"\n"
+
+
+def names_in(directory: str) -> list[str]:
+    """Return the names of manifests in a directory: of the last commit, and of the one before if it is kept."""
+    return [
+        name
+        for name in (NAME, PREVIOUS_NAME)
+        if os.path.exists(os.path.join(directory, name))  # noqa: PTH110, PTH118
+    ]
 
 
 def opened(path: str) -> BinaryIO:

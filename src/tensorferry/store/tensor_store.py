@@ -28,12 +28,16 @@ from tensorferry.store import compaction
 from tensorferry.store import manifest as manifests
 from tensorferry.store.contents import Contents, Kept, last_kept, open_stored
 from tensorferry.store.folder import (
+    bring_back,
     check,
     make_directory,
     mark_parts,
+    previous_of,
+    remove,
     remove_others,
     remove_own,
     replace,
+    set_aside,
     sync_directory,
     write_temporary,
 )
@@ -152,6 +156,7 @@ class TensorStore:
         cls,
         path: Path | Sequence[Path],
         *,
+        previous: bool = False,
         direct: Direct = "auto",
         engine: str | None = None,
         block_size: int | None = None,
@@ -163,6 +168,8 @@ class TensorStore:
         ----------
         path : str, bytes or PathLike, or a list or tuple of these
             The snapshot's, or the store's; as many, and in the same order, as it was made with.
+        previous : bool
+            Open the commit before the last one, which ``commit(keep_previous=True)`` has kept.
         direct, engine, block_size, queue_depth
             As for the store.
 
@@ -181,7 +188,9 @@ class TensorStore:
             schedulers = [
                 store._new_scheduler(len(paths), engine, block_size, queue_depth) for _ in paths
             ]
-            store._record, store._names = open_stored(paths, schedulers, mode, store._room)
+            store._record, store._names = open_stored(
+                *(paths, schedulers, mode, store._room), previous=previous
+            )
         except BaseException:
             store._let_go()
             raise
@@ -211,6 +220,8 @@ class TensorStore:
         self._ownerships: list[Ownership] | None = None  # None: no file has a name
         # What the manifest in the directory names, or may name: nothing is written over it.
         self._committed: list[Contents] = []
+        self._previous: list[Contents] = []  # and what that of the commit before names
+        self._has_previous = False  # there is one, perhaps another run's
         self._committed_sync = False
         self._has_committed = False  # else the manifest is another run's
         self._mapped: weakref.WeakSet[_Mapped] = weakref.WeakSet()
@@ -222,7 +233,9 @@ class TensorStore:
         self._ownerships = []
         for path in paths:
             self._ownerships.append(Ownership(path, self._run))
-        remove_others(paths, self._run, check(paths))
+        committed = check(paths)
+        self._has_previous = len(committed) > 1
+        remove_others(paths, self._run, committed)
 
     def _new_scheduler(
         self, count: int, engine: str | None, block_size: int | None, queue_depth: int | None
@@ -545,7 +558,9 @@ class TensorStore:
         compaction.compact(self, *compaction.HURRY_FROM)
         self._compact_soon()
 
-    def commit(self, record: bytes = b"", sync: bool = False) -> None:
+    def commit(
+        self, record: bytes = b"", sync: bool = False, *, keep_previous: bool = False
+    ) -> None:
         """Make what is stored now what :meth:`open` finds, however this process ends, until the next commit.
 
         Only with ``temporary=False``. Writes that have been begun are waited for. What an earlier commit names is not
@@ -559,6 +574,9 @@ class TensorStore:
         sync : bool
             Make it last through a power cut as well. What an earlier one could not make durable is written to other
             files first, one tensor at a time, where its checksums say that it is all there.
+        keep_previous : bool
+            Keep the commit before as well, for ``open(previous=True)``, until :meth:`drop_previous` or the next commit:
+            several processes that commit one after the other can then all go back to what each of them has.
 
         Raises
         ------
@@ -576,11 +594,43 @@ class TensorStore:
         if sync:
             self._rescue()
         with self._committing:
-            self._publish(self._contents(record), sync=sync)
+            self._publish(self._contents(record), sync=sync, keep_previous=keep_previous)
+            if not keep_previous:
+                self.drop_previous()
         self._compact_soon()
 
-    def _publish(self, contents: Contents, *, sync: bool) -> None:
-        """Make contents what the manifest names."""
+    def drop_previous(self) -> None:
+        """Do without the commit before the last one, if it is kept: its space is free.
+
+        Raises
+        ------
+        StorageError
+            Its manifest cannot be removed.
+        """
+        with self._committing:
+            if not self._has_previous:
+                return
+            paths = [directory.path for directory in self._directories]
+            remove(paths[0], manifests.PREVIOUS_NAME, sync=self._committed_sync)
+            self._previous, self._has_previous = [], False
+            if self._has_committed:
+                remove_others(paths, self._run, [])
+            self._room.reclaim()
+
+    def go_back(self) -> None:
+        """Make the commit before the last one again; for a store that has not committed anything itself.
+
+        Raises
+        ------
+        StorageError
+            It is not kept, or cannot get its name.
+        """
+        with self._committing:
+            bring_back(self._directories[0].path)
+            self._has_previous = False
+
+    def _publish(self, contents: Contents, *, sync: bool, keep_previous: bool = False) -> None:
+        """Make contents what the manifest names; the one before is moved aside if it is to be kept."""
         paths = [directory.path for directory in self._directories]
         if sync:
             for path in self._made_in:
@@ -599,16 +649,21 @@ class TensorStore:
                 sync_directory(path)
         temporary = write_temporary(paths[0], data, self._run, sync=sync)
         # This one or that before may be the one that is found, until all of this has succeeded.
-        self._committed = [*self._committed, contents]
+        before, self._committed = self._committed, [*self._committed, contents]
+        if keep_previous:
+            self._previous, self._has_previous = [*self._previous, *before], True
+            set_aside(paths[0])
         replace(temporary, manifests.NAME)
         if sync:
             sync_directory(paths[0])
         self._committed = [contents]
+        if keep_previous:
+            self._previous = before
         self._committed_sync = sync
         self._room.reclaim()
         if not self._has_committed:
             self._has_committed = True
-            remove_others(paths, self._run, None)
+            remove_others(paths, self._run, previous_of(paths[0]))
 
     def _sync(self, segments: Sequence[Segment]) -> None:
         """Make segments durable. To those where that fails nothing more is written: their files fail for ever."""
@@ -751,7 +806,11 @@ class TensorStore:
         """Close all files, and remove those of no commit; return the first failure."""
         failure = None
         self._room.close_dropped()
-        committed = {segment for contents in self._committed for segment in contents.segments}
+        committed = {
+            segment
+            for contents in (*self._committed, *self._previous)
+            for segment in contents.segments
+        }
         for directory in self._directories:
             for segment in list(directory.segments.values()):
                 try:
