@@ -57,15 +57,15 @@ def restore(directory):
     param = torch.nn.Parameter(torch.full((4096, 4096), 0.5))  # 128 MiB of state
     param.grad = torch.full_like(param, 0.01)
     optimizer = offload_optimizer(
-        torch.optim.AdamW([param]), directory / "state", memory_budget=BUDGET
+        torch.optim.AdamW([param]), f"{directory}/state", memory_budget=BUDGET
     )
     optimizer.step()
-    optimizer.checkpoint(directory / "kept")
+    optimizer.checkpoint(f"{directory}/kept")
     optimizer.drain()
     gc.collect()
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    optimizer.restore(directory / "kept")
+    optimizer.restore(f"{directory}/kept")
     return {"peak": memory("VmHWM") - before}
 
 

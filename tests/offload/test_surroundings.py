@@ -250,30 +250,26 @@ def test_a_retry_with_other_gradients_is_refused(faultfs: Any, offloaded: Any) -
 
 
 def test_a_handler_of_sigterm_that_raises_is_called_when_the_step_is_whole(
-    offloaded: Any,
+    offloaded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Signalled(torch.optim.AdamW):
-        now = False
-
-        def step(self, closure: Any = None) -> Any:
-            if Signalled.now:
-                Signalled.now = False
-                signal.raise_signal(signal.SIGTERM)
-            return super().step(closure)
+    def signalled(*arguments: Any, **more: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        call(*arguments, **more)
 
     def ends(*_: Any) -> None:
         raise SystemExit("preempted")
 
     wanted, params = parameters(), parameters()
-    memory, drive = Signalled(wanted), offloaded(Signalled(params), SMALL)
+    memory, drive = torch.optim.AdamW(wanted), offloaded(torch.optim.AdamW(params), SMALL)
+    call = drive._lender.call
     gradients = Gradients(wanted, params)
     train(gradients, memory, drive)
     gradients.give()
     memory.step()
     before = signal.signal(signal.SIGTERM, ends)
     try:
-        Signalled.now = True
-        with pytest.raises(SystemExit, match="preempted"):
+        with monkeypatch.context() as patched, pytest.raises(SystemExit, match="preempted"):
+            patched.setattr(drive._lender, "call", signalled)
             drive.step()
         assert signal.getsignal(signal.SIGTERM) is ends
     finally:

@@ -9,6 +9,8 @@ place, so that whoever holds such an object still has the right one.
 from __future__ import annotations
 
 import functools
+import random
+import sys
 import types
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -32,10 +34,13 @@ HOOKS = (
 )
 
 # Attributes of every torch.optim.Optimizer that are no counters.
-_OF_TORCH = {"state", "param_groups", "_zero_grad_profile_name", *HOOKS}
+_OF_TORCH = {
+    *("state", "param_groups", "_zero_grad_profile_name", "_need_device_dtype_check_for_fused"),
+    *HOOKS,
+}
 
 # Methods that offloading puts on the optimizer itself, in place of its class's.
-REPLACED = ("step", "train", "eval")
+REPLACED = ("step", "train", "eval", "state_dict", "load_state_dict", "add_param_group")
 
 # Larger tensors are not copied for each bucket. A step that changes one is refused.
 _LARGE_NUMEL = 1 << 16
@@ -61,6 +66,7 @@ class Snapshot:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._contents: dict[int, tuple[Any, Any]] = {}
+        self._numbers: list[tuple[Any, str, Any]] = []  # outside of the optimizer: where, and which
         self._large: list[tuple[str, torch.Tensor, int]] = []
         self._params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         #: Whether parameters, or their ids, are among the values: what a step does may differ for each.
@@ -73,6 +79,13 @@ class Snapshot:
         """Have all values as they were, in the objects in which they were."""
         for held, content in self._contents.values():
             _restored(held, content)
+        for place, name, number in self._numbers:
+            if _variable(place, name) is number:
+                continue
+            if isinstance(place, dict):
+                place[name] = number
+            else:
+                place.cell_contents = number
 
     def frozen(self) -> Any:
         """Return all values as they are now, for a comparison."""
@@ -114,6 +127,8 @@ class Snapshot:
                     deque,
                 ):
                     yield f"its class's attribute {name!r}", value
+        for name, place, key in _variables_of(type(self._optimizer)):
+            yield name, _variable(place, key)
 
     def _note(self, name: str, value: Any, depth: int) -> None:
         if type(value) is int and value in self._params:
@@ -171,6 +186,47 @@ class Snapshot:
             }
             if kept:
                 self._contents[id(kind)] = kind, kept
+        for _, place, name in _variables_of(type(self._optimizer)):
+            number = _variable(place, name)
+            if isinstance(number, ATOMS):
+                self._numbers.append((place, name, number))
+
+
+def _variables_of(kind: type) -> Iterator[tuple[str, Any, str]]:
+    """Yield the variables that a class's own functions may count in: where each is, and its name there."""
+    seen: set[Any] = set()
+    for function in _functions_of(kind):
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+        places: list[tuple[Any, str]] = [(cell, name) for name, cell in cells]
+        places += [(function.__globals__, name) for name in function.__code__.co_names]
+        defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
+        places += [
+            ({f"default {name}": each}, f"default {name}") for name, each in defaults.items()
+        ]
+        for place, name in places:
+            is_counter = type(_variable(place, name)) in (*ATOMS[:4], list, dict, set, deque)
+            if is_counter and (id(place), name) not in seen:
+                seen.add((id(place), name))
+                yield f"the variable {name!r} that it uses", place, name
+
+
+def _functions_of(kind: type) -> Iterator[types.FunctionType]:
+    """Yield a class's functions, and those around them, but for torch's."""
+    for each in kind.__mro__:
+        if each is torch.optim.Optimizer:
+            return
+        for value in vars(each).values():
+            while isinstance(value, types.FunctionType):
+                if not str(value.__globals__.get("__name__")).startswith("torch."):
+                    yield value
+                value = getattr(value, "__wrapped__", None)
+
+
+def _variable(place: Any, name: str) -> Any:
+    """Return the value of a global variable, or what is in a cell; None where there is none."""
+    if isinstance(place, dict):
+        return place.get(name)
+    return next(iter(_in_cell(place)), None)
 
 
 def _content(value: Any) -> Any:
@@ -284,6 +340,38 @@ def _frozen(value: Any, memo: dict[int, int], params: set[int], depth: int) -> A
     if _is_plain_object(value):
         return type(value).__name__, {key: inner(each) for key, each in vars(value).items()}
     return "is", id(value)
+
+
+class Draws:
+    """The generators that all share, torch's, Python's and NumPy's, as they are now."""
+
+    def __init__(self) -> None:
+        # NumPy's are there only where somebody has used them.
+        self._numpy: Any = sys.modules.get("numpy.random")
+        self._before = self._now()
+
+    def _now(self) -> tuple[Any, ...]:
+        of_numpy = () if self._numpy is None else self._numpy.get_state()
+        return torch.get_rng_state(), random.getstate(), of_numpy
+
+    def were_made(self) -> bool:
+        """Return whether anything has been drawn since."""
+        (torchs, pythons, numpys), now = self._before, self._now()
+        return (
+            not torch.equal(torchs, now[0])
+            or pythons != now[1]
+            or any(
+                bool((one != other).any() if hasattr(one, "any") else one != other)
+                for one, other in zip(numpys, now[2], strict=True)
+            )
+        )
+
+    def undo(self) -> None:
+        """Let all of it be drawn again."""
+        torch.set_rng_state(self._before[0])
+        random.setstate(self._before[1])
+        if self._numpy is not None:
+            self._numpy.set_state(self._before[2])
 
 
 def frozen(value: Any) -> Any:

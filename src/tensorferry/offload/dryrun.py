@@ -63,6 +63,7 @@ def dry_run(
     state_of: Callable[[], dict[Any, Any]],
     *,
     answer: bool = True,
+    steps: int = _STEPS,
 ) -> Found | None:
     """Step one parameter, which has a gradient, without arithmetic.
 
@@ -76,6 +77,8 @@ def dry_run(
         Returns its state.
     answer : bool
         What the step finds where it asks whether something is true of values.
+    steps : int
+        How many steps.
 
     Returns
     -------
@@ -85,7 +88,7 @@ def dry_run(
     with _Watch(param, answer) as watch:
         try:
             known, unchanged = None, 0
-            for _ in range(_STEPS):
+            for _ in range(steps):
                 grad = param.grad
                 step()
                 if param.grad is not grad:
@@ -237,11 +240,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any],
     ) -> None:
         """Note an operation, and whether it treats each element by itself."""
-        known = (
-            torch.Tag.pointwise in func.tags
-            or name in _POINTWISE
-            or (name.startswith("_foreach_") and name not in _NOT_POINTWISE)
-        ) and func.namespace == "aten"
+        known = _is_known(func)
         if name == "index_put_":  # elements are chosen by a mask, not by their places
             known = (
                 all(index is not None and index.dtype == torch.bool for index in args[1])
@@ -265,6 +264,44 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _derive(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self._derived[storage._cdata] = storage
+
+
+def _is_known(func: Any) -> bool:
+    """Return whether an operation treats each element by itself."""
+    name = func._schema.name.split("::")[1]
+    return func.namespace == "aten" and (
+        torch.Tag.pointwise in func.tags
+        or name in _POINTWISE
+        or (name.startswith("_foreach_") and name not in _NOT_POINTWISE)
+    )
+
+
+class NotPointwiseError(Exception):
+    """An operation that does not treat each element by itself is about to be done with a piece of a parameter."""
+
+
+class Pieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at the operations of a real step, and raises before one that is not for pieces of these lengths."""
+
+    _known: dict[Any, bool] = {}  # noqa: RUF012 (of all)
+
+    def __init__(self, lengths: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shapes = {
+            shape for length in lengths for shape in ((length,), (length, 2)) if length > 1
+        }
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = self._known.get(func)
+        if known is None:
+            known = self._known[func] = _is_known(func) or "index_put_" in func._schema.name
+        if not known:
+            for leaf in _pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) in self._shapes:
+                    raise NotPointwiseError(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:

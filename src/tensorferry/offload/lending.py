@@ -12,6 +12,7 @@ as this rank's part of a DTensor.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree
 
-from tensorferry.offload.counted import Snapshot, differing, same
+from tensorferry.offload.counted import Draws, Snapshot, differing, frozen, same
+from tensorferry.offload.dryrun import NotPointwiseError, Pieces
 from tensorferry.offload.errors import NotSeparableError
 from tensorferry.offload.plan import GRANULE, local_of
 from tensorferry.offload.states import UnplannedError, elements_of, keep_state, state_in
@@ -70,6 +72,8 @@ class Lender:
         self._kept: tuple[Any, list[list[torch.Tensor]]] | None = None
         self._snapshot: Snapshot | None = None
         self._after: Any = None
+        #: What the last call of the optimizer has returned.
+        self.returned: Any = None
         #: Parameters that have a master in memory.
         self.masters: set[torch.Tensor] = set()
 
@@ -188,7 +192,7 @@ class Lender:
                 if unit.leaves is not None:
                     state[lent[-1][1]] = state_in(unit, memory)
             with _Alone(optimizer, [each[1] for each in lent] if self.alone else None):
-                function()
+                self._called(function, units)
             self._compare()
             for unit, target, *_ in lent:
                 try:
@@ -229,16 +233,16 @@ class Lender:
             target, own, lent, grad = self._prepared(unit, memory)
             if unit.stop is not None:
                 lent, grad = lent[part], None if grad is None else grad[part]
-            lent, grad = lent.clone(), None if grad is None else grad.clone()
+            lent, grad = _copy(lent), None if grad is None else _copy(grad)
             state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
             if unit.leaves is not None:
                 state[target] = _pytree.tree_map(
                     lambda leaf, part=part: (
                         leaf
                         if not isinstance(leaf, torch.Tensor)
-                        else leaf[part].clone()
+                        else _copy(leaf[part])
                         if unit.stop is not None and leaf.shape == (numel,)
-                        else leaf.clone()
+                        else _copy(leaf)
                     ),
                     before,
                 )
@@ -255,6 +259,22 @@ class Lender:
                 self._optimizer.state = defaultdict(dict)
         return _joined(unit, made)
 
+    def _called(self, function: Callable[[], Any], units: Sequence[Unit]) -> None:
+        # One piece of each parameter: the others are stepped as it is.
+        lengths = {unit.stop for unit in units if unit.stop is not None and not unit.start}
+        draws = Draws() if self._after is None else None
+        try:
+            with Pieces(lengths) if lengths else contextlib.nullcontext():
+                self.returned = function()
+            if draws is not None and draws.were_made():
+                draws.undo()
+                raise self._error("its step draws random numbers now, which it did not when tried")
+        except NotPointwiseError as error:
+            raise self._error(
+                f"its step does {error} now, which does not treat each element by itself, and some parameters are "
+                "stepped in pieces, since it did not when it was tried"
+            ) from None
+
     def _error(self, what: str) -> NotSeparableError:
         return NotSeparableError(
             f"{type(self._optimizer).__name__} cannot be offloaded exactly: {what}. Parameters are partly stepped now"
@@ -262,7 +282,7 @@ class Lender:
 
     def _compare(self) -> None:
         assert self._snapshot is not None
-        after = self._snapshot.frozen()
+        after = {**self._snapshot.frozen(), "what step() returns": frozen(self.returned)}
         if self._after is None:
             self._after = after
             return
@@ -344,7 +364,7 @@ class Lender:
             if not self.is_direct(param)
         ]
         if not lent:
-            function()
+            self.returned = function()
             return
         try:
             for group, params in zip(groups, own, strict=True):
@@ -358,7 +378,7 @@ class Lender:
                     target.data = local.to(target.device)
                 if grad is not None:
                     target.grad = local_of(grad).to(target.device, target.dtype)
-            function()
+            self.returned = function()
         finally:
             for group, params in zip(groups, own, strict=True):
                 group["params"] = params
@@ -432,6 +452,16 @@ def renew_master(master: torch.Tensor, value: torch.Tensor, *, known: bool) -> N
     written = master.to(value.dtype) != value
     if bool(written.any()):
         master.copy_(torch.where(written, value.to(master.dtype), master))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that lies in memory as the tensor does: what is added up in another order rounds otherwise."""
+    if 0 in tensor.stride():
+        return tensor.clone()
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return made.copy_(tensor)
 
 
 def _trim_heap() -> None:

@@ -21,11 +21,11 @@ from tensorferry import _core
 from tensorferry.errors import StorageError
 from tensorferry.offload import plan
 from tensorferry.offload.counted import HOOKS
-from tensorferry.offload.errors import OffloadError
+from tensorferry.offload.errors import NotSeparableError, OffloadError
 from tensorferry.offload.interrupts import Interrupts
 from tensorferry.offload.lending import Lender, class_method
 from tensorferry.offload.plan import MASTER, Bucket, Planner, Unit, check_params, local_of
-from tensorferry.offload.probe import Probe, pattern
+from tensorferry.offload.probe import Probe, attributes_of, pattern
 from tensorferry.offload.residency import Residency
 from tensorferry.offload.saved import Saved, pack, packed_params, to_record
 from tensorferry.offload.staging import Staging
@@ -37,6 +37,7 @@ from tensorferry.offload.states import (
     is_planned,
     like_param,
     put_state,
+    shape_of_state,
     state_of,
     twin_of,
 )
@@ -131,6 +132,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not self._at_home:
             optimizer.state = defaultdict(dict)
         self._take_over()
+        self._is_made = True
 
     def _take_over(self) -> None:
         """Let the methods of the optimizer itself act on what is offloaded, or raise."""
@@ -144,8 +146,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 )
             return there._apply(name)
 
+        def of_this(name: str, *arguments: Any, **more: Any) -> Any:
+            there = own()
+            return None if there is None else getattr(there, name)(*arguments, **more)
+
         inner = vars(self._inner)
         inner["step"] = refused_step
+        for name in ("state_dict", "load_state_dict", "add_param_group"):
+            inner[name] = functools.partial(of_this, name)
         for name in ("train", "eval"):
             if callable(getattr(type(self._inner), name, None)):
                 inner[name] = functools.partial(forwarded, name)
@@ -212,6 +220,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 residency.check()
             order = self._order(lambda param: self._lender.alone or param.grad is not None)
             self._go_on(residency, _Sweep(order, class_method(self._inner), scaling))
+            if closure is None:
+                loss, self._lender.returned = self._lender.returned, None
             vars(self._inner)["_opt_called"] = True  # for schedulers that were made of it
             self._warn_of_drive()
         return loss
@@ -330,9 +340,47 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         self._check_gradients()
         patterns = self._patterns_now()
+        if not self._at_home:
+            self._check_apart()
+        if patterns == self._patterns and not self._pieces_may_stay():
+            self._probe.forget()
+            self._patterns = []
         if patterns != self._patterns:
             self._plan_anew()
             self._patterns = patterns
+
+    def _check_apart(self) -> None:
+        """Refuse a step that would depend on several parameters at once: a few of them are tried."""
+        params = [param for param in self._shapes if self._lender.alone or param.grad is not None]
+        tried = list(dict.fromkeys([*params[:1], *params[len(params) // 2 :][:1], *params[-1:]]))
+        if len(tried) < 2 or self._probe.gradients != "any":
+            return
+        self._probe.note_begun(
+            {param: shape_of_state(self._pieces[param][0][1]) for param in tried}
+        )
+        if not self._probe.acts_apart(tried):
+            raise NotSeparableError(
+                f"{type(self._inner).__name__} cannot be stepped exactly any more: it depends on several parameters at "
+                "once now, or on random numbers, which its trial did not show; nothing has changed"
+            )
+
+    def _pieces_may_stay(self) -> bool:
+        """Return whether what is stepped in pieces may still be: a parameter of each kind is tried, and one in turn."""
+        cut = [
+            param
+            for param, pieces in self._pieces.items()
+            if pieces[0][1].stop is not None and (self._lender.alone or param.grad is not None)
+        ]
+        tried: dict[Any, torch.Tensor] = {
+            (self._shapes[param][0], param.dim(), param.dtype, attributes_of(param)): param
+            for param in cut
+        }
+        tried |= {number: cut[number % len(cut)] for number in ([self._steps] if cut else [])}
+        for param in dict.fromkeys(tried.values()):
+            self._probe.note_begun({param: shape_of_state(self._pieces[param][0][1])})
+            if not self._probe.acts_on_elements(param):
+                return False
+        return True
 
     def _check_gradients(self) -> None:
         """Refuse a step for which parameters lack gradients that the optimizer needs to step them one by one."""
@@ -492,7 +540,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises
         ------
         ValueError
-            It is of other parameters, or of another optimizer; nothing has changed.
+            It is of other parameters, or of an optimizer with another state; nothing has changed.
         MemoryBudgetError
             It has pieces of state for which the budget is too small; nothing has changed.
         StorageError
@@ -691,10 +739,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         with self._locked():
             self._maps_state = True
+            own, kept = type(self._inner).state_dict, self._inner.state
             try:
-                return super().state_dict()
+                if own is torch.optim.Optimizer.state_dict:
+                    return super().state_dict()
+                self._inner.state = defaultdict(dict, self._mapped_state())
+                return own(self._inner)
             finally:
                 self._maps_state = False
+                self._inner.state = kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch's optimizers have it: of this optimizer, or of the one it was made of.
@@ -711,12 +764,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self._locked():
             self._usable(loading=True)
             state_dict = state_dict.copy()
-            for before in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = before(self, state_dict) or state_dict
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = hook(self, state_dict) or state_dict
             saved = state_dict["state"]
             # Groups as torch does it, without any state.
             twin = twin_of(self._inner, list(self.param_groups))
-            twin.load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+            before = dict(vars(twin))
+            twin.load_state_dict({**state_dict, "state": {}})
+            own = {
+                name: value
+                for name, value in vars(twin).items()
+                if name not in ("state", "param_groups") and before.get(name) is not value
+            }
             numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
             params = [param for group in twin.param_groups for param in group["params"]]
             for number in numbers:
@@ -746,9 +805,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
             def loaded(param: torch.Tensor) -> Any:
                 state = saved.get(number_of[param])
-                return None if not state else self._cast(of_group[param], param, state)
+                return None if not state else self._cast(of_group[param], param, state, state_dict)
 
             self._sweep = None
+            vars(self._inner).update(own)  # what the optimizer's own class has loaded beside
             self._install(planned)
             self._fill(loaded)
             self._others = {
@@ -765,9 +825,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         group = next(
             group for group in self.param_groups if any(each is param for each in group["params"])
         )
-        return self._cast(group, param, state)
+        return self._cast(group, param, state, {})
 
-    def _cast(self, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]) -> Any:
+    def _cast(
+        self,
+        group: dict[str, Any],
+        param: torch.Tensor,
+        state: dict[str, Any],
+        beside: Mapping[str, Any],
+    ) -> Any:
         target = self._lender.target_of(param)
         alike = torch.empty((), dtype=target.dtype, device=target.device)
         if target is param:
@@ -777,7 +843,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for key, value in state.items()
         }
         master = state.pop(MASTER, None) if self._planner.step_dtype(param) != param.dtype else None
-        cast = cast_like_torch(self._inner, group, alike, state)
+        cast = cast_like_torch(self._inner, group, alike, state, beside)
         return {**cast, MASTER: master} if master is not None else cast
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -794,7 +860,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self._locked():
             residency = self._readable()
             self._given.settle()
-            self._inner.add_param_group(param_group)
+            type(self._inner).add_param_group(self._inner, param_group)
             group = self.param_groups[-1]
             try:
                 check_params(self.param_groups)
@@ -1044,6 +1110,24 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             residency.flush()
 
     # What users see of it, and write into it
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do what the optimizer's own ``zero_grad`` does."""
+        self._inner.zero_grad(set_to_none)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the optimizer that this one was made of."""
+        if name.startswith("__") or "_inner" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute: one that the optimizer had, and its step may go by, is still that one's."""
+        is_own = name in vars(self) or hasattr(type(self), name)
+        if vars(self).get("_is_made") and not is_own and name in vars(self._inner):
+            setattr(self._inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _params_with_state(self) -> list[torch.Tensor]:
         if self._at_home:

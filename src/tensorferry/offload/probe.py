@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
-from tensorferry.offload.counted import ATOMS, Snapshot, differing, frozen, reaches_tensor, same
+from tensorferry.offload.counted import (
+    ATOMS,
+    Draws,
+    Snapshot,
+    differing,
+    frozen,
+    reaches_tensor,
+    same,
+)
 from tensorferry.offload.dryrun import MAX_COMPUTED, Found, dry_run, same_trace
 from tensorferry.offload.errors import NotSeparableError
 from tensorferry.offload.lending import Lender, class_method
@@ -153,18 +161,29 @@ class Probe:
             piece is not None
             and same_trace(whole.trace, piece.trace)
             and _cut_alike(whole.state, local_of(param).shape, piece.state)
+            and self.acts_on_elements(param)
         )
+
+    def acts_on_elements(self, param: torch.Tensor) -> bool:
+        """Return whether the next step of a parameter may be done in pieces, as groups and state are now."""
+        local = local_of(param)
+        whole = self._tried_dry(param, local.shape, local.stride(), steps=1)
+        piece = self._tried_dry(param, (GRANULE,), (1,), steps=1)
+        if whole is None or piece is None:  # it raises: so will the real step
+            return True
+        return whole.pointwise and piece.pointwise and same_trace(whole.trace, piece.trace)
+
+    def forget(self) -> None:
+        """Try all anew: what a step does has changed."""
+        self._found.clear()
+        self._pieces.clear()
 
     def _key(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> Any:
         local = local_of(param)
-        attributes = tuple(
-            (name, value if isinstance(value, ATOMS) else id(value))
-            for name, value in sorted(vars(param).items())
-        )
         return (
             pattern(group, numbers=True),
             (dtype, local.device, local.shape, local.stride(), _grad_dtype(param)),
-            attributes,
+            attributes_of(param),
             id(param) if self._knows_params else None,
             _kind_of(self._begun.get(param)),
         )
@@ -176,7 +195,9 @@ class Probe:
         stride: Sequence[int],
         *,
         answer: bool = True,
+        steps: int | None = None,
     ) -> Found | None:
+        """Step a parameter of this shape without arithmetic: one that moves, or with ``steps`` as its group is now."""
         target = self._lender.target_of(param)
         device = target.device if target.device.type == "cpu" else torch.device("meta")
         # Its memory is never touched, so that it takes none.
@@ -186,7 +207,10 @@ class Probe:
         ):  # on the device meta: no parameter of the user's can be there
             target = torch.nn.Parameter(data)
             target.__dict__.update(vars(param))
-        with self._lent({param: (target, data)}, only=[param], values=False) as optimizer:
+        now = {} if steps is None else {"steps": steps}
+        with self._lent(
+            {param: (target, data)}, only=[param], values=False, moving=steps is None
+        ) as optimizer:
             target.grad = torch.empty_like(data, dtype=_grad_dtype(param, target))
             with torch.device(data.device) if data.is_meta else contextlib.nullcontext():
                 return dry_run(
@@ -194,6 +218,7 @@ class Probe:
                     target,
                     lambda: optimizer.state.get(target, {}),
                     answer=answer,
+                    **now,
                 )
 
     def _stepped_alone(self, param: torch.Tensor) -> dict[Any, Any]:
@@ -270,13 +295,13 @@ class Probe:
 
     def _whole(self, tried: Sequence[torch.Tensor]) -> list[Any]:
         """Step parameters together, twice."""
-        random_before = torch.get_rng_state()
+        draws = Draws()
         try:
-            whole = self._trial(tried, "together")
+            whole = self._trial(tried, "together", draws=True)
         finally:
-            moved = not torch.equal(torch.get_rng_state(), random_before)
-            torch.set_rng_state(random_before)
-        if moved:
+            drawn = draws.were_made()
+            draws.undo()
+        if drawn:
             raise NotSeparableError(
                 f"{self._name} cannot be offloaded: its step draws random numbers, so that the result depends on the "
                 "order in which parameters are stepped"
@@ -313,7 +338,32 @@ class Probe:
             )
         return found[0]
 
-    def _trial(self, tried: Sequence[torch.Tensor], how: str) -> list[Any]:
+    def acts_apart(self, params: Sequence[torch.Tensor]) -> bool:
+        """Return whether the next step of some parameters may be done one after the other, as all is now."""
+        how = "alone" if self._lender.alone else "apart"
+        draws = Draws()
+        try:
+            together, apart = (
+                self._trial(params, each, powers=(0,), only=params, draws=True)
+                for each in ("together", how)
+            )
+            return same(together, apart) and not draws.were_made()
+        except NotSeparableError:
+            return False
+        except Exception:  # it does not take such small parameters with this state, or the real step will raise, too
+            return True
+        finally:
+            draws.undo()
+
+    def _trial(
+        self,
+        tried: Sequence[torch.Tensor],
+        how: str,
+        *,
+        powers: Sequence[int] = _POWERS,
+        only: Sequence[torch.Tensor] | None = None,
+        draws: bool = False,
+    ) -> list[Any]:
         """Step parameters with small data; return what has become of them, step by step, and the values at the end."""
         make = torch.Generator().manual_seed(7)
         lent = {}
@@ -322,11 +372,12 @@ class Probe:
             shape = _shrunk(local.shape) if self._shrunk else tuple(local.shape)
             lent[param] = target, _of_magnitudes(_random(shape, target, make, 0.5))
         results: list[Any] = []
-        only = tried if self.gradients == "always" else None
-        with self._lent(lent, only, draws=True) as optimizer:
+        only = tried if self.gradients == "always" else only
+        now = powers is not _POWERS
+        with self._lent(lent, only, draws=draws, moving=not now) as optimizer:
             step = class_method(optimizer)
             all_params = [group["params"] for group in optimizer.param_groups]
-            for number, power in enumerate(_POWERS):
+            for number, power in enumerate(powers):
                 begin = Snapshot(optimizer)
                 grads = [
                     self._gradient(at, number, data, _grad_dtype(param, target), power, make)
@@ -344,14 +395,14 @@ class Probe:
                         for group, params in zip(optimizer.param_groups, all_params, strict=True):
                             group["params"] = [each for each in params if each is targets[at]]
                     try:
-                        step()
+                        returned = step()
                     except Exception as error:
                         if number < _FIRST_NOT_FINITE:
                             raise
                         # In memory it fails so, too: roots of matrices cannot be taken, say.
                         return [*results, type(error).__name__]
                     begin.check_large()
-                    left = begin.frozen()
+                    left = {**begin.frozen(), "what step() returns": frozen(returned)}
                     name = None if after is None else differing(after, left)
                     if name is not None:
                         raise NotSeparableError(
@@ -450,17 +501,18 @@ class Probe:
         mesh, make = param.device_mesh, torch.Generator().manual_seed(3)
         size = 32 * mesh.size()
 
-        def distributed(like: Any, generator: torch.Generator) -> Any:
+        def distributed(like: Any, generator: torch.Generator, scale: float = 1.0) -> Any:
             shape = [size, size]
             for dimension, placement in enumerate(like.placements):
                 if placement.is_shard():
                     shape[placement.dim % 2] //= mesh.size(dimension)
-            local = torch.randn(shape, generator=generator).to(param.device, like.dtype)
+            local = (torch.randn(shape, generator=generator) * scale).to(param.device, like.dtype)
             return DTensor.from_local(local, mesh, like.placements, run_check=False)
 
         of_rank = torch.Generator().manual_seed(torch.distributed.get_rank())
         data = distributed(param, make)
-        grads = [distributed(grad, of_rank) for _ in range(3)]
+        local_of(data).copy_(_of_magnitudes(local_of(data)))
+        grads = [distributed(grad, of_rank, 10.0**power) for power in (0, 0, -2, -4)]
         # Before they are used, and not as copies: a copy of a sum that is to be made is that sum.
         placed = [
             local_of(each.redistribute(placements=param.placements)).clone() for each in grads
@@ -471,8 +523,13 @@ class Probe:
             with self._lent({param: (own, own.data)}, only=[param]) as optimizer:
                 for own.grad in grads if native else placed:
                     class_method(optimizer)()
-            results.append(local_of(own.detach()))
-        return same(*results)
+                state = _pytree.tree_leaves(dict(optimizer.state.get(own, {})))
+            results.append([_of_rank(each) for each in (own.detach(), *state)])
+        alike = torch.tensor(int(same(*results)), device=param.device)
+        for dimension in range(mesh.ndim):
+            group = mesh.get_group(dimension)
+            torch.distributed.all_reduce(alike, torch.distributed.ReduceOp.MIN, group)
+        return bool(alike)
 
     # Pieces
 
@@ -536,12 +593,14 @@ class Probe:
         *,
         draws: bool = False,
         values: bool = True,
+        moving: bool = True,
     ) -> Iterator[torch.optim.Optimizer]:
         """Lend the optimizer parameters with other data; afterwards nothing has changed that a user can see.
 
         Parameters that the optimizer can reach beside these have no elements that can be written meanwhile, and no
         gradient. With ``only`` groups have none but these. What is drawn at random is drawn again later, but for
-        ``draws``. Without ``values`` large tensors of their state take no memory, and have none.
+        ``draws``. Without ``values`` large tensors of their state take no memory, and have none. ``moving`` groups have
+        a rate at which steps can be told apart.
         """
         optimizer = self._optimizer
         snapshot = Snapshot(optimizer)
@@ -550,14 +609,13 @@ class Probe:
         kept = [group["params"] for group in optimizer.param_groups]
         own = [
             (target, target.data, target.grad)
-            for params in kept
-            for param in params
+            for param in (itertools.chain(*kept) if reaches_others else only or ())
             for target in {
                 id(each): each for each in (param, self._lender.target_of(param))
             }.values()
             if local_of(target) is target
         ]
-        random_before = torch.get_rng_state()
+        drawn = Draws()
         try:
             with torch.no_grad():
                 for target, data, _ in own:
@@ -576,7 +634,8 @@ class Probe:
                         for param in params
                         if only is None or param in lent
                     ]
-                    _make_moving(group)
+                    if moving:
+                        _make_moving(group)
             optimizer.state = state
             yield optimizer
         finally:
@@ -589,7 +648,11 @@ class Probe:
                 target.grad = grad
             snapshot.restore()
             if not draws:
-                torch.set_rng_state(random_before)
+                drawn.undo()
+
+
+def _of_rank(leaf: Any) -> Any:
+    return local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 class _Uniform(NamedTuple):
@@ -707,6 +770,14 @@ def _cut_alike(state: dict[Any, Any], shape: torch.Size, of_piece: dict[Any, Any
             if value.dtype != piece.dtype or not (per_element or value.shape == piece.shape):
                 return False
     return True
+
+
+def attributes_of(param: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a parameter's attributes are."""
+    return tuple(
+        (name, value if isinstance(value, ATOMS) else id(value))
+        for name, value in sorted(vars(param).items())
+    )
 
 
 def pattern(group: dict[str, Any], *, numbers: bool = False) -> tuple[Any, ...]:

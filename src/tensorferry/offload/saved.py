@@ -25,6 +25,7 @@ from tensorferry.offload.plan import (
     names_in,
     unflatten,
 )
+from tensorferry.offload.states import shape_of_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -324,14 +325,7 @@ class Saved:
         unit = next(
             (each for bucket in self.buckets for each in bucket.units if each.index == index), None
         )
-        if unit is None or unit.leaves is None:
-            return None
-        leaves = list(unit.leaves)
-        for at, each in unit.swapped:
-            shape = each.shape if unit.stop is None else self.params[index][0]
-            leaves[at] = torch.empty(shape, dtype=each.dtype, device="meta")
-        state: dict[Any, Any] = unflatten(leaves, unit.spec)
-        return state
+        return None if unit is None else shape_of_state(unit, self.params[index][0])
 
     def read(self, bucket: Bucket, memory: torch.Tensor) -> None:
         """Read a bucket's bytes, and verify them.
@@ -353,9 +347,14 @@ class Saved:
             As with :meth:`read`.
         """
         for name, members in packed_params(params):
+            locals_ = [local_of(param).detach() for param in members]
+            direct = [each.is_contiguous() and each.device.type == "cpu" for each in locals_]
+            if all(direct):
+                self._store.read(name, [tensor_bytes(each) for each in locals_]).result()
+                continue
             values = self._store.read(name).result()
-            for param, value in zip(members, unpacked(members, values), strict=True):
-                local_of(param).detach().copy_(value)
+            for local, value in zip(locals_, unpacked(members, values), strict=True):
+                local.copy_(value)
 
     def close(self) -> None:
         """Let go of the store."""
@@ -438,9 +437,13 @@ def unpacked(members: Sequence[torch.Tensor], values: torch.Tensor) -> list[torc
     if sum(sizes) != values.numel():
         raise ValueError(f"{values.numel()} bytes of parameters, not {sum(sizes)}")
     return [
-        part.clone().view(param.dtype).view(local_of(param).shape)
+        _aligned(part, param.dtype).view(param.dtype).view(local_of(param).shape)
         for param, part in zip(members, torch.split(values, sizes), strict=True)
     ]
+
+
+def _aligned(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -21,7 +21,7 @@ from tensorferry.offload.plan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tensorferry.offload.plan import Bucket, Field, Unit
     from tensorferry.store import TensorStore
@@ -40,6 +40,20 @@ def state_in(unit: Unit, memory: torch.Tensor) -> dict[Any, Any]:
     leaves = list(unit.leaves)
     for at, each in unit.swapped:
         leaves[at] = unit.view(each, memory)
+    state: dict[Any, Any] = unflatten(leaves, unit.spec)
+    return state
+
+
+def shape_of_state(unit: Unit, shape: Sequence[int] | None = None) -> dict[Any, Any] | None:
+    """Return a state of which what is in a bucket has no values; a piece's has the shape of its parameter."""
+    if unit.leaves is None:
+        return None
+    leaves = list(unit.leaves)
+    whole = local_of(unit.param).shape if shape is None else shape
+    for at, each in unit.swapped:
+        leaves[at] = torch.empty(
+            each.shape if unit.stop is None else whole, dtype=each.dtype, device="meta"
+        )
     state: dict[Any, Any] = unflatten(leaves, unit.spec)
     return state
 
@@ -296,10 +310,18 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> A
 
 
 def cast_like_torch(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor, state: Any
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    param: torch.Tensor,
+    state: Any,
+    beside: Mapping[str, Any],
 ) -> Any:
-    """Return a parameter's state as the optimizer's own ``load_state_dict`` makes it of a saved one."""
+    """Return a parameter's state as the optimizer's own ``load_state_dict`` makes it of a saved one.
+
+    ``beside`` is what else the state dict has.
+    """
     values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     twin = twin_of(optimizer, [{**values, "params": [param]}])
-    twin.load_state_dict({"state": {0: state}, "param_groups": [{**values, "params": [0]}]})
+    groups = [{**values, "params": [0]}]
+    twin.load_state_dict({**beside, "state": {0: state}, "param_groups": groups})
     return twin.state[twin.param_groups[0]["params"][0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -21,17 +22,53 @@ if TYPE_CHECKING:
 _GIVEN_NBYTES = 32 << 20
 
 
+class _State(dict[Any, Any]):
+    """A parameter's state, which counts what is written into it."""
+
+    __slots__ = ("__weakref__", "writes")
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        super().__init__(state)
+        self.writes = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def _counting(name: str) -> Any:
+    method = getattr(dict, name)
+
+    def counting(state: _State, *arguments: Any, **more: Any) -> Any:
+        state.writes += 1
+        return method(state, *arguments, **more)
+
+    return functools.wraps(method)(counting)
+
+
+for _name in (
+    "__setitem__",
+    "__delitem__",
+    "__ior__",
+    "clear",
+    "pop",
+    "popitem",
+    "setdefault",
+    "update",
+):
+    setattr(_State, _name, _counting(_name))
+
+
 class Given:
     """States that users have been given since the last step.
 
-    Each is compared with what it was before the next step begins, and put back where it differs. Tensors that are
-    written to later would be lost silently: the next step then raises.
+    Each is compared with what it was before the next step begins, and put back where it differs. What is written later
+    into a state of an earlier step, or into one of its tensors, would be lost silently: the next step then raises.
     """
 
     def __init__(self, put_back: Callable[[torch.Tensor, dict[Any, Any] | None], None]) -> None:
         self._put_back: Any = weakref.WeakMethod(put_back)
-        self._states: dict[torch.Tensor, tuple[dict[Any, Any], Any]] = {}
-        self._earlier: list[tuple[Any, int]] = []
+        self._states: dict[torch.Tensor, tuple[_State, Any]] = {}
+        self._earlier: list[tuple[weakref.ref[Any], Any]] = []
         self._nbytes = 0
 
     def state_of(
@@ -41,7 +78,7 @@ class Given:
         if param not in self._states:
             if self._nbytes > _GIVEN_NBYTES:
                 self.settle()
-            state = read(param)
+            state = _State(read(param))
             self._states[param] = state, _fingerprint(state)
             self._nbytes += sum(leaf.nbytes for leaf in _tensors(state))
         return self._states[param][0]
@@ -54,22 +91,29 @@ class Given:
         RuntimeError
             A tensor of an earlier step has been written to.
         """
-        for tensor, version in self._earlier:
-            alive = tensor()
-            if alive is not None and alive._version != version:
+        self._earlier = [each for each in self._earlier if each[0]() is not None]
+        for reference, before in self._earlier:
+            alive = reference()
+            if alive is not None and _fingerprint(alive, writes=True) != before:
                 self._earlier = []
                 raise RuntimeError(
-                    f"state: a tensor of shape {tuple(alive.shape)} that was taken from it before an earlier step has "
-                    "been written to since, which has no effect; take state[param] anew after each step"
+                    "state: one that was taken from it before an earlier step, or a tensor of it, has been written to "
+                    "since, which has no effect; take state[param] anew after each step"
                 )
-        self._earlier = [each for each in self._earlier if each[0]() is not None]
+            del alive
         while self._states:
             param, (state, before) = next(iter(self._states.items()))
             if _fingerprint(state) != before:
-                self._put_back()(param, state)
+                self._put_back()(param, dict(state))
             del self._states[param]
-            self._earlier += [(weakref.ref(leaf), leaf._version) for leaf in _tensors(state)]
+            self._watch(state)
+            for leaf in _tensors(state):
+                self._watch(leaf)
+            del state
         self._nbytes = 0
+
+    def _watch(self, given: _State | torch.Tensor) -> None:
+        self._earlier.append((weakref.ref(given), _fingerprint(given, writes=True)))
 
     def forget(self) -> None:
         """Forget all states: others have been loaded."""
@@ -81,18 +125,24 @@ class Given:
         self._put_back()(param, state)
 
 
-def _tensors(state: dict[Any, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in _pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+def _tensors(state: _State) -> list[torch.Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(dict(state)) if isinstance(leaf, torch.Tensor)]
 
 
-def _fingerprint(state: dict[Any, Any]) -> Any:
-    leaves, spec = _pytree.tree_flatten(state)
-    return spec, [
-        (leaf.dtype, leaf.shape, _core.crc32(_bytes_of(leaf)))
-        if isinstance(leaf, torch.Tensor)
-        else (type(leaf), leaf)
-        for leaf in leaves
-    ]
+def _fingerprint(given: _State | torch.Tensor, *, writes: bool = False) -> Any:
+    """Return what a state or tensor has; with ``writes`` it tells also that the same has been written to it again."""
+    leaves, spec = _pytree.tree_flatten(dict(given) if isinstance(given, _State) else given)
+    written = given.writes if writes and isinstance(given, _State) else 0
+    return (
+        written,
+        spec,
+        [
+            (leaf.dtype, leaf.shape, _core.crc32(_bytes_of(leaf)), leaf._version if writes else 0)
+            if isinstance(leaf, torch.Tensor)
+            else (type(leaf), leaf)
+            for leaf in leaves
+        ],
+    )
 
 
 def _bytes_of(leaf: torch.Tensor) -> Any:
@@ -120,6 +170,9 @@ class StateView(MutableMapping[torch.Tensor, Any]):
         optimizer = self._optimizer
         with optimizer._locked():
             optimizer._readable()
+            if not isinstance(param, torch.Tensor):  # as torch has it, anything may be there
+                optimizer._others[param] = state
+                return
             if param not in optimizer._shapes:
                 raise KeyError(f"state: no parameter of the optimizer's: {type(param).__name__}")
             if not isinstance(state, dict):
@@ -130,6 +183,9 @@ class StateView(MutableMapping[torch.Tensor, Any]):
         optimizer = self._optimizer
         with optimizer._locked():
             optimizer._readable()
+            if param in optimizer._others:
+                del optimizer._others[param]
+                return
             if param not in self:
                 raise KeyError(param)
             optimizer._given.put(param, None)
@@ -153,9 +209,7 @@ class StateView(MutableMapping[torch.Tensor, Any]):
         """Have these states, and no others."""
         self._optimizer._readable()
         for param in list(self):
-            if param in self._optimizer._others:
-                del self._optimizer._others[param]
-            elif param not in states:
+            if param in self._optimizer._others or param not in states:
                 del self[param]
         for param, state in dict(states).items():
             if state:
