@@ -268,9 +268,10 @@ def test_a_handler_of_sigterm_that_raises_is_called_when_the_step_is_whole(
     memory.step()
     before = signal.signal(signal.SIGTERM, ends)
     try:
-        with monkeypatch.context() as patched, pytest.raises(SystemExit, match="preempted"):
+        with monkeypatch.context() as patched:
             patched.setattr(drive._lender, "call", signalled)
-            drive.step()
+            with pytest.raises(SystemExit, match="preempted"):
+                drive.step()
         assert signal.getsignal(signal.SIGTERM) is ends
     finally:
         signal.signal(signal.SIGTERM, before)
