@@ -132,7 +132,7 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
             metadata, end = pickle.Unpickler(stream).load(), stream.tell()
             _of_today(metadata)
         else:
-            metadata, end = pickles.loads(bytes(body), _NAMES, older=OLDER_MODULES)
+            metadata, end = _loads(bytes(body))
     except RefusedError as error:
         raise kind(
             f"it asks for {error}, which is no part of torch's metadata and may run any code; if you trust whoever "
@@ -151,6 +151,20 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
     if trailer is None and (end < len(body) or EXTRAS in metadata.__dict__):
         raise CheckpointError("its end, with the checksum, is damaged or missing", path)
     return metadata  # type: ignore[no-any-return]
+
+
+def _loads(data: bytes) -> tuple[Any, int]:
+    """Return what a pickle holds, and where it ends."""
+    found = pickles.loads_records(data, _KNOWN)
+    if found is None or type(found[0]) is not Metadata:
+        return pickles.loads(data, _NAMES, older=OLDER_MODULES)
+    for index in found[0].storage_data or ():
+        if type(index) is _Index:
+            object.__setattr__(index, "__class__", MetadataIndex)
+    for entry in found[0].state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata) and type(entry.properties) is _Properties:
+            object.__setattr__(entry.properties, "__class__", TensorProperties)
+    return found
 
 
 def check_metadata(metadata: Any, path: str) -> None:
@@ -367,6 +381,34 @@ _NAMES = table(
         ),
     ]
 )
+
+
+class _Index(MetadataIndex):
+    """Is one until it has been read: hashes are taken while it is, and this one never takes long."""
+
+    def __hash__(self) -> int:
+        fields = self.__dict__
+        if type(fields.get("fqn")) is not str or type(fields.get("offset")) not in (
+            type(None),
+            torch.Size,
+        ):
+            raise MalformedError("a damaged place of a tensor")
+        return super().__hash__()
+
+
+class _Properties(TensorProperties):
+    """Are some until they have been read."""
+
+    def __setstate__(self, state: Any) -> None:
+        _build_properties(self, state)
+
+
+_KNOWN = {
+    **{name: maker if maker.kind is None else maker.kind for name, maker in _NAMES.items()},
+    "torch.Size": torch.Size,
+    f"{_TORCH}.metadata.MetadataIndex": _Index,
+    f"{_TORCH}.metadata.TensorProperties": _Properties,
+}
 
 
 def _check(metadata: Any) -> None:
