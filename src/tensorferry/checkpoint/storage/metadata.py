@@ -43,8 +43,10 @@ from tensorferry.checkpoint.zipformat.pickles import (
     MalformedError,
     RefusedError,
     checked_keys,
+    empty,
     record,
     table,
+    text,
 )
 
 if TYPE_CHECKING:
@@ -278,26 +280,12 @@ def _of_today(metadata: Any) -> None:
             entry.properties = TensorProperties(*values)
 
 
-def _path(*parts: Any) -> pathlib.Path:
-    return pathlib.Path(*map(_text, parts))
-
-
-def _pure_path(*parts: Any) -> pathlib.PurePath:
-    return pathlib.PurePosixPath(*map(_text, parts))
-
-
-def _windows_path(*parts: Any) -> pathlib.PurePath:
-    return pathlib.PureWindowsPath(*map(_text, parts))
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise MalformedError(f"{type(value).__name__} instead of text")
-    return value
+def _path_of(kind: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *parts: kind(*map(text, parts))
 
 
 def _layout(name: Any) -> torch.layout:
-    layout = vars(torch).get(_text(name).removeprefix("torch."))
+    layout = vars(torch).get(text(name).removeprefix("torch."))
     if not isinstance(layout, torch.layout):
         raise MalformedError("an unknown layout")
     return layout
@@ -314,7 +302,7 @@ def _member(kind: Any, name: Any) -> int:
     """Stand for getattr(), by which some versions of Python pickle members of enumerations."""
     if type(kind) is not Maker or kind.make is not _memory_format:
         raise RefusedError("builtins.getattr")
-    return int(torch_metadata._MEM_FORMAT_ENCODING[_text(name)].value)
+    return int(torch_metadata._MEM_FORMAT_ENCODING[text(name)].value)
 
 
 _SEQUENCES = (tuple, list, torch.Size)
@@ -336,12 +324,6 @@ def _hashed(kind: type) -> Callable[..., Any]:
     return make
 
 
-def _ordered(*arguments: Any) -> OrderedDict[Any, Any]:
-    if arguments:
-        raise MalformedError("an OrderedDict made of arguments")
-    return OrderedDict()
-
-
 _TORCH = "torch.distributed.checkpoint"
 _UP_TO_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
 OLDER_MODULES = {
@@ -354,10 +336,16 @@ SIMPLE_MAKERS = [
     Maker("torch.serialization._get_layout", _layout),
     Maker("builtins.set", _hashed(set)),
     Maker("builtins.frozenset", _hashed(frozenset)),
-    Maker("collections.OrderedDict", _ordered),
-    *(Maker(f"pathlib.{name}", _path) for name in ("Path", "PosixPath")),
-    *(Maker(f"pathlib.{name}", _pure_path) for name in ("PurePath", "PurePosixPath")),
-    *(Maker(f"pathlib.{name}", _windows_path) for name in ("WindowsPath", "PureWindowsPath")),
+    Maker("collections.OrderedDict", empty(OrderedDict)),
+    *(Maker(f"pathlib.{name}", _path_of(pathlib.Path)) for name in ("Path", "PosixPath")),
+    *(
+        Maker(f"pathlib.{name}", _path_of(pathlib.PurePosixPath))
+        for name in ("PurePath", "PurePosixPath")
+    ),
+    *(
+        Maker(f"pathlib.{name}", _path_of(pathlib.PureWindowsPath))
+        for name in ("WindowsPath", "PureWindowsPath")
+    ),
 ]
 _NAMES = table(
     [

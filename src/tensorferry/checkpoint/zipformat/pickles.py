@@ -26,7 +26,7 @@ from tensorferry import _core
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_WORD, _LONG_WORD = struct.Struct("<I").unpack_from, struct.Struct("<Q").unpack_from
+_WORD = struct.Struct("<I").unpack_from
 _SIGNED, _DOUBLE = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
 # In the keys of dicts: tuples of tuples are hashed again and again, and without a limit of depth; frozensets of
 # frozensets are compared so.
@@ -41,6 +41,10 @@ _PLAIN = frozenset(
     ]
 )
 _PLAIN_KEYS = _PLAIN - {frozenset}
+_OF_DAMAGE = (
+    *(LookupError, struct.error, TypeError, AttributeError),
+    *(ValueError, ArithmeticError, RuntimeError, MemoryError),
+)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 
 
@@ -101,6 +105,17 @@ def record(name: str, kind: type, build: Callable[[Any, Any], None] | None = Non
     return Maker(name, make, build or update, kind)
 
 
+def empty(kind: type) -> Callable[..., Any]:
+    """Return what makes containers that are filled later."""
+
+    def make(*arguments: Any) -> Any:
+        if arguments:
+            raise MalformedError(f"a {kind.__name__} made of arguments")
+        return kind()
+
+    return make
+
+
 def table(makers: list[Maker]) -> dict[str, Maker]:
     """Return them by name."""
     return {maker.name: maker for maker in makers}
@@ -110,7 +125,7 @@ def find(
     names: Mapping[str, Any], module: Any, name: Any, trusted: Mapping[str, Any] | None = None
 ) -> Any:
     """Return what stands for a name, or one of torch's constants, or what is trusted itself."""
-    full_name = f"{_text(module)}.{_text(name)}"
+    full_name = f"{text(module)}.{text(name)}"
     maker = names.get(full_name)
     if maker is not None:
         return maker
@@ -164,9 +179,7 @@ def loads(
         return _run(data, names, persistent, older or {}, begin, trusted or {})
     except (RefusedError, MalformedError):
         raise
-    except (LookupError, struct.error, TypeError, AttributeError) as error:
-        raise MalformedError(f"{type(error).__name__}: {error}") from None
-    except (ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
+    except _OF_DAMAGE as error:
         raise MalformedError(f"{type(error).__name__}: {error}") from None
 
 
@@ -345,19 +358,16 @@ def _run(
         elif code == 0x72:  # LONG_BINPUT
             memo[_WORD(data, at)[0]] = stack[-1]
             at += 4
-        elif code == 0x8A:  # LONG1
-            end = at + 1 + data[at]
-            stack.append(int.from_bytes(data[at + 1 : end], "little", signed=True))
-            at = end
+        elif code in _SIZED:
+            width, make = _SIZED[code]
+            begin = at + width
+            at = begin + int.from_bytes(data[at:begin], "little")
+            stack.append(make(data[begin:at]))
         elif code == 0x74:  # TUPLE
             items, stack = stack, marks.pop()
             stack.append(tuple(items))
         elif code == 0x87:  # TUPLE3
             stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-        elif code == 0x58:  # BINUNICODE
-            end = at + 4 + _WORD(data, at)[0]
-            stack.append(data[at + 4 : end].decode("utf-8", "surrogatepass"))
-            at = end
         elif code == 0x88 or code == 0x89:  # NEWTRUE, NEWFALSE
             stack.append(code == 0x88)
         elif code == 0x65:  # APPENDS
@@ -388,26 +398,6 @@ def _run(
         elif code == 0x47:  # BINFLOAT
             stack.append(_DOUBLE(data, at)[0])
             at += 8
-        elif code == 0x43:  # SHORT_BINBYTES
-            end = at + 1 + data[at]
-            stack.append(data[at + 1 : end])
-            at = end
-        elif code == 0x42:  # BINBYTES
-            end = at + 4 + _WORD(data, at)[0]
-            stack.append(data[at + 4 : end])
-            at = end
-        elif code == 0x8E:  # BINBYTES8
-            end = at + 8 + _LONG_WORD(data, at)[0]
-            stack.append(data[at + 8 : end])
-            at = end
-        elif code == 0x8D:  # BINUNICODE8
-            end = at + 8 + _LONG_WORD(data, at)[0]
-            stack.append(data[at + 8 : end].decode("utf-8", "surrogatepass"))
-            at = end
-        elif code == 0x96:  # BYTEARRAY8
-            end = at + 8 + _LONG_WORD(data, at)[0]
-            stack.append(bytearray(data[at + 8 : end]))
-            at = end
         elif code == 0x8F:  # EMPTY_SET
             stack.append(set())
         elif code == 0x90:  # ADDITEMS
@@ -416,22 +406,10 @@ def _run(
         elif code == 0x91:  # FROZENSET
             items, stack = stack, marks.pop()
             stack.append(frozenset(checked_keys(items)))
-        elif code == 0x8B:  # LONG4
-            end = at + 4 + _WORD(data, at)[0]
-            stack.append(int.from_bytes(data[at + 4 : end], "little", signed=True))
-            at = end
         elif code == 0x80:  # PROTO
             if data[at] > 5:
                 raise MalformedError(f"a pickle of protocol {data[at]}")
             at += 1
-        elif code == 0x55:  # SHORT_BINSTRING, Python 2's
-            end = at + 1 + data[at]
-            stack.append(data[at + 1 : end].decode("latin-1"))
-            at = end
-        elif code == 0x54:  # BINSTRING
-            end = at + 4 + _WORD(data, at)[0]
-            stack.append(data[at + 4 : end].decode("latin-1"))
-            at = end
         elif code == 0x30:  # POP
             stack.pop()
         elif code == 0x31:  # POP_MARK
@@ -471,19 +449,41 @@ def _build_trusted(instance: Any, state: Any) -> None:
     if attributes:
         update(instance, attributes)
     for name, value in (slots or {}).items():
-        setattr(instance, _text(name), value)
+        setattr(instance, text(name), value)
 
 
+def _integer(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _utf8(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _latin1(data: bytes) -> str:
+    return data.decode("latin-1")
+
+
+# Values behind their length: how many bytes that has, and what they are.
+_SIZED: dict[int, tuple[int, Callable[[bytes], Any]]] = {
+    0x8A: (1, _integer),
+    0x8B: (4, _integer),  # LONG1, LONG4
+    0x58: (4, _utf8),
+    0x8D: (8, _utf8),  # BINUNICODE, BINUNICODE8
+    # SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8
+    0x43: (1, bytes),
+    0x42: (4, bytes),
+    0x8E: (8, bytes),
+    0x96: (8, bytearray),
+    0x55: (1, _latin1),
+    0x54: (4, _latin1),  # SHORT_BINSTRING, BINSTRING: Python 2's
+}
 _REFUSED_CODES = {
     0x50: "a persistent object",
-    0x69: "an instance of an old class",
-    0x6F: "an instance of an old class",
-    0x82: "an extension of copyreg",
-    0x83: "an extension of copyreg",
-    0x84: "an extension of copyreg",
     0x92: "a class made by keywords",
-    0x97: "a buffer outside of it",
-    0x98: "a buffer outside of it",
+    **dict.fromkeys((0x69, 0x6F), "an instance of an old class"),
+    **dict.fromkeys((0x82, 0x83, 0x84), "an extension of copyreg"),
+    **dict.fromkeys((0x97, 0x98), "a buffer outside of it"),
 }
 
 
@@ -573,7 +573,8 @@ def update(instance: Any, state: Any) -> None:
     instance.__dict__.update(state)
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """Return what must be text."""
     if type(value) is not str:
         raise MalformedError(f"{type(value).__name__} instead of text")
     return value
