@@ -65,7 +65,7 @@ def replace(temporary: Path, name: str) -> None:
     """Give a file its name, in place of another one."""
     with _told("writing", temporary.with_name(name)):
         try:
-            temporary.replace(temporary.with_name(name))
+            replacement.rename(temporary, temporary.with_name(name))
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
