@@ -45,13 +45,8 @@ _TAIL_NBYTES = 65557
 
 # What zipfile raises where an archive is damaged.
 _DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    NotImplementedError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    struct.error,
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+    *(NotImplementedError, EOFError, RuntimeError, ValueError),
 )
 
 

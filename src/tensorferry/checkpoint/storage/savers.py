@@ -48,13 +48,8 @@ _LOCAL_LOCKS = frozenset(["nolock", "local_lock=all", "local_lock=posix", "local
 # What is said where nobody can have locks: there are none, or the file's name is something else's.
 _NO_LOCKS = frozenset(
     [
-        errno.EINVAL,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.ENOLCK,
-        errno.ENOSYS,
-        errno.ENXIO,
-        errno.EOPNOTSUPP,
+        *(errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOLCK),
+        *(errno.ENOSYS, errno.ENXIO, errno.EOPNOTSUPP),
     ]
 )
 

@@ -238,7 +238,7 @@ class _Anything(dict[str, Maker]):
     """Every name there may be."""
 
     def get(self, name: str, _default: Any = None) -> Maker:
-        return Maker(name, _not_by_number if name.endswith(".bytearray") else _blank)
+        return Maker(name, _SCREENED.get(name.rpartition(".")[2], _blank))
 
 
 def _not_by_number(*arguments: Any) -> Blank:
@@ -247,8 +247,23 @@ def _not_by_number(*arguments: Any) -> Blank:
     return Blank()
 
 
+def _of_keys(*arguments: Any) -> Blank:
+    """Refuse what is slow to hash, or without a limit of depth, among keys that a container is made of."""
+    for argument in arguments:
+        if type(argument) in (list, tuple):
+            # Items of a dict are pairs, of which the first is a key.
+            firsts = [each[0] for each in argument if type(each) in (list, tuple) and each]
+            checked_keys([each for each in (*argument, *firsts) if type(each) is tuple])
+    return Blank()
+
+
 def _blank(*_arguments: Any) -> Blank:
     return Blank()
+
+
+_SCREENED = {"bytearray": _not_by_number} | dict.fromkeys(
+    ("set", "frozenset", "Counter", "OrderedDict", "dict", "defaultdict"), _of_keys
+)
 
 
 def screen(data: bytes, count: int = 1) -> None:
@@ -512,7 +527,7 @@ def checked_keys(values: Any) -> Any:
                 todo += each
             elif is_nested or not (
                 type(each) in _PLAIN
-                or type(each) is Blank
+                or type(each) in (Blank, Maker)
                 or type(each).__module__ == "numpy"  # its scalars
                 or _is_index(each)
             ):
