@@ -142,12 +142,10 @@ def _unlock(descriptors: list[int], process: int) -> None:
     for descriptor in descriptors:
         if os.getpid() == process:
             with contextlib.suppress(OSError):
-                if descriptor == descriptors[0]:
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)
-                else:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                if descriptor != descriptors[0]:
                     set_lock(descriptor, fcntl.F_UNLCK)
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def is_locked(descriptor: int) -> bool:

@@ -608,6 +608,20 @@ def test_keys_that_a_container_is_made_of_do_not_end_the_process(
         load(path)
 
 
+@pytest.mark.parametrize("mmap", [False, True])
+def test_names_that_torch_would_take_for_its_own_are_refused(
+    tmp_path: pathlib.Path, mmap: bool
+) -> None:
+    """torch finds records by names in any case: another pickle than the one that was looked at."""
+    path = tmp_path / "s.pt"
+    for old, new in ((b"data.pkl", b"DATA.PKL"), (b"byteorder", b"Byteorder")):
+        path.write_bytes(saved({"a": torch.ones(3)}).replace(old, new))
+        with pytest.raises(
+            CheckpointError, match=f"no record of torch's is called '{new.decode()}'"
+        ):
+            load(path, mmap=mmap)
+
+
 def test_dtypes_may_be_keys(tmp_path: pathlib.Path) -> None:
     value = {torch.float32: 1, (torch.int8, "a"): {2}, ("b", (1, 2)): {torch.bool, (3, 4)}}
     torch.save(value, tmp_path / "s.pt")
