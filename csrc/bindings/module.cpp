@@ -15,6 +15,7 @@
 #include "bindings/scheduler.h"
 #include "bindings/stream.h"
 #include "checksum/checksum.h"
+#include "pickle/screen.h"
 
 namespace tensorferry {
 namespace {
@@ -34,6 +35,11 @@ uint32_t crc32_of(nb::handle exporter, uint32_t crc) {
   }
   PyBuffer_Release(&buffer);
   return crc;
+}
+
+size_t pickle_end(nb::bytes data) {
+  WithoutGil release;
+  return screened_pickle_end({static_cast<const uint8_t*>(data.data()), data.size()});
 }
 
 }  // namespace
@@ -56,6 +62,7 @@ NB_MODULE(_core, module) {
   bind_memory(module);
   module.def("crc32", &crc32_of, "buffer"_a, "crc"_a = 0);
   module.def("crc32_combine", &crc32_combine, "crc"_a, "next_crc"_a, "nbytes"_a);
+  module.def("screened_pickle_end", &pickle_end, "data"_a);
   module.def("fork_generation", &fork_generation);
   module.def("why_no_thread", &why_no_thread);
 }

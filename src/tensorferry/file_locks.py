@@ -14,7 +14,10 @@ import stat
 import struct
 import time
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tensorferry.mounts import mount_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,6 +29,9 @@ _FLOCK = struct.Struct("hhqqi4x")
 _MAX_WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.002
 _MAX_OTHER_SAVE_SECONDS = 2.0
+
+# Where files' locks hold on all machines; those of directories are the kernel's own there, and hold on one.
+REMOTE = frozenset(["ceph", "lustre", "nfs", "nfs4"])
 
 
 def open_lock_file(path: str | os.PathLike[str]) -> int:
@@ -67,23 +73,25 @@ def lock_directory(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
 
 
 @contextlib.contextmanager
-def unread(directory: str | os.PathLike[str]) -> Iterator[bool]:
+def unread(directory: str | os.PathLike[str], name: str) -> Iterator[bool]:
     """Tell whether nobody reads a directory, as :func:`read_directory` shows; none begins before the block ends."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptors = _opened(directory, name, os.O_RDWR)
     try:
-        found = lock_directory(descriptor)
         # Another save may be doing the same, for a moment; a load takes longer.
         limit = time.monotonic() + _MAX_OTHER_SAVE_SECONDS
-        while found is False and time.monotonic() < limit:
+        while not (found := _lock(descriptors, fcntl.LOCK_EX)) and time.monotonic() < limit:
             time.sleep(_POLL_SECONDS)
-            found = lock_directory(descriptor)
-        yield found is not False
+        yield found
     finally:
-        _unlock_directory(descriptor, os.getpid())
+        _unlock(descriptors, os.getpid())
 
 
-def read_directory(owner: object, directory: str | os.PathLike[str]) -> Callable[[], Any]:
+def read_directory(
+    owner: object, directory: str | os.PathLike[str], name: str
+) -> Callable[[], Any]:
     """Show others that a directory is read, until the result is called, or the owner goes.
+
+    On file systems that several machines share a file in it is locked, too, if there is one of that name.
 
     Raises
     ------
@@ -91,18 +99,18 @@ def read_directory(owner: object, directory: str | os.PathLike[str]) -> Callable
         There is none, or it has lost its name meanwhile.
     """
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptors = _opened(directory, name, os.O_RDONLY)
     except FileNotFoundError:
         raise
     except OSError:  # its files may be readable all the same
         return lambda: None
-    let_go = weakref.finalize(owner, _unlock_directory, descriptor, os.getpid())
+    let_go = weakref.finalize(owner, _unlock, descriptors, os.getpid())
     let_go.atexit = False
     deadline = time.monotonic() + _MAX_WAIT_SECONDS
     try:
-        while lock_directory(descriptor, fcntl.LOCK_SH) is False and time.monotonic() < deadline:
+        while not _lock(descriptors, fcntl.LOCK_SH) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        if not os.path.samestat(os.fstat(descriptor), os.stat(directory)):  # noqa: PTH116
+        if not os.path.samestat(os.fstat(descriptors[0]), os.stat(directory)):  # noqa: PTH116
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(directory))
     except BaseException:
         let_go()
@@ -110,12 +118,34 @@ def read_directory(owner: object, directory: str | os.PathLike[str]) -> Callable
     return let_go
 
 
-def _unlock_directory(descriptor: int, process: int) -> None:
-    # Closing is not enough while a child that was forked has the directory open; and a child lets its parent's lock be.
-    if os.getpid() == process:
+def _opened(directory: str | os.PathLike[str], name: str, access: int) -> list[int]:
+    """Return descriptors of what is locked: the directory, and the file where that says more."""
+    found = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+    with contextlib.suppress(OSError, LookupError, StopIteration):
+        if mount_of(Path(directory))["type"] in REMOTE:
+            flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            found.append(os.open(name, flags, dir_fd=found[0]))
+    return found
+
+
+def _lock(descriptors: list[int], kind: int) -> bool:
+    """Lock all of them, or return False; where there are no locks that is all there is to do."""
+    for descriptor in descriptors[1:]:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+            if not set_lock(descriptor, fcntl.F_RDLCK if kind == fcntl.LOCK_SH else fcntl.F_WRLCK):
+                return False
+    return lock_directory(descriptors[0], kind) is not False
+
+
+def _unlock(descriptors: list[int], process: int) -> None:
+    # Closing is not enough while a child that was forked has them open; and a child lets its parent's locks be.
+    for descriptor in descriptors:
+        if os.getpid() == process:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                if descriptor != descriptors[0]:
+                    set_lock(descriptor, fcntl.F_UNLCK)
+        os.close(descriptor)
 
 
 def is_locked(descriptor: int) -> bool:

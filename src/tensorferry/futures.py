@@ -409,9 +409,8 @@ class _CallbackThread:
                     continue
                 try:
                     callback()
-                except (
-                    BaseException
-                ):  # SystemExit, say: it is not for others' callbacks to go without
+                except BaseException:
+                    # SystemExit, say: it is not for others' callbacks to go without.
                     _log(callback)
                 del callback  # and what it keeps: the future, and its array
             if not tokens:

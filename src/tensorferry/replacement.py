@@ -589,9 +589,8 @@ def _keep_rights(descriptor: int, path: str, old: os.stat_result) -> None:
         mode &= ~stat.S_IRWXG
     try:
         os.fchmod(descriptor, mode)
-    except (
-        OSError
-    ) as error:  # the file then has those that it was made with, which are its owner's alone
+    except OSError as error:
+        # The file then has those that it was made with, which are its owner's alone.
         if error.errno not in _NO_PERMISSIONS:
             raise
 

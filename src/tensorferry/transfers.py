@@ -426,9 +426,8 @@ class _Call:
             for request in requests.values():
                 request.cancel()
                 request.seal()
-            if isinstance(
-                error, Exception
-            ):  # not for Ctrl-C: the arrays stay referenced until the end
+            # Not for Ctrl-C: the arrays stay referenced until the end.
+            if isinstance(error, Exception):
                 for request in requests.values():
                     request.wait(None)
             raise

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import pathlib
 import pickle
+import pickletools
+import re
 import shutil
 import struct
 from typing import TYPE_CHECKING, Any
@@ -152,6 +155,23 @@ CODES: dict[str, bytes] = {
 CODES |= {name: pickle.dumps(each, 4)[:-1] for name, each in ATTACKS.items()}
 
 
+def by_protocol_4(code: bytes) -> bytes:
+    """Return a code that names things as newer pickles do."""
+
+    def name(match: re.Match[bytes]) -> bytes:
+        module, attribute = match.groups()
+        return b"\x8c%c%b\x8c%c%b\x93" % (len(module), module, len(attribute), attribute)
+
+    return re.sub(rb"c([\w.]+)\n([\w.]+)\n", name, code)
+
+
+CODES |= {
+    f"{name}, by protocol 4": code
+    for name, old in CODES.items()
+    if (code := by_protocol_4(old)) != old
+}
+
+
 FREQUENT = b"()tRb\x81\x93cuesh0q}]Nj.Qa\x85\x86\x87\x94\x88\x8f\x90"
 
 
@@ -177,3 +197,21 @@ def mutated(data: bytes, random: np.random.Generator) -> bytes:
         elif at < len(result):
             result[at] = FREQUENT[random.integers(len(FREQUENT))]
     return bytes(result)
+
+
+def rearranged(data: bytes, random: np.random.Generator) -> bytes:
+    """Change some opcodes of a pickle, each of which stays whole: more of them can be read."""
+    places = [place for _, _, place in pickletools.genops(data)] + [len(data)]
+    codes = [data[at:end] for at, end in itertools.pairwise(places) if data[at] != 0x95]  # FRAME
+    for _ in range(random.integers(1, 5)):
+        at, other = (int(random.integers(len(codes))) for _ in range(2))
+        kind = random.integers(4)
+        if kind == 0:
+            codes[at] = codes[other]
+        elif kind == 1:
+            del codes[at]
+        elif kind == 2:
+            codes[at], codes[other] = codes[other], codes[at]
+        else:
+            codes[at:at] = codes[other : other + int(random.integers(1, 6))]
+    return b"".join(codes)

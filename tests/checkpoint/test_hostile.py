@@ -595,6 +595,39 @@ def test_containers_within_containers_do_not_end_the_process(name: str, code: by
         plain_objects.harmless(plain_objects._archive(pickled[:-1]))
 
 
+@pytest.mark.parametrize("name", ["builtins set", "collections Counter", "collections OrderedDict"])
+@pytest.mark.parametrize("within", [b"a", b"N\x86a"], ids=["values", "pairs"])
+def test_keys_that_a_container_is_made_of_do_not_end_the_process(
+    tmp_path: pathlib.Path, name: str, within: bytes
+) -> None:
+    """Python hashes tuples within tuples by recursion: 300,000 of them overflow the stack."""
+    deep = b"]" + b")" + b"\x85" * 300_000 + within
+    path = tmp_path / "s.pt"
+    path.write_bytes(plain_objects._archive(b"\x80\2" + name_of(*name.split()) + deep + b"\x85R."))
+    with pytest.raises(CheckpointError, match="a key of type tuple"):
+        load(path)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_names_that_torch_would_take_for_its_own_are_refused(
+    tmp_path: pathlib.Path, mmap: bool
+) -> None:
+    """torch finds records by names in any case: another pickle than the one that was looked at."""
+    path = tmp_path / "s.pt"
+    for old, new in ((b"data.pkl", b"DATA.PKL"), (b"byteorder", b"Byteorder")):
+        path.write_bytes(saved({"a": torch.ones(3)}).replace(old, new))
+        with pytest.raises(
+            CheckpointError, match=f"no record of torch's is called '{new.decode()}'"
+        ):
+            load(path, mmap=mmap)
+
+
+def test_dtypes_may_be_keys(tmp_path: pathlib.Path) -> None:
+    value = {torch.float32: 1, (torch.int8, "a"): {2}, ("b", (1, 2)): {torch.bool, (3, 4)}}
+    torch.save(value, tmp_path / "s.pt")
+    assert load(tmp_path / "s.pt") == torch.load(tmp_path / "s.pt") == value
+
+
 def test_a_number_does_not_take_memory() -> None:
     numbers = name_of("builtins", "range") + pickle.dumps(10**12, 2)[2:-1] + b"\x85R"
     storage = b"(" + text("storage") + name_of("torch", "FloatStorage") + text("0") + text("cpu")

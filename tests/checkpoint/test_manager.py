@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.stateful import Stateful
 
+from tensorferry import file_locks
 from tensorferry.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -32,6 +33,7 @@ from tensorferry.checkpoint import (
 from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.contents import Contents
 from tensorferry.checkpoint.storage.savers import Saver
+from tensorferry.mounts import mount_of
 from tests.checkpoint.damage import flip
 from tests.checkpoint.states import metadata_of, steps_in
 from tests.checkpoint.steps import Steps
@@ -246,6 +248,23 @@ def test_a_checkpoint_that_another_process_is_loading_is_not_removed(
         assert ranks[0].answers.poll(60)
         answer = ranks[0].answers.recv()
         assert (answer.failure, answer.result) == (None, 1)
+
+
+def test_a_checkpoint_that_another_machine_is_loading_is_not_removed(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS locks of directories are told to no other machine, and those of files are."""
+    monkeypatch.setattr(file_locks, "REMOTE", frozenset([mount_of(directory)["type"]]))
+    monkeypatch.setattr(file_locks.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(file_locks, "_MAX_OTHER_SAVE_SECONDS", 0.0)
+    save_all(directory, 1)
+    reader = FileSystemReader(directory / "step_00000001")
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    save_all(directory, 2, keep_last=1)
+    assert Checkpoints(directory).steps() == [1, 2]
+    del reader
+    save_all(directory, 3, keep_last=1)
+    assert Checkpoints(directory).steps() == [3]
 
 
 def test_what_is_replaced_while_it_is_loaded_is_loaded_whole(directory: pathlib.Path) -> None:

@@ -11,6 +11,7 @@ import pathlib
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,9 +27,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tensorferry._core import screened_pickle_end
 from tensorferry.checkpoint.checksums import crc32
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage.metadata import (
+    _KNOWN,
+    _NAMES,
+    OLDER_MODULES,
     chunk_of,
     data_file,
     file_checksums,
@@ -36,10 +41,12 @@ from tensorferry.checkpoint.storage.metadata import (
     payload_of,
     read_metadata,
 )
+from tensorferry.checkpoint.zipformat import pickles
 from tensorferry.tuning.stopwatch import Stopwatch
 from tests.checkpoint.damage import flipped
-from tests.checkpoint.hostile import ATTACKS, TARGET, TORCH, name_of, some_metadata
+from tests.checkpoint.hostile import ATTACKS, TARGET, TORCH, name_of, rearranged, some_metadata
 from tests.checkpoint.states import mixed_state, save
+from tests.support.data import SEED
 
 if TYPE_CHECKING:
     from tests.support.data import RandomBytes
@@ -174,6 +181,63 @@ def test_pickles_cannot_change_classes(tmp_path: pathlib.Path, name: str) -> Non
         read_metadata(write(tmp_path / "m", data))
     holder = __import__(module, fromlist=[attribute])
     assert not hasattr(getattr(holder, attribute), "polluted")
+
+
+def test_pythons_unpickler_reads_metadata_and_what_it_reads_is_the_same() -> None:
+    sources = [
+        pickle.dumps(some_metadata(), 4),
+        pickle.dumps(some_metadata(storage_meta=None), 5),
+    ]
+    for data in sources:
+        assert pickles.loads_records(data, _KNOWN) is not None
+        assert repr(parse_metadata(data, "m")) == repr(pickle.loads(data))
+    read = 0
+    for number in range(4000):
+        data = rearranged(sources[number % 2], np.random.default_rng([SEED, number]))
+        if pickles.loads_records(data, _KNOWN) is None:
+            continue
+        read += 1
+        try:
+            found = repr(parse_metadata(data, "m"))
+        except CheckpointError:
+            continue
+        slowly, _ = pickles.loads(data, _NAMES, older=OLDER_MODULES)
+        if not found.count(".Maker object") and "<class" not in found:
+            assert found == repr(slowly), (SEED, number)
+    assert read
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"}" + b")" + b"\x85" * 200_000 + b"Ns",  # a key of tuples within tuples
+        b"}K\1" + b"\x94h\0\x86" + b"".join(b"\x94h%c\x86" % k for k in range(1, 90)) + b"Ns",
+        b"}j\xff\xff\xff\x7f",
+        b"}\x8e" + b"\xff" * 7 + b"\x7f",
+        b"}X\xff\xff\xff\xff",
+        b"Nr\xff\xff\xff\x7f",
+        b"}(K\1",
+        b"]N\x86\x94}b",
+    ],
+)
+def test_what_could_crash_pythons_unpickler_is_not_given_to_it(code: bytes) -> None:
+    for cut in range(min(len(code), 40)):
+        assert screened_pickle_end(b"\x80\4" + code[:cut]) == 0
+    assert screened_pickle_end(b"\x80\4" + code + b".") == 0
+    assert screened_pickle_end(b"\x80\4}.") == 4
+
+
+def test_places_that_are_slow_to_hash_are_refused() -> None:
+    """An index of an index of ...: each tuple of two has the hash of the one within taken twice."""
+    module = f"{TORCH}.metadata".encode()
+    code = b"]\x8c%c%b\x8c\rMetadataIndex\x93\x94a" % (len(module), module)
+    code += b"h\0)\x81}\x8c\3fqn\x8c\1asb\x94a"
+    for number in range(1, 60):
+        code += b"h\0)\x81}\x8c\3fqnh%ch%c\x86sb\x94a" % (number, number)
+    data = b"\x80\4" + code + b"}h%cNsa." % 60
+    assert screened_pickle_end(data) == len(data)
+    with pytest.raises(CheckpointError):
+        parse_metadata(data, "m")
 
 
 def test_trusted_pickles_may_hold_anything(tmp_path: pathlib.Path) -> None:

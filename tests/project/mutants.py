@@ -678,6 +678,23 @@ MUTANTS = [
         "tests/checkpoint/test_verify.py::test_nothing_damaged_gets_into_a_tensor",
     ),
     _mutant(
+        "planners-are-asked-ahead",
+        "a planner that does something when an item is committed gets one after the other, as from torch's reader",
+        "src/tensorferry/checkpoint/storage/reader.py",
+        "        if self._one_by_one:\n",
+        "        if False:\n",
+        "tests/checkpoint/test_reader.py::"
+        "test_an_item_is_committed_before_the_planner_is_asked_for_the_next_one[shape0]",
+    ),
+    _mutant(
+        "any-hash-is-taken",
+        "reading a checkpoint runs no code that the file chooses, and changes nothing in the process",
+        "csrc/pickle/screen.cpp",
+        "stack_[key].count > max_key_values) return false;",
+        "false) return false;",
+        "tests/checkpoint/test_metadata.py::test_what_could_crash_pythons_unpickler_is_not_given_to_it",
+    ),
+    _mutant(
         "unknown-names-are-imported",
         "reading a checkpoint runs no code that the file chooses, and changes nothing in the process",
         "src/tensorferry/checkpoint/zipformat/pickles.py",

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 import tensorferry
+from tensorferry import replacement
 from tensorferry.store import TensorStore, contents, manifest
 from tests.store.data import SEGMENT, pattern
 from tests.support import leaks
 from tests.support.data import long_name
+from tests.support.faultfs import Fault
 from tests.support.forks import passes_in_child
 from tests.support.optional import torch
 
@@ -438,7 +440,7 @@ def test_a_commit_that_is_kept_is_there_until_it_is_dropped(tmp_path):
 
 def test_a_kill_between_any_two_names_leaves_a_commit_and_the_one_before(tmp_path):
     """The names of manifests change one after the other."""
-    renamed, removed = pathlib.Path.replace, pathlib.Path.unlink
+    renamed, removed = os.replace, pathlib.Path.unlink
     progress = tmp_path / "progress"
 
     def commit_until_killed(path, names_left):
@@ -449,7 +451,7 @@ def test_a_kill_between_any_two_names_leaves_a_commit_and_the_one_before(tmp_pat
                 os._exit(0)
             return change(*arguments, **more)
 
-        pathlib.Path.replace = functools.partialmethod(functools.partial(name_changes, renamed))
+        os.replace = functools.partial(name_changes, renamed)
         pathlib.Path.unlink = functools.partialmethod(functools.partial(name_changes, removed))
         store = TensorStore(path, segment_nbytes=SEGMENT, temporary=False)
         for number in range(1, 6):
@@ -578,3 +580,31 @@ def test_a_snapshot_may_have_any_name_that_the_file_system_takes(tmp_path, store
         store.snapshot(tmp_path / long_name(256, letter))
     assert caught.value.filename == str(tmp_path / long_name(256, letter))
     assert sorted(each.name for each in tmp_path.iterdir()) == before
+
+
+@pytest.fixture
+def nothing_tried():
+    replacement._renaming.clear()
+    yield
+    replacement._renaming.clear()
+
+
+@pytest.mark.usefixtures("nothing_tried")
+def test_a_file_that_counts_as_open_for_a_while_is_renamed_then(faultfs):
+    faultfs.order(Fault("rename_open", error=errno.EBUSY))
+    with TensorStore(faultfs.path, segment_nbytes=SEGMENT, temporary=False) as store:
+        tensors = fill(store, 1)
+        for _ in range(2):
+            store.commit(b"", sync=True)
+        store.snapshot(faultfs.path / "snapshot")
+    for path in (faultfs.path, faultfs.path / "snapshot"):
+        with TensorStore.open(path) as old:
+            assert_has(old, tensors)
+
+
+@pytest.mark.usefixtures("nothing_tried")
+def test_where_nothing_can_be_replaced_that_is_said_before_data_are_written(faultfs):
+    faultfs.order(Fault("rename_over", error=errno.EINVAL))
+    with pytest.raises(tensorferry.StorageError, match="cannot replace a file"):
+        TensorStore(faultfs.path, segment_nbytes=SEGMENT, temporary=False)
+    assert {request.name for request in faultfs.requests("write")} <= {".tensorferry-store.lock"}

@@ -525,6 +525,16 @@ def count_syncs(engine: str, directory: str, pieces: int) -> dict[str, dict[str,
     return counts
 
 
+def write_pieces_twice(engine: str, directory: str, pieces: int) -> None:
+    """Write a new file in pieces, and again; in a process that has made no other names."""
+    data = np.arange(pieces * 1024, dtype=np.uint32).view(np.uint8)
+    path = pathlib.Path(directory) / "file"
+    items = [(path, data[at : at + 4096], at) for at in range(0, data.size, 4096)]
+    for _ in range(2):
+        tensorferry.write_many(items, sync=True)
+    assert_equal(contents(path), data)
+
+
 # What a reader found who only wanted to break it
 
 

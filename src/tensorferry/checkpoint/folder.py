@@ -191,7 +191,7 @@ def _set_aside_unless_used(path: Path, prefix: str = _REMOVED) -> bool:
     """Set a checkpoint aside unless somebody saves to it or loads it; return whether it has gone."""
     saver = Saver(path, None)
     try:
-        with saver.alone() as alone, unread(path) as is_unread:
+        with saver.alone() as alone, unread(path, METADATA_NAME) as is_unread:
             if is_unread and (alone or not saver.reaches_all):
                 _set_aside(path, prefix)
                 return True

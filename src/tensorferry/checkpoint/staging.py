@@ -35,6 +35,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from tensorferry import _core
 from tensorferry.arrays import check_storage, is_plain
+from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.reprs import once_made
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ _PIECE_NBYTES = 8 << 20
 _PAGE_NBYTES = 4096
 _SMALL_ALIGNMENT = 64
 _MAX_ITEM_NBYTES = 16
+# Below, a thread takes longer to get the GIL than to copy.
+_SMALL_NBYTES = 64 << 10
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
 _all_images: weakref.WeakSet[_Image] = weakref.WeakSet()
@@ -229,6 +233,7 @@ class _Region:
 class _Plan:
     """Which tensors of a state go where in an image."""
 
+    @uncollected()
     def __init__(self, state: object) -> None:
         self.nbytes = 0
         self.has_accelerator_tensors = False
@@ -239,10 +244,12 @@ class _Plan:
         # How to make the copy of each tensor.
         self._recipes = [self._recipe(tensor) for tensor in self._tensors]
         for regions in self._regions.values():
-            regions[:] = _united(regions)
+            if len(regions) > 1:
+                regions[:] = _united(regions)
             for region in regions:
                 region.offset = self._reserve(region.end - region.begin)
 
+    @uncollected()
     def copied(self, state: Any, image: _Image) -> Any:
         """Return a copy of the state, its tensors in an image."""
         for regions in self._regions.values():
@@ -264,6 +271,32 @@ class _Plan:
         return copy.deepcopy(state, memo)
 
     def _recipe(self, tensor: Any) -> Callable[[_Image], Any]:
+        if type(tensor) not in _PLAIN_CLASSES and (recipe := self._recipe_of_subclass(tensor)):
+            return recipe
+        if tensor.is_meta:
+            return lambda _: torch.empty_like(tensor)
+        # Sparse, quantized, ...; and what is conjugated when it is read, which other processes would not be told.
+        if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
+            return lambda _: _like(tensor.detach().to("cpu", copy=True), tensor)
+        if tensor.numel() == 0:
+            return lambda _: _like(torch.empty_like(tensor, device="cpu"), tensor)
+        self.has_accelerator_tensors |= not tensor.is_cpu
+        regions, begin = self._add_to_region(tensor)
+
+        def place(image: _Image) -> torch.Tensor:
+            region = regions[0]
+            if len(regions) > 1:
+                region = regions[bisect.bisect(regions, begin, key=lambda one: one.begin) - 1]
+            storage, base = self._storages[id(region)]
+            offset = (base + begin - region.begin) // tensor.element_size()
+            empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            copied = _like(empty.set_(storage, offset, tensor.size(), tensor.stride()), tensor)
+            image.lend(copied)
+            return copied
+
+        return place
+
+    def _recipe_of_subclass(self, tensor: Any) -> Callable[[_Image], Any] | None:
         if hasattr(tensor, "trigger_wait"):
             tensor.trigger_wait()  # the result of a collective that may be on its way
         if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
@@ -279,43 +312,23 @@ class _Plan:
             return rebuild
         if isinstance(tensor, ShardedTensor):  # which cpu() may return as it is
             return lambda _: copy.deepcopy(tensor.cpu())
-        if tensor.is_meta:
-            return lambda _: torch.empty_like(tensor)
-        # Sparse, quantized, ...; and what is conjugated when it is read, which other processes would not be told.
-        if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
-            return lambda _: _like(tensor.detach().to("cpu", copy=True), tensor)
-        if tensor.numel() == 0:
-            return lambda _: _like(torch.empty_like(tensor, device="cpu"), tensor)
-        check_storage(tensor, "state")
-        self.has_accelerator_tensors |= not tensor.is_cpu
-        find = self._add_to_region(tensor)
+        return None
 
-        def place(image: _Image) -> torch.Tensor:
-            region, begin = find()
-            storage, base = self._storages[id(region)]
-            offset = (base + begin) // tensor.element_size()
-            empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-            copied = _like(empty.set_(storage, offset, tensor.size(), tensor.stride()), tensor)
-            image.lend(copied)
-            return copied
-
-        return place
-
-    def _add_to_region(self, tensor: torch.Tensor) -> Callable[[], tuple[_Region, int]]:
-        """Return a function that tells the tensor's region and where in it the tensor begins, once all are known."""
+    def _add_to_region(self, tensor: torch.Tensor) -> tuple[list[_Region], int]:
+        """Return the regions of the tensor's storage, which are to be united, and where in this the tensor begins."""
         storage, itemsize = tensor.untyped_storage(), tensor.element_size()
         begin = int(tensor.storage_offset()) * itemsize
-        places = zip(tensor.size(), tensor.stride(), strict=True)
-        end = begin + (1 + sum((size - 1) * stride for size, stride in places)) * itemsize
+        if tensor.is_contiguous():
+            end = begin + tensor.numel() * itemsize
+        else:
+            places = zip(tensor.size(), tensor.stride(), strict=True)
+            end = begin + (1 + sum((size - 1) * stride for size, stride in places)) * itemsize
+        if end > storage.nbytes():
+            check_storage(tensor, "state")
         key = (tensor.device, storage.data_ptr(), storage.nbytes())
         regions = self._regions.setdefault(key, [])
         regions.append(_Region(storage, begin, end))
-
-        def find() -> tuple[_Region, int]:
-            region = regions[bisect.bisect(regions, begin, key=lambda one: one.begin) - 1]
-            return region, begin - region.begin
-
-        return find
+        return regions, begin
 
     def _reserve(self, nbytes: int) -> int:
         """Return the offset of that many bytes."""
@@ -334,6 +347,8 @@ def _like(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return what was set on a tensor, without what it is made of."""
+    if type(tensor) in _PLAIN_CLASSES:
+        return vars(tensor)
     if isinstance(tensor, ShardedTensor):
         return {}
     if hasattr(tensor, "__tensor_flatten__"):
@@ -394,7 +409,8 @@ class _Finder(pickle.Pickler):
             return NotImplemented
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
-            return _nothing, (_attributes(value),)
+            attributes = _attributes(value)
+            return _nothing, (attributes,) if attributes else ()
         if isinstance(value, _ATOMIC) or hasattr(value, "__deepcopy__"):
             return _nothing, ()
         reduce = copyreg.dispatch_table.get(type(value))
@@ -418,6 +434,9 @@ def _copy_all(regions: list[_Region], image: _Image) -> None:
         device, nbytes = region.storage.device, region.end - region.begin
         if device.type == "cpu":
             begin = region.storage.data_ptr() + region.begin
+            if nbytes <= _SMALL_NBYTES:
+                ctypes.memmove(to + region.offset, begin, nbytes)
+                continue
             for at in range(0, nbytes, _PIECE_NBYTES):
                 size = min(_PIECE_NBYTES, nbytes - at)
                 pieces.append((to + region.offset + at, begin + at, size))

@@ -118,9 +118,8 @@ def write(
     places = [checked_path(each) for each in several]
     for path in places:
         with contextlib.suppress(FileNotFoundError):
-            pathlib.Path(
-                path_of(path)
-            ).lstat()  # a name that is too long is found before anything is read
+            # A name that is too long is found before anything is read.
+            pathlib.Path(path_of(path)).lstat()
     for path in places:
         before = Version.at(path)
         with tensorferry.open(path) as file:

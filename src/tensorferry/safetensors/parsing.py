@@ -107,9 +107,8 @@ class Parser:
         return dict(value)
 
     def _tensor(self, name: str, value: Any) -> Found:
-        if isinstance(
-            value, list
-        ):  # no writer's, but the reference takes it: the fields in their order
+        # No writer's, but the reference takes it: the fields in their order.
+        if isinstance(value, list):
             if len(value) != len(_FIELDS):
                 self._refuse(
                     name, f"it has {len(value)} fields, and must have {', '.join(_FIELDS)}"

@@ -454,9 +454,8 @@ def shared(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Return names of tensors by the memory that they share, those that share none by themselves."""
     by_storage: dict[tuple[Any, ...], list[tuple[int, int, str]]] = {}
     for name, tensor in state.items():
-        with contextlib.suppress(
-            NotImplementedError, RuntimeError
-        ):  # those without memory of their own
+        # Those without memory of their own.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
             storage = tensor.untyped_storage()
             address, nbytes = storage.data_ptr(), storage.nbytes()
             if address and nbytes and tensor.device.type != "meta":

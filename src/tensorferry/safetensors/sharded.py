@@ -358,9 +358,8 @@ def _old_model(directory: Path) -> _Old:
     coming = metadata.pop(index.COMING, [])
     named = [*weights.values(), *(coming if isinstance(coming, list) else [])]
     names |= {name for name in named if _is_ones_own(name)}
-    with contextlib.suppress(
-        SafetensorError, OSError
-    ):  # else there is no model that readers agree on
+    # Else there is no model that readers agree on.
+    with contextlib.suppress(SafetensorError, OSError):
         weights = _model_of(directory)
     return _Old(metadata, weights, names, has_index)
 

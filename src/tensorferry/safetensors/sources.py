@@ -53,9 +53,8 @@ class Stored(NamedTuple):
     file_nbytes: int
     tensor: header.Tensor
     version: Version  # of the file when its header was read
-    offsets: tuple[int, ...] | None = (
-        None  # where in the whole tensor it begins, if the file says so
-    )
+    # Where in the whole tensor it begins, if the file says so.
+    offsets: tuple[int, ...] | None = None
 
     def check(self, file: File) -> None:
         """Raise SafetensorError where the file that is open now is not the one whose header was read."""

@@ -65,7 +65,7 @@ def replace(temporary: Path, name: str) -> None:
     """Give a file its name, in place of another one."""
     with _told("writing", temporary.with_name(name)):
         try:
-            temporary.replace(temporary.with_name(name))
+            replacement.rename(temporary, temporary.with_name(name))
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -90,7 +90,9 @@ def set_aside(directory: str) -> None:
         _told("writing", Path(directory, manifests.PREVIOUS_NAME)),
         contextlib.suppress(FileNotFoundError),
     ):
-        Path(directory, manifests.NAME).replace(Path(directory, manifests.PREVIOUS_NAME))
+        replacement.rename(
+            Path(directory, manifests.NAME), Path(directory, manifests.PREVIOUS_NAME)
+        )
 
 
 def remove(directory: str, name: str, *, sync: bool) -> None:
@@ -104,7 +106,9 @@ def remove(directory: str, name: str, *, sync: bool) -> None:
 def bring_back(directory: str) -> None:
     """Make the commit before the last one again."""
     with _told("writing", Path(directory, manifests.NAME)):
-        Path(directory, manifests.PREVIOUS_NAME).replace(Path(directory, manifests.NAME))
+        replacement.rename(
+            Path(directory, manifests.PREVIOUS_NAME), Path(directory, manifests.NAME)
+        )
 
 
 def previous_of(directory: str) -> list[Manifest]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from tensorferry import _core
 from tensorferry.errors import StorageError
 from tensorferry.file_locks import lock_directory
+from tensorferry.replacement import rename
 from tensorferry.store import folder
 from tensorferry.store import manifest as manifests
 from tensorferry.store.segments import Piece, Place, Segment
@@ -132,13 +133,13 @@ class Partial:
         try:
             for temporary, path in reversed(pairs):
                 begun.append((temporary, path))
-                temporary.rename(path)
+                rename(temporary, path)
             for made_in in dict.fromkeys(self._made_in):
                 folder.sync_directory(made_in)
         except BaseException as error:
             for temporary, path in reversed(begun):
                 if not temporary.exists():
-                    path.rename(temporary)
+                    rename(path, temporary)
             if isinstance(error, StorageError) or not isinstance(error, OSError):
                 raise
             raise _told(error, "making a snapshot", self._paths[0]) from None

@@ -6,6 +6,7 @@ import math
 import mmap
 import operator
 import os
+import pathlib
 import threading
 import weakref
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from tensorferry.arrays import memory_or_segments
 from tensorferry.errors import StorageError
 from tensorferry.files import chosen_scheduler, in_background, positive
 from tensorferry.futures import Future
+from tensorferry.replacement import check_renames
 from tensorferry.runtime import (
     automatic_scheduler,
     close_scheduler,
@@ -233,6 +235,7 @@ class TensorStore:
         self._ownerships = []
         for path in paths:
             self._ownerships.append(Ownership(path, self._run))
+        check_renames(pathlib.Path(paths[0]), replaced=True)  # which a commit does
         committed = check(paths)
         self._has_previous = len(committed) > 1
         remove_others(paths, self._run, committed)

@@ -215,9 +215,8 @@ class Read(Transfer):
     ) -> None:
         super().__init__(store, name, memory)
         self._version: Version | None = version
-        self._info = (
-            info  # of the array that is made for it; None: it is the caller's, and only bytes count
-        )
+        # Of the array that is made for it; None: it is the caller's, and only bytes count.
+        self._info = info
         self._background = background
         self._owner = owner  # of the memory, until the core has it
         self._behind: Write | None = None  # what it waits for, or has waited for

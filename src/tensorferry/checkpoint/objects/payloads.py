@@ -43,15 +43,12 @@ _AHEAD_NBYTES = 256 << 20
 # Where zipfile looks for the end of the directory.
 _TAIL_NBYTES = 65557
 
+_TORCHS_RECORDS = ("data", "byteorder", "version", ".format_version", ".storage_alignment")
+
 # What zipfile raises where an archive is damaged.
 _DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    NotImplementedError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    struct.error,
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+    *(NotImplementedError, EOFError, RuntimeError, ValueError),
 )
 
 
@@ -119,6 +116,10 @@ class Directory:
         entries = sorted(self._archive.infolist(), key=lambda entry: entry.header_offset)
         end = self._archive.start_dir
         self.foreign = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        for short in (entry.filename.partition("/")[2] for entry in entries):
+            # torch finds records by names in any case, and would take this for one of its own.
+            if short != short.lower() and short.lower().startswith(_TORCHS_RECORDS):
+                raise CheckpointError(f"damaged: no record of torch's is called {short!r}", path)
         if not self.foreign:
             ends = [entry.header_offset for entry in entries[1:]] + [end]
             self._sort([self._record(entry, end) for entry, end in zip(entries, ends, strict=True)])

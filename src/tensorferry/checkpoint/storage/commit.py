@@ -196,7 +196,7 @@ def replace(
         referenced = {info.relative_path for info in metadata.storage_data.values()}
         # A save has succeeded even if what it replaces cannot be removed now, or is being loaded; the next one tries
         # again.
-        with contextlib.suppress(OSError), unread(directory) as is_unread:
+        with contextlib.suppress(OSError), unread(directory, METADATA_NAME) as is_unread:
             if is_unread:
                 remove_replaced(directory, referenced, removable, rank=rank, sync=sync)
             if alone:
@@ -325,7 +325,7 @@ def remove_leftovers(directory: Path, *, rank: int | None = None) -> None:
     No other save may be alive. Where there is metadata that is not ours, or not whole, no data file is removed; and
     nothing while somebody loads.
     """
-    with unread(directory) as is_unread:
+    with unread(directory, METADATA_NAME) as is_unread:
         if is_unread:
             _remove_leftovers(directory, rank)
 

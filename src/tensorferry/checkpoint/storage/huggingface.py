@@ -393,6 +393,7 @@ class HuggingFaceStorageReader(TorchsReader):
         """Read from another folder next, if one is given."""
         super().reset(checkpoint_id and hooks.folder(self, checkpoint_id))
 
+    @uncollected()
     def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
         """Read and check all headers.
 

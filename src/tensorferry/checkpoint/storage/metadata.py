@@ -43,8 +43,10 @@ from tensorferry.checkpoint.zipformat.pickles import (
     MalformedError,
     RefusedError,
     checked_keys,
+    empty,
     record,
     table,
+    text,
 )
 
 if TYPE_CHECKING:
@@ -132,7 +134,7 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
             metadata, end = pickle.Unpickler(stream).load(), stream.tell()
             _of_today(metadata)
         else:
-            metadata, end = pickles.loads(bytes(body), _NAMES, older=OLDER_MODULES)
+            metadata, end = _loads(bytes(body))
     except RefusedError as error:
         raise kind(
             f"it asks for {error}, which is no part of torch's metadata and may run any code; if you trust whoever "
@@ -151,6 +153,20 @@ def parse_metadata(data: bytes, path: str, *, trust_pickle: bool = False) -> Met
     if trailer is None and (end < len(body) or EXTRAS in metadata.__dict__):
         raise CheckpointError("its end, with the checksum, is damaged or missing", path)
     return metadata  # type: ignore[no-any-return]
+
+
+def _loads(data: bytes) -> tuple[Any, int]:
+    """Return what a pickle holds, and where it ends."""
+    found = pickles.loads_records(data, _KNOWN)
+    if found is None or type(found[0]) is not Metadata:
+        return pickles.loads(data, _NAMES, older=OLDER_MODULES)
+    for index in found[0].storage_data or ():
+        if type(index) is _Index:
+            object.__setattr__(index, "__class__", MetadataIndex)
+    for entry in found[0].state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata) and type(entry.properties) is _Properties:
+            object.__setattr__(entry.properties, "__class__", TensorProperties)
+    return found
 
 
 def check_metadata(metadata: Any, path: str) -> None:
@@ -264,26 +280,12 @@ def _of_today(metadata: Any) -> None:
             entry.properties = TensorProperties(*values)
 
 
-def _path(*parts: Any) -> pathlib.Path:
-    return pathlib.Path(*map(_text, parts))
-
-
-def _pure_path(*parts: Any) -> pathlib.PurePath:
-    return pathlib.PurePosixPath(*map(_text, parts))
-
-
-def _windows_path(*parts: Any) -> pathlib.PurePath:
-    return pathlib.PureWindowsPath(*map(_text, parts))
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise MalformedError(f"{type(value).__name__} instead of text")
-    return value
+def _path_of(kind: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *parts: kind(*map(text, parts))
 
 
 def _layout(name: Any) -> torch.layout:
-    layout = vars(torch).get(_text(name).removeprefix("torch."))
+    layout = vars(torch).get(text(name).removeprefix("torch."))
     if not isinstance(layout, torch.layout):
         raise MalformedError("an unknown layout")
     return layout
@@ -300,7 +302,7 @@ def _member(kind: Any, name: Any) -> int:
     """Stand for getattr(), by which some versions of Python pickle members of enumerations."""
     if type(kind) is not Maker or kind.make is not _memory_format:
         raise RefusedError("builtins.getattr")
-    return int(torch_metadata._MEM_FORMAT_ENCODING[_text(name)].value)
+    return int(torch_metadata._MEM_FORMAT_ENCODING[text(name)].value)
 
 
 _SEQUENCES = (tuple, list, torch.Size)
@@ -322,12 +324,6 @@ def _hashed(kind: type) -> Callable[..., Any]:
     return make
 
 
-def _ordered(*arguments: Any) -> OrderedDict[Any, Any]:
-    if arguments:
-        raise MalformedError("an OrderedDict made of arguments")
-    return OrderedDict()
-
-
 _TORCH = "torch.distributed.checkpoint"
 _UP_TO_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
 OLDER_MODULES = {
@@ -340,10 +336,16 @@ SIMPLE_MAKERS = [
     Maker("torch.serialization._get_layout", _layout),
     Maker("builtins.set", _hashed(set)),
     Maker("builtins.frozenset", _hashed(frozenset)),
-    Maker("collections.OrderedDict", _ordered),
-    *(Maker(f"pathlib.{name}", _path) for name in ("Path", "PosixPath")),
-    *(Maker(f"pathlib.{name}", _pure_path) for name in ("PurePath", "PurePosixPath")),
-    *(Maker(f"pathlib.{name}", _windows_path) for name in ("WindowsPath", "PureWindowsPath")),
+    Maker("collections.OrderedDict", empty(OrderedDict)),
+    *(Maker(f"pathlib.{name}", _path_of(pathlib.Path)) for name in ("Path", "PosixPath")),
+    *(
+        Maker(f"pathlib.{name}", _path_of(pathlib.PurePosixPath))
+        for name in ("PurePath", "PurePosixPath")
+    ),
+    *(
+        Maker(f"pathlib.{name}", _path_of(pathlib.PureWindowsPath))
+        for name in ("WindowsPath", "PureWindowsPath")
+    ),
 ]
 _NAMES = table(
     [
@@ -367,6 +369,34 @@ _NAMES = table(
         ),
     ]
 )
+
+
+class _Index(MetadataIndex):
+    """Is one until it has been read: hashes are taken while it is, and this one never takes long."""
+
+    def __hash__(self) -> int:
+        fields = self.__dict__
+        if type(fields.get("fqn")) is not str or type(fields.get("offset")) not in (
+            type(None),
+            torch.Size,
+        ):
+            raise MalformedError("a damaged place of a tensor")
+        return super().__hash__()
+
+
+class _Properties(TensorProperties):
+    """Are some until they have been read."""
+
+    def __setstate__(self, state: Any) -> None:
+        _build_properties(self, state)
+
+
+_KNOWN = {
+    **{name: maker if maker.kind is None else maker.kind for name, maker in _NAMES.items()},
+    "torch.Size": torch.Size,
+    f"{_TORCH}.metadata.MetadataIndex": _Index,
+    f"{_TORCH}.metadata.TensorProperties": _Properties,
+}
 
 
 def _check(metadata: Any) -> None:

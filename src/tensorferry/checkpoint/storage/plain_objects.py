@@ -25,7 +25,7 @@ import struct
 import sys
 import types
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -37,6 +37,7 @@ from tensorferry.checkpoint.zipformat.pickles import (
     Maker,
     MalformedError,
     RefusedError,
+    empty,
     record,
     table,
 )
@@ -53,7 +54,6 @@ _TIME_UNIT = re.compile(rb"Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as")
 # NumPy walks through a dtype within a dtype by recursion.
 _MAX_DTYPE_DEPTH = 16
 _ALIGNED_STRUCT = 0x80  # NPY_ALIGNED_STRUCT
-_SIZES = {tuple, list, torch.Size}
 _DEVICE = re.compile(r"(cuda|xpu|hpu|npu|mps)(:\d{1,3})?")
 # How a class or function is named in pickles of protocol 2, which torch.save writes.
 _GLOBAL = re.compile(rb"c[\w.]+\n[\w.]+\n")
@@ -231,12 +231,14 @@ def _archive(pickled: bytes) -> bytes:
     return bytes(body + directory + zips.packed_ends(3, len(body), len(directory)))
 
 
-class _Storage:
-    """Stands for a storage: the dtype that its name says, and its bytes. Only tensors may be made of it."""
+class _Storage(NamedTuple):
+    """Stands for a storage: what :func:`blobs.storage_of` has, with its bytes. Only tensors may be made of it."""
 
-    def __init__(self, dtype: torch.dtype, data: torch.Tensor) -> None:
-        self.dtype = dtype
-        self.data = data
+    what: str
+    dtype: torch.dtype
+    data: torch.Tensor
+    device: str
+    numel: int
 
     def __reduce__(self) -> Any:
         raise RefusedError("a storage that is no tensor's")
@@ -253,11 +255,9 @@ class _Storages:
 
     def makers(self) -> dict[str, Maker]:
         """Return what makes tensors."""
-        v2 = functools.partial(self._tensor, dtype=None)
         return table(
             [
-                Maker("torch._utils._rebuild_tensor_v2", v2),
-                Maker("torch._utils._rebuild_tensor_v3", self._tensor_v3),
+                *blobs.tensor_makers(self._tensor),
                 Maker("torch._utils._rebuild_parameter", self._parameter),
             ]
         )
@@ -283,45 +283,24 @@ class _Storages:
                     raise RefusedError("memory of an unknown device")
                 try:
                     data = data.to(location) if self._placed else data
-                except (
-                    Exception
-                ) as error:  # AssertionError, ModuleNotFoundError: each backend has its own
+                except Exception as error:
+                    # AssertionError, ModuleNotFoundError: each backend has its own.
                     raise RefusedError(f"memory of the device {location}: {error}") from None
             self._made[key] = data
         if data.numel() != count * dtype.itemsize:
             raise MalformedError("a storage of another size than it says")
         self.used = True
-        return _Storage(dtype, data)
-
-    def _tensor_v3(
-        self, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any
-    ) -> torch.Tensor:
-        return self._tensor(storage, offset, size, stride, grad, hooks, dtype=dtype)
+        return _Storage("storage", dtype, data, location, count)
 
     def _tensor(
-        self,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        grad: Any,
-        hooks: Any = None,
-        *rest: Any,
-        dtype: Any,
+        self, told: blobs.Tensor, grad: Any, hooks: Any, more: dict[Any, Any]
     ) -> torch.Tensor:
-        if hooks or any(rest):
+        storage, offset, size, stride, dtype, conj, neg = told
+        if hooks or more or conj or neg:
             raise RefusedError("a tensor with hooks or attributes")
-        if type(storage) is not _Storage or not {type(size), type(stride)} <= _SIZES:
+        if type(storage) is not _Storage:
             raise MalformedError("a tensor that is none")
         data = storage.data
-        dtype = storage.dtype if dtype is None else dtype
-        counts = (offset, *size, *stride)
-        if (
-            not isinstance(dtype, torch.dtype)
-            or any(type(count) is not int or count < 0 for count in counts)
-            or len(size) != len(stride)
-        ):
-            raise MalformedError("a tensor that is none")
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if 0 not in size and last >= data.numel() // dtype.itemsize:
             raise MalformedError("a tensor beyond its storage")
@@ -526,15 +505,6 @@ def _build_uuid(target: Any, state: Any) -> None:
     target.__setstate__(state)
 
 
-def _empty(kind: type) -> Callable[..., Any]:
-    def make(*arguments: Any) -> Any:
-        if arguments:
-            raise MalformedError(f"a {kind.__name__} made of arguments")
-        return kind()
-
-    return make
-
-
 def _build_stream(target: Any, state: Any) -> None:
     """Take what was written, where the next write goes, and attributes, such as a name."""
     if type(state) is not tuple or len(state) < 3:
@@ -551,12 +521,6 @@ def _timezone(offset: Any, *name: Any) -> datetime.timezone:
     if type(offset) is not datetime.timedelta or not set(map(type, name)) <= {str}:
         raise MalformedError("a time zone that is none")
     return datetime.timezone(offset, *name)
-
-
-def _ordered(*arguments: Any) -> collections.OrderedDict[Any, Any]:
-    if arguments:
-        raise MalformedError("an OrderedDict made of arguments")
-    return collections.OrderedDict()
 
 
 def _build_ordered(target: collections.OrderedDict[Any, Any], state: Any) -> None:
@@ -591,7 +555,12 @@ def _makers() -> Mapping[str, Maker]:
             )
         ),
         Maker("builtins.xrange", _of_numbers(range)),  # Python 2's name, in pickles of protocol 2
-        Maker("collections.OrderedDict", _ordered, _build_ordered, collections.OrderedDict),
+        Maker(
+            "collections.OrderedDict",
+            empty(collections.OrderedDict),
+            _build_ordered,
+            collections.OrderedDict,
+        ),
         Maker("collections.Counter", _counter),
         Maker("decimal.Decimal", _decimal),
         Maker("datetime.date", _date),
@@ -600,11 +569,11 @@ def _makers() -> Mapping[str, Maker]:
         Maker("datetime.timezone", _timezone),
         Maker("fractions.Fraction", _fraction),
         Maker("array.array", _array),
-        Maker("_io.BytesIO", _empty(io.BytesIO), _build_stream, io.BytesIO),
-        Maker("_io.StringIO", _empty(io.StringIO), _build_stream, io.StringIO),
+        Maker("_io.BytesIO", empty(io.BytesIO), _build_stream, io.BytesIO),
+        Maker("_io.StringIO", empty(io.StringIO), _build_stream, io.StringIO),
         Maker(
             "types.SimpleNamespace",
-            _empty(types.SimpleNamespace),
+            empty(types.SimpleNamespace),
             pickles.update,
             types.SimpleNamespace,
         ),

@@ -189,7 +189,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         if hooks.has_own_files(self):
             return
         try:  # who keeps checkpoints removes none that is being loaded
-            self._let_go = read_directory(self, self.path)
+            self._let_go = read_directory(self, self.path, METADATA_NAME)
         except FileNotFoundError as error:
             why = "the checkpoint has been removed since its metadata was read"
             raise FileNotFoundError(
@@ -410,10 +410,18 @@ class Load:
         self._count = count
         self._held = _HeldMemory()
         self._boxes = delivery.Boxes()
+        # torch's reader commits each item before it asks for the next one, and planners that do something there may go
+        # by that: Megatron's keeps the last item for it.
+        commit: Any = getattr(planner.commit_tensor, "__func__", None)
+        self._one_by_one = (
+            isinstance(planner, LoadPlanner) and commit is not DefaultLoadPlanner.commit_tensor
+        )
 
     def begin(self, item: Item, file: DataFile) -> Iterator[Want]:
         """Return what an item wants of its file."""
         request, payload = item.request, item.payload
+        if self._one_by_one:
+            self._reading.drain()
         if request.type == LoadItemType.BYTE_IO:
             return self._blob(item, file, lambda data: self._load_bytes(request, data))
         stored = None if payload is None else payload.dtype

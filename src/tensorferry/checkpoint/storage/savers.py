@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.errors import StorageError
-from tensorferry.file_locks import open_lock_file, set_lock
+from tensorferry.file_locks import REMOTE, open_lock_file, set_lock
 from tensorferry.mounts import mount_of
 
 if TYPE_CHECKING:
@@ -43,19 +43,13 @@ _POLL_SECONDS = 0.005
 LOCAL_FILE_SYSTEMS = frozenset(
     ["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"]
 )
-_REMOTE = frozenset(["ceph", "lustre", "nfs", "nfs4"])
 _LOCAL_LOCKS = frozenset(["nolock", "local_lock=all", "local_lock=posix", "localflock"])
 
 # What is said where nobody can have locks: there are none, or the file's name is something else's.
 _NO_LOCKS = frozenset(
     [
-        errno.EINVAL,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.ENOLCK,
-        errno.ENOSYS,
-        errno.ENXIO,
-        errno.EOPNOTSUPP,
+        *(errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOLCK),
+        *(errno.ENOSYS, errno.ENXIO, errno.EOPNOTSUPP),
     ]
 )
 
@@ -203,7 +197,7 @@ def _reach_all(directory: Path) -> bool:
     if mount["type"] == "lustre" and "flock" not in options:
         return False
     return mount["type"] in LOCAL_FILE_SYSTEMS or (
-        mount["type"] in _REMOTE and not options & _LOCAL_LOCKS
+        mount["type"] in REMOTE and not options & _LOCAL_LOCKS
     )
 
 

@@ -44,9 +44,8 @@ class WatchedFileSystem(filesystem.FileSystem):
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream
-            if (
-                self._sync
-            ):  # before torch 2.14, its own came before Python's buffer had been written
+            # Before torch 2.14, its own came before Python's buffer had been written.
+            if self._sync:
                 commit.sync_file(Path(path))
         except BaseException as error:
             self.failures.append(error)

@@ -306,9 +306,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
             self._stager = Stager()
         self.per_thread_copy_ahead = 0  # as in torch: nothing is on an accelerator any more
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # where it has been removed no path is relative
+        # Where it has been removed no path is relative.
+        with contextlib.suppress(FileNotFoundError):
             self._staged_in = _this_thread(), str(Path.cwd())
         staged: Any = self._stager.stage(state_dict)
         return staged  # type: ignore[no-any-return]

@@ -99,7 +99,8 @@ def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
     payloads: dict[str, Payload] = {}
     unknown = {name for name in by_name if name.startswith("data/")}
     unknown -= {_key(tensor) for _, tensor in found}
-    if unknown or len(by_name) < len(places):
+    # torch finds records by names in any case.
+    if unknown or len({*map(str.lower, by_name)}) < len(places):
         reason = "it has records of something that is not known here"
         raise CheckpointError(reason, path, names=tuple(sorted(unknown)))
     for name, tensor in found:

@@ -29,10 +29,8 @@ MAX_NAME = 256
 _MAX_DEPTH, _MAX_NODES = 100, 1_000_000
 # What torch names where it makes tensors again.
 _TENSOR_MAKERS = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
-_PLAIN, _OF_BUFFERS = (
-    ("torch.Tensor", "torch.nn.parameter.Parameter"),
-    ("persistent", "_is_buffer"),
-)
+_PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
+_OF_BUFFERS = ("persistent", "_is_buffer")
 
 
 def named_tensors(
@@ -60,9 +58,8 @@ def named_tensors(
     except (MalformedError, RefusedError) as error:
         raise CheckpointError(f"its pickle cannot be read ({error})", path) from None
     found: list[tuple[str, Tensor]] = []
-    above: list[
-        int
-    ] = []  # what the present value is in: containers may hold each other, or themselves
+    # What the present value is in: containers may hold each other, or themselves.
+    above: list[int] = []
     todo = [("", root, 0)]
     count = 0
     while todo:
@@ -142,37 +139,6 @@ def _with(made: Any, *more: Any) -> Any:
     return _blank(made, *more) if more or type(made) is not Tensor else made
 
 
-def _tensor_v2(
-    storage: Any,
-    offset: Any,
-    sizes: Any,
-    strides: Any,
-    grad: Any = None,
-    hooks: Any = None,
-    bits: Any = None,
-) -> Any:
-    return _tensor_v3(storage, offset, sizes, strides, grad, hooks, None, bits)
-
-
-def _tensor_v3(
-    storage: Any,
-    offset: Any,
-    sizes: Any,
-    strides: Any,
-    _grad: Any,
-    hooks: Any,
-    dtype: Any,
-    bits: Any = None,
-) -> Any:
-    if type(storage) is not tuple or not (bits is None or type(bits) is dict):
-        raise MalformedError("a tensor without a storage, or with what is not known of it")
-    bits = dict(bits or {})
-    conj, neg = bits.pop("conj", False) is True, bits.pop("neg", False) is True
-    dtype = storage[1] if dtype is None else dtype
-    made = blobs.described(storage, offset, sizes, strides, dtype, ())
-    return _with(made._replace(conj=conj, neg=neg), hooks, bits)
-
-
 def _parameter(data: Any, _grad: Any, hooks: Any, state: Any = None) -> Any:
     return _with(data, hooks, state)
 
@@ -209,8 +175,7 @@ def _attributes(made: dict[Any, Any], state: Any) -> None:
 _NAMES = _Names(
     table(
         [
-            Maker("torch._utils._rebuild_tensor_v2", _tensor_v2),
-            Maker("torch._utils._rebuild_tensor_v3", _tensor_v3),
+            *blobs.tensor_makers(lambda made, _grad, *more: _with(made, *more)),
             Maker("torch._utils._rebuild_parameter", _parameter),
             Maker("torch._utils._rebuild_parameter_with_state", _parameter),
             Maker("torch._tensor._rebuild_from_type_v2", _of_type),

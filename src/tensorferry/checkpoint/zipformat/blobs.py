@@ -219,41 +219,65 @@ def storage_of(identity: Any) -> Any:
     return ("storage", STORAGES.get(kind.name) if type(kind) is Maker else None, *rest)
 
 
-def described(
-    storage: Any, offset: Any, sizes: Any, strides: Any, dtype: Any, rest: tuple[Any, ...]
-) -> Tensor:
-    """Return a tensor of which a pickle says that, checked; ``rest`` is what it must not have."""
-    counts = (storage[4], offset, *sizes, *strides)
-    if (
-        any(rest)
-        or not isinstance(storage[1], torch.dtype)
-        or type(sizes) is not tuple
-        or type(strides) is not tuple
-        or len(sizes) != len(strides)
-        or not isinstance(dtype, torch.dtype)
-        or any(type(count) is not int or count < 0 for count in counts)
-    ):
+def tensor_makers(finish: Callable[[Tensor, Any, Any, dict[Any, Any]], Any]) -> list[Maker]:
+    """Return what stands for the functions by which torch makes tensors again.
+
+    ``finish`` is called with a tensor as the pickle describes it, checked, whether it is to have a gradient, its hooks,
+    and what else is said of it.
+    """
+
+    def tensor_v3(
+        storage: Any,
+        offset: Any,
+        sizes: Any,
+        strides: Any,
+        grad: Any,
+        hooks: Any,
+        dtype: Any,
+        bits: Any = None,
+    ) -> Any:
+        if (
+            not isinstance(storage, tuple)
+            or len(storage) != 5
+            or not (bits is None or type(bits) is dict)
+        ):
+            raise MalformedError("a tensor without a storage, or with what is not known of it")
+        dtype = storage[1] if dtype is None else dtype
+        counts = (storage[4], offset, *sizes, *strides)
+        if (
+            not isinstance(storage[1], torch.dtype)
+            or type(sizes) is not tuple
+            or type(strides) is not tuple
+            or len(sizes) != len(strides)
+            or not isinstance(dtype, torch.dtype)
+            or any(type(count) is not int or count < 0 for count in counts)
+        ):
+            raise MalformedError("an unknown kind of tensor")
+        more = dict(bits or {})
+        conj, neg = more.pop("conj", False) is True, more.pop("neg", False) is True
+        return finish(Tensor(storage, offset, sizes, strides, dtype, conj, neg), grad, hooks, more)
+
+    def tensor_v2(
+        storage: Any,
+        offset: Any,
+        sizes: Any,
+        strides: Any,
+        grad: Any = None,
+        hooks: Any = None,
+        bits: Any = None,
+    ) -> Any:
+        return tensor_v3(storage, offset, sizes, strides, grad, hooks, None, bits)
+
+    return [
+        Maker("torch._utils._rebuild_tensor_v2", tensor_v2),
+        Maker("torch._utils._rebuild_tensor_v3", tensor_v3),
+    ]
+
+
+def _plain(tensor: Tensor, _grad: Any, hooks: Any, more: dict[Any, Any]) -> Tensor:
+    if hooks or more or tensor.conj or tensor.neg:
         raise MalformedError("an unknown kind of tensor")
-    return Tensor(storage, offset, sizes, strides, dtype)
-
-
-def _tensor_v2(
-    storage: Any, offset: Any, sizes: Any, strides: Any, _grad: Any, *rest: Any
-) -> Tensor:
-    return described(storage, offset, sizes, strides, storage[1], rest)
-
-
-def _tensor_v3(
-    storage: Any,
-    offset: Any,
-    sizes: Any,
-    strides: Any,
-    _grad: Any,
-    hooks: Any,
-    dtype: Any,
-    *rest: Any,
-) -> Tensor:
-    return described(storage, offset, sizes, strides, dtype, (hooks, *rest))
+    return tensor
 
 
 def _no_hooks(*_arguments: Any) -> dict[str, Any]:
@@ -266,8 +290,7 @@ def _nothing(*_arguments: Any) -> Any:
 
 DESCRIPTIONS = table(
     [
-        Maker("torch._utils._rebuild_tensor_v2", _tensor_v2),
-        Maker("torch._utils._rebuild_tensor_v3", _tensor_v3),
+        *tensor_makers(_plain),
         Maker("collections.OrderedDict", _no_hooks),
         *(Maker(name, _nothing) for name in STORAGES),
     ]

@@ -11,7 +11,9 @@ from __future__ import annotations
 import datetime
 import decimal
 import fractions
+import io
 import pathlib
+import pickle
 import struct
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -19,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tensorferry import _core
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_WORD, _LONG_WORD = struct.Struct("<I").unpack_from, struct.Struct("<Q").unpack_from
+_WORD = struct.Struct("<I").unpack_from
 _SIGNED, _DOUBLE = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
 # In the keys of dicts: tuples of tuples are hashed again and again, and without a limit of depth; frozensets of
 # frozensets are compared so.
@@ -37,6 +41,10 @@ _PLAIN = frozenset(
     ]
 )
 _PLAIN_KEYS = _PLAIN - {frozenset}
+_OF_DAMAGE = (
+    *(LookupError, struct.error, TypeError, AttributeError),
+    *(ValueError, ArithmeticError, RuntimeError, MemoryError),
+)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 
 
@@ -77,6 +85,10 @@ class Maker:
         self.build = build
         self.kind = kind
 
+    def __call__(self, *arguments: Any) -> Any:
+        """Make something, for Python's unpickler."""
+        return self.make(*arguments)
+
     def __reduce__(self) -> Any:
         raise RefusedError(self.name)
 
@@ -93,16 +105,27 @@ def record(name: str, kind: type, build: Callable[[Any, Any], None] | None = Non
     return Maker(name, make, build or update, kind)
 
 
+def empty(kind: type) -> Callable[..., Any]:
+    """Return what makes containers that are filled later."""
+
+    def make(*arguments: Any) -> Any:
+        if arguments:
+            raise MalformedError(f"a {kind.__name__} made of arguments")
+        return kind()
+
+    return make
+
+
 def table(makers: list[Maker]) -> dict[str, Maker]:
     """Return them by name."""
     return {maker.name: maker for maker in makers}
 
 
 def find(
-    names: Mapping[str, Maker], module: Any, name: Any, trusted: Mapping[str, Any] | None = None
+    names: Mapping[str, Any], module: Any, name: Any, trusted: Mapping[str, Any] | None = None
 ) -> Any:
     """Return what stands for a name, or one of torch's constants, or what is trusted itself."""
-    full_name = f"{_text(module)}.{_text(name)}"
+    full_name = f"{text(module)}.{text(name)}"
     maker = names.get(full_name)
     if maker is not None:
         return maker
@@ -156,10 +179,44 @@ def loads(
         return _run(data, names, persistent, older or {}, begin, trusted or {})
     except (RefusedError, MalformedError):
         raise
-    except (LookupError, struct.error, TypeError, AttributeError) as error:
+    except _OF_DAMAGE as error:
         raise MalformedError(f"{type(error).__name__}: {error}") from None
-    except (ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
-        raise MalformedError(f"{type(error).__name__}: {error}") from None
+
+
+def loads_records(data: bytes, known: Mapping[str, Any]) -> tuple[Any, int] | None:
+    """Read a pickle of records by Python's own unpickler, if nothing in it asks for more care.
+
+    That unpickler takes a sixth of the time. What it might do wrong with a pickle, ``csrc/pickle/screen.h`` says.
+
+    Parameters
+    ----------
+    data : bytes
+        The pickle, and anything behind it.
+    known : mapping of str to object
+        What is given to the pickle for each name: plain classes of Python's, whose attributes it can set in no way, and
+        Makers.
+
+    Returns
+    -------
+    object, int
+        What it holds, and where it ends; None for what :func:`loads` has to look at.
+    """
+    end = _core.screened_pickle_end(data)
+    if not end:
+        return None
+    try:
+        return _Records(data, known).load(), end
+    except Exception:  # loads() says what is wrong
+        return None
+
+
+class _Records(pickle.Unpickler):
+    def __init__(self, data: bytes, known: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known = known
+
+    def find_class(self, module: str, name: str) -> Any:
+        return find(self._known, module, name)
 
 
 class Blank:
@@ -181,7 +238,7 @@ class _Anything(dict[str, Maker]):
     """Every name there may be."""
 
     def get(self, name: str, _default: Any = None) -> Maker:
-        return Maker(name, _not_by_number if name.endswith(".bytearray") else _blank)
+        return Maker(name, _SCREENED.get(name.rpartition(".")[2], _blank))
 
 
 def _not_by_number(*arguments: Any) -> Blank:
@@ -190,8 +247,23 @@ def _not_by_number(*arguments: Any) -> Blank:
     return Blank()
 
 
+def _of_keys(*arguments: Any) -> Blank:
+    """Refuse what is slow to hash, or without a limit of depth, among keys that a container is made of."""
+    for argument in arguments:
+        if type(argument) in (list, tuple):
+            # Items of a dict are pairs, of which the first is a key.
+            firsts = [each[0] for each in argument if type(each) in (list, tuple) and each]
+            checked_keys([each for each in (*argument, *firsts) if type(each) is tuple])
+    return Blank()
+
+
 def _blank(*_arguments: Any) -> Blank:
     return Blank()
+
+
+_SCREENED = {"bytearray": _not_by_number} | dict.fromkeys(
+    ("set", "frozenset", "Counter", "OrderedDict", "dict", "defaultdict"), _of_keys
+)
 
 
 def screen(data: bytes, count: int = 1) -> None:
@@ -216,12 +288,6 @@ def _run(
     at: int,
     trusted: Mapping[str, Any],
 ) -> tuple[Any, int]:
-    # A mapped file has no startswith().
-    starts: Callable[[bytes, int], bool] = (
-        data.startswith
-        if isinstance(data, bytes)
-        else lambda start, begin: data[begin : begin + len(start)] == start
-    )
     builders = {maker.kind: maker.build for maker in names.values() if maker.build is not None}
     memo: dict[int, Any] = {}
     found: dict[tuple[str, str], Any] = {}
@@ -237,8 +303,7 @@ def _run(
             value = found[module, name] = find(names, older.get(module, module), name, trusted)
         return value
 
-    # In the order of how frequent they are; metadata of many chunks are mostly sizes and records, so what these are
-    # written as is done in one step. A value that is cut short ends behind the data, and so does the loop.
+    # In the order of how frequent they are. A value that is cut short ends behind the data, and so does the loop.
     while at < nbytes:
         code = data[at]
         at += 1
@@ -281,25 +346,12 @@ def _run(
         elif code == 0x75:  # SETITEMS
             items, stack = stack, marks.pop()
             _set(stack[-1], items)
-        elif code == 0x85 or code == 0x86:  # TUPLE1, TUPLE2
-            last = stack.pop()
-            made: Any = (last,) if code == 0x85 else (stack.pop(), last)
-            if starts(_MAKE_OF_ONE, at) and type(stack[-1]) is Maker:
-                memo[len(memo)] = made
-                memo[len(memo)] = (made,)
-                made = memo[len(memo)] = stack.pop().make(made)
-                at += len(_MAKE_OF_ONE)
-            stack.append(made)
+        elif code == 0x85:  # TUPLE1
+            stack[-1] = (stack[-1],)
+        elif code == 0x86:  # TUPLE2
+            stack[-2:] = [(stack[-2], stack[-1])]
         elif code == 0x29:  # EMPTY_TUPLE
-            if starts(_MAKE_RECORD, at) and stack and type(stack[-1]) is Maker:
-                made = stack[-1] = memo[len(memo)] = stack[-1].make()
-                state = memo[len(memo)] = {}
-                stack.append(state)
-                marks.append(stack)
-                stack = []
-                at += len(_MAKE_RECORD)
-            else:
-                stack.append(())
+            stack.append(())
         elif code == 0x7D:  # EMPTY_DICT
             stack.append({})
         elif code == 0x5D:  # EMPTY_LIST
@@ -321,19 +373,16 @@ def _run(
         elif code == 0x72:  # LONG_BINPUT
             memo[_WORD(data, at)[0]] = stack[-1]
             at += 4
-        elif code == 0x8A:  # LONG1
-            end = at + 1 + data[at]
-            stack.append(int.from_bytes(data[at + 1 : end], "little", signed=True))
-            at = end
+        elif code in _SIZED:
+            width, make = _SIZED[code]
+            begin = at + width
+            at = begin + int.from_bytes(data[at:begin], "little")
+            stack.append(make(data[begin:at]))
         elif code == 0x74:  # TUPLE
             items, stack = stack, marks.pop()
             stack.append(tuple(items))
         elif code == 0x87:  # TUPLE3
             stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-        elif code == 0x58:  # BINUNICODE
-            end = at + 4 + _WORD(data, at)[0]
-            stack.append(data[at + 4 : end].decode("utf-8", "surrogatepass"))
-            at = end
         elif code == 0x88 or code == 0x89:  # NEWTRUE, NEWFALSE
             stack.append(code == 0x88)
         elif code == 0x65:  # APPENDS
@@ -364,26 +413,6 @@ def _run(
         elif code == 0x47:  # BINFLOAT
             stack.append(_DOUBLE(data, at)[0])
             at += 8
-        elif code == 0x43:  # SHORT_BINBYTES
-            end = at + 1 + data[at]
-            stack.append(data[at + 1 : end])
-            at = end
-        elif code == 0x42:  # BINBYTES
-            end = at + 4 + _WORD(data, at)[0]
-            stack.append(data[at + 4 : end])
-            at = end
-        elif code == 0x8E:  # BINBYTES8
-            end = at + 8 + _LONG_WORD(data, at)[0]
-            stack.append(data[at + 8 : end])
-            at = end
-        elif code == 0x8D:  # BINUNICODE8
-            end = at + 8 + _LONG_WORD(data, at)[0]
-            stack.append(data[at + 8 : end].decode("utf-8", "surrogatepass"))
-            at = end
-        elif code == 0x96:  # BYTEARRAY8
-            end = at + 8 + _LONG_WORD(data, at)[0]
-            stack.append(bytearray(data[at + 8 : end]))
-            at = end
         elif code == 0x8F:  # EMPTY_SET
             stack.append(set())
         elif code == 0x90:  # ADDITEMS
@@ -392,22 +421,10 @@ def _run(
         elif code == 0x91:  # FROZENSET
             items, stack = stack, marks.pop()
             stack.append(frozenset(checked_keys(items)))
-        elif code == 0x8B:  # LONG4
-            end = at + 4 + _WORD(data, at)[0]
-            stack.append(int.from_bytes(data[at + 4 : end], "little", signed=True))
-            at = end
         elif code == 0x80:  # PROTO
             if data[at] > 5:
                 raise MalformedError(f"a pickle of protocol {data[at]}")
             at += 1
-        elif code == 0x55:  # SHORT_BINSTRING, Python 2's
-            end = at + 1 + data[at]
-            stack.append(data[at + 1 : end].decode("latin-1"))
-            at = end
-        elif code == 0x54:  # BINSTRING
-            end = at + 4 + _WORD(data, at)[0]
-            stack.append(data[at + 4 : end].decode("latin-1"))
-            at = end
         elif code == 0x30:  # POP
             stack.pop()
         elif code == 0x31:  # POP_MARK
@@ -447,21 +464,41 @@ def _build_trusted(instance: Any, state: Any) -> None:
     if attributes:
         update(instance, attributes)
     for name, value in (slots or {}).items():
-        setattr(instance, _text(name), value)
+        setattr(instance, text(name), value)
 
 
-_MAKE_OF_ONE = b"\x94\x85\x94R\x94"  # MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE
-_MAKE_RECORD = b"\x81\x94}\x94("  # NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK
+def _integer(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _utf8(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _latin1(data: bytes) -> str:
+    return data.decode("latin-1")
+
+
+# Values behind their length: how many bytes that has, and what they are.
+_SIZED: dict[int, tuple[int, Callable[[bytes], Any]]] = {
+    0x8A: (1, _integer),
+    0x8B: (4, _integer),  # LONG1, LONG4
+    0x58: (4, _utf8),
+    0x8D: (8, _utf8),  # BINUNICODE, BINUNICODE8
+    # SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8
+    0x43: (1, bytes),
+    0x42: (4, bytes),
+    0x8E: (8, bytes),
+    0x96: (8, bytearray),
+    0x55: (1, _latin1),
+    0x54: (4, _latin1),  # SHORT_BINSTRING, BINSTRING: Python 2's
+}
 _REFUSED_CODES = {
     0x50: "a persistent object",
-    0x69: "an instance of an old class",
-    0x6F: "an instance of an old class",
-    0x82: "an extension of copyreg",
-    0x83: "an extension of copyreg",
-    0x84: "an extension of copyreg",
     0x92: "a class made by keywords",
-    0x97: "a buffer outside of it",
-    0x98: "a buffer outside of it",
+    **dict.fromkeys((0x69, 0x6F), "an instance of an old class"),
+    **dict.fromkeys((0x82, 0x83, 0x84), "an extension of copyreg"),
+    **dict.fromkeys((0x97, 0x98), "a buffer outside of it"),
 }
 
 
@@ -490,7 +527,7 @@ def checked_keys(values: Any) -> Any:
                 todo += each
             elif is_nested or not (
                 type(each) in _PLAIN
-                or type(each) is Blank
+                or type(each) in (Blank, Maker)
                 or type(each).__module__ == "numpy"  # its scalars
                 or _is_index(each)
             ):
@@ -551,7 +588,8 @@ def update(instance: Any, state: Any) -> None:
     instance.__dict__.update(state)
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """Return what must be text."""
     if type(value) is not str:
         raise MalformedError(f"{type(value).__name__} instead of text")
     return value
