@@ -13,13 +13,14 @@ import tensorferry.store
 from tensorferry.store import TensorStore, compaction
 from tests.store.data import full
 from tests.support import leaks
+from tests.support.effort import EFFORT
 from tests.support.forks import passes_in_child
 from tests.support.interrupts import At
 
 SEGMENT = 16 << 10
 SOURCES = str(Path(tensorferry.store.__file__).parent)
-# A run of `work` has about 3900 moments; every 89th of them is tried.
-STEP = 89
+# A run of `work` has about 3900 moments; one in so many of them is tried.
+STEP = max(1, round(179 / EFFORT))
 
 
 def begun(path):
