@@ -91,6 +91,7 @@ void put(char* place, uint32_t value) {
 Stream::Stream(std::shared_ptr<Scheduler> scheduler, std::shared_ptr<File> file, const StreamOptions& options)
     : scheduler_(std::move(scheduler)),
       file_(std::move(file)),
+      lane_(scheduler_->lane_of(file_->device())),
       options_(options),
       buffer_nbytes_(buffer_nbytes_for(options.expected_nbytes)),
       position_(options.offset) {}
@@ -230,7 +231,7 @@ void Stream::wake() {
 
 void Stream::post() {
   scheduler_->one_more();
-  scheduler_->help([self = shared_from_this()] {
+  lane_->help_stream([self = shared_from_this()] {
     self->run();
     self->scheduler_->transfer_over();
   });

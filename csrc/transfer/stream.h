@@ -5,7 +5,8 @@
 // order, a segment may contain those of segments before it (Made): headers and directories of archives do.
 //
 // No thread is a stream's own. Whatever may go on (something was appended, a buffer was written, a GPU's copy is over)
-// is done by a job of the scheduler's helpers, one at a time, which never waits for I/O.
+// is done by a job, one at a time, which never waits for I/O: on threads of the device's lane that are for nothing
+// else, so that what computes does not stand behind what closes and syncs files.
 #pragma once
 
 #include <chrono>
@@ -184,6 +185,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   const std::shared_ptr<Scheduler> scheduler_;
   const std::shared_ptr<File> file_;
+  const std::shared_ptr<Lane> lane_;
   const StreamOptions options_;
   const uint64_t fork_generation_ = tensorferry::fork_generation();
   const uint64_t buffer_nbytes_;  // a power of two

@@ -246,7 +246,7 @@ TEST_CASE("a stream whose job waits for a thread is given up at once, and one wh
     hung.lock();
     std::atomic<int> over = 0;
     for (int helper = 0; helper < 8; ++helper) {
-      scheduler->help([&] {
+      scheduler->lane_of(file->device())->help_stream([&] {
         const std::lock_guard until_released(hung);
         ++over;
       });
