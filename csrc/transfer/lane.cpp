@@ -69,7 +69,7 @@ bool Queue::take(WorkBlock& block, Worker* hungry, const Transfer* only, Line::C
       if (!transfer) {
         if (hungry) {
           std::erase_if(hungry_, [&](const Hungry& one) { return one.worker.get() == hungry; });
-          hungry_.push_back({std::static_pointer_cast<Worker>(hungry->shared_from_this()), limit});
+          hungry_.push_back({hungry->own(), limit});
         }
         return false;
       }
@@ -119,7 +119,7 @@ Lane::Lane(Scheduler& scheduler, uint64_t device)
       syncs_("tensorferry-job", max_helpers),
       streams_("tensorferry-job", max_helpers) {}
 
-const std::shared_ptr<Queue>& Lane::queue() {
+std::shared_ptr<Queue> Lane::queue() {
   std::lock_guard lock(mutex_);
   if (!queue_) queue_ = scheduler_.queue_for_a_lane();
   return queue_;

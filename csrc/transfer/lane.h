@@ -71,7 +71,7 @@ class Lane {
   uint64_t device() const { return device_; }
 
   // Made at first use; where there can be no further one, another lane's.
-  const std::shared_ptr<Queue>& queue();
+  std::shared_ptr<Queue> queue();
 
   // Null where there is no memory for it.
   std::shared_ptr<BouncePool> pool();
@@ -88,7 +88,10 @@ class Lane {
   void abandon();
   void release();
   // Once stopped.
-  std::shared_ptr<Queue> give_queue_back() { return std::exchange(queue_, nullptr); }
+  std::shared_ptr<Queue> give_queue_back() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(queue_, nullptr);
+  }
 
  private:
   Scheduler& scheduler_;

@@ -368,6 +368,7 @@ void Request::announce() {
     std::lock_guard lock(mutex_);
     done_.store(true, std::memory_order_release);
     scheduler_.reset();
+    ready_.clear();  // who keeps the request must not keep its lanes
     listeners.swap(listeners_);
     finished_.notify_all();
   }

@@ -84,6 +84,7 @@ std::shared_ptr<Lane> Scheduler::lane_of(uint64_t device) {
     }
     lane = lanes_.emplace(device, KeptLane{std::make_shared<Lane>(*this, device), true}).first->second.lane;
     share_processors();
+    if (lanes_are_over_) lane->abandon();  // as all others have been
     if (lanes_.size() > 1 && !lanes_are_over_ && !caretaker_.joinable()) {
       SignalsBlocked signals;
       try {
@@ -173,6 +174,7 @@ std::shared_ptr<Queue> Scheduler::queue_for_a_lane() {
     if (queue->start(*engine_kind_).empty()) {
       std::lock_guard lock(lanes_mutex_);
       queues_.push_back(queue);
+      if (lanes_are_over_) queue->abandon();  // as all others have been
       return queue;
     }
     queue->stop();

@@ -148,10 +148,13 @@ void Worker::move(WorkBlock& block) {
   engine_->add(block);
 }
 
+// Who brings a block back wakes the worker last, when that may have ended already: so it keeps it.
+std::shared_ptr<Worker> Worker::own() { return std::static_pointer_cast<Worker>(shared_from_this()); }
+
 // By another thread, so that the queue stays full. What is in flight bounds how far ahead that goes.
 void Worker::touch(WorkBlock& block) {
-  scheduler_.help_to_touch([this, &block, scheduler = scheduler_.shared_from_this()] {
-    come_back(block, block.transfer->touch(block, scheduler->statistics()));
+  scheduler_.help_to_touch([self = own(), &block, scheduler = scheduler_.shared_from_this()] {
+    self->come_back(block, block.transfer->touch(block, scheduler->statistics()));
   });
 }
 
@@ -160,8 +163,8 @@ void Worker::touch(WorkBlock& block) {
 void Worker::copy(WorkBlock& block) {
   const bool here = block.planned.nbytes <= small_block_nbytes || in_flight_ == 1 || (block.sums && !block.bounce) ||
                     moving_nbytes_ >= enough_moving_nbytes;
-  if (!here && scheduler_.help_to_copy([this, &block, scheduler = scheduler_.shared_from_this()] {
-        come_back(block, block.transfer->copy(block, scheduler->statistics()));
+  if (!here && scheduler_.help_to_copy([self = own(), &block, scheduler = scheduler_.shared_from_this()] {
+        self->come_back(block, block.transfer->copy(block, scheduler->statistics()));
       })) {
     return;
   }
@@ -182,14 +185,14 @@ void Worker::copy_gpu(WorkBlock& block) {
   }
   auto event = transfer.start_copy(block, *copier);
   if (!event) return go_on(block, transfer.copied(block, event.fault(), scheduler_.statistics_));
-  scheduler_.watcher_->add_copy(std::move(*event), [this, &block](const std::optional<Fault>& fault) {
-    come_back(block, block.transfer->copied(block, fault, scheduler_.statistics_));
+  scheduler_.watcher_->add_copy(std::move(*event), [self = own(), &block](const std::optional<Fault>& fault) {
+    self->come_back(block, block.transfer->copied(block, fault, self->scheduler_.statistics_));
   });
 }
 
 void Worker::hand_to_helper(WorkBlock& block) {
-  block.transfer->lane()->help([this, &block, scheduler = scheduler_.shared_from_this()] {
-    come_back(block, scheduler->run_now(block, Step::get_over));
+  block.transfer->lane()->help([self = own(), &block, scheduler = scheduler_.shared_from_this()] {
+    self->come_back(block, scheduler->run_now(block, Step::get_over));
   });
 }
 

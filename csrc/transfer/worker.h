@@ -23,6 +23,7 @@ class Worker final : public BounceWaiter {
 
   void run();
   void wake() { engine_->wake(); }
+  std::shared_ptr<Worker> own();
   void bounce_memory_released() override { wake(); }
 
  private:

@@ -80,6 +80,36 @@ TEST_CASE("a lane all of whose helpers hang holds up no other device's reads, wr
   }
 }
 
+TEST_CASE("a small read passes large blocks that wait for bounce memory") {
+  TemporaryDirectory directory;
+  const auto path = directory.file("file");
+  const auto source = pattern(3 << 20, 1);
+  for (const auto& engine : engines) {
+    auto scheduler = with_lanes(engine, 16, for_ever);
+    if (!scheduler) continue;
+    CAPTURE(engine);
+    auto writing =
+        start(*scheduler, {open_file(path, true), {const_cast<char*>(source.data()), source.size()}, 0, true});
+    REQUIRE(writing->wait_for(milliseconds(60'000)));
+    const auto file = open_file(path, false);
+    if (!file->direct()) continue;
+    const auto pool = scheduler->lane_of(file->device())->pool();
+    auto all = pool->try_acquire(pool->nbytes(), nullptr);
+    REQUIRE(all);
+    auto into = std::vector<char>(source.size() + 1);
+    auto large = start(*scheduler, {open_file(path, false, DirectMode::always), {into.data() + 1, source.size()}});
+    std::vector<char> few(4096);
+    auto small = start(*scheduler, {open_file(path, false, DirectMode::never), {few.data(), few.size()}});
+    REQUIRE(small->wait_for(milliseconds(60'000)));
+    CHECK(std::equal(few.begin(), few.end(), source.begin()));
+    CHECK_FALSE(large->done());
+    all.reset();
+    REQUIRE(large->wait_for(milliseconds(60'000)));
+    CHECK(std::equal(source.begin(), source.end(), into.begin() + 1));
+    CHECK(scheduler->close(milliseconds(60'000)));
+  }
+}
+
 TEST_CASE("devices have lanes of their own until there may be no more; then they share those that are used least") {
   auto scheduler = with_lanes("threads", 3, for_ever);
   std::vector<std::shared_ptr<Lane>> lanes;

@@ -346,6 +346,23 @@ MUTANTS = [
         "tests/cpp/line_test.cpp::small requests come first, and the others in every seventeenth block",
     ),
     _mutant(
+        "all-devices-have-one-lane",
+        "a device that hangs holds up no call on another one",
+        "csrc/file/file.h",
+        "return in_memory_ ? 0 : regular_ ? file_system_ : identity_.first;",
+        "return 0;",
+        "tests/transfers/test_hung_devices.py::"
+        "test_a_device_that_hangs_holds_up_no_call_on_another_one[io_uring-closes-64]",
+    ),
+    _mutant(
+        "all-classes-wait-behind-one-block",
+        "nobody waits for all of another's request",
+        "csrc/transfer/worker.cpp",
+        "      if (limit == Line::class_count) limit = in;\n",
+        "      limit = Line::small;\n",
+        "tests/cpp/lane_test.cpp::a small read passes large blocks that wait for bounce memory",
+    ),
+    _mutant(
         "gpu-memory-does-not-wait-for-its-stream",
         "nothing of GPU memory is read or written before what was queued on its stream has passed; a read is done only "
         "when its last copy into the GPU is",
