@@ -164,6 +164,7 @@ Prepared prepare(std::vector<Item>& items, Scheduler& scheduler, const std::shar
     for (const int of_all : {EMFILE, ENFILE, ENODEV, EINTR}) {
       if (transfer.fault().error_number == of_all) prepared.fault = transfer.fault();
     }
+    if (prepared.fault) break;  // the items may be prepared again
     request->refuse(item.file);
     prepared.refused.emplace_back(item.position, std::move(transfer.fault()));
   }

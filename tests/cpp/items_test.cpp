@@ -2,6 +2,7 @@
 #include "transfer/items.h"
 
 #include <errno.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "scheduling.h"
@@ -40,6 +41,7 @@ class Call {
   }
 
   Prepared prepared() {
+    if (request_) request_->seal();
     request_ = std::make_shared<Request>(scheduler_, RequestOptions{.write = write_});
     return prepare(items_, *scheduler_, request_);
   }
@@ -121,6 +123,26 @@ TEST_CASE("of joined items that do not fit a file only those are refused that do
   REQUIRE(found.refused.size() == 1);
   CHECK(found.refused.front().first == 2);
   CHECK(found.refused.front().second.end_of_file);
+}
+
+TEST_CASE("what is no single item's fault refuses all, and none for ever: they may be prepared again") {
+  Call call(true);
+  call.add(1, 100);  // an edge, which takes a second descriptor
+  call.add(0, 100, true);
+  if (!call.items_[0].file->direct()) return;
+  struct rlimit before;
+  REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+  const struct rlimit none{0, before.rlim_max};
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &none) == 0);
+  auto found = call.prepared();
+  CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
+  REQUIRE(found.fault);
+  CHECK(found.fault->error_number == EMFILE);
+  CHECK(found.refused.empty());
+  CHECK(found.transfers.empty());
+  found = call.prepared();
+  CHECK_FALSE(found.fault);
+  CHECK(found.transfers.size() == 2);
 }
 
 TEST_CASE("a closed file refuses its items, and no others") {

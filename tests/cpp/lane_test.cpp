@@ -20,7 +20,7 @@ std::shared_ptr<Scheduler> with_lanes(const std::string& engine, size_t max_lane
   options.queue_depth = 8;
   options.max_lanes = max_lanes;
   options.idle_patience = idle_patience;
-  auto scheduler = Scheduler::create(options, refusals);
+  auto scheduler = closed_at_end(Scheduler::create(options, refusals));
   if (!scheduler) MESSAGE("skipping ", engine, ": ", refusals.front().reason);
   return scheduler;
 }
