@@ -47,11 +47,14 @@ void Queue::add(const std::vector<std::shared_ptr<Transfer>>& transfers) {
     std::lock_guard lock(mutex_);
     const Line::Class in = Line::class_of(*transfers.front());
     for (const auto& transfer : transfers) line_.add(transfer);
-    std::erase_if(hungry_, [&](Hungry& one) {
-      if (one.limit <= in || (!woken.empty() && !several)) return false;
-      woken.push_back(std::move(one.worker));
-      return true;
-    });
+    for (auto one = hungry_.begin(); one != hungry_.end() && (several || woken.empty());) {
+      if (one->limit <= in) {
+        ++one;
+        continue;
+      }
+      woken.push_back(std::move(one->worker));
+      one = hungry_.erase(one);
+    }
   }
   for (const auto& worker : woken) worker->wake();
 }
@@ -132,21 +135,15 @@ std::shared_ptr<BouncePool> Lane::pool() {
 }
 
 void Lane::stop() {
-  jobs_.stop();
-  syncs_.stop();
-  streams_.stop();
+  for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->stop();
 }
 
 void Lane::abandon() {
-  jobs_.abandon();
-  syncs_.abandon();
-  streams_.abandon();
+  for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->abandon();
 }
 
 void Lane::release() {
-  jobs_.release();
-  syncs_.release();
-  streams_.release();
+  for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->release();
 }
 
 }  // namespace tensorferry

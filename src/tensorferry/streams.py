@@ -66,9 +66,9 @@ class Stream:
 
     Notes
     -----
-    All streams of a process to one device take 56 MiB of buffers, and one more for each stream. On top come the arrays that
-    have been appended and are still to be copied: :meth:`append` returns when that is 8 MiB or less, unless they are
-    kept in memory anyway.
+    All streams of a process to one device take 56 MiB of buffers, and one more for each stream. On top come the arrays
+    that have been appended and are still to be copied: :meth:`append` returns when that is 8 MiB or less, unless they
+    are kept in memory anyway.
     """
 
     def __init__(
