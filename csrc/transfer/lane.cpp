@@ -136,6 +136,8 @@ std::shared_ptr<BouncePool> Lane::pool() {
 
 void Lane::stop() {
   for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->stop();
+  std::lock_guard lock(mutex_);
+  pool_.reset();  // whoever keeps a closed scheduler keeps no memory
 }
 
 void Lane::abandon() {
