@@ -40,6 +40,7 @@ check() {
   need 'command -v fusermount3' fuse3 fuse3 tests
   need 'library libfuse3.so' fuse3 fuse3 tests
   need 'library libseccomp.so.2' libseccomp2 libseccomp tests
+  need 'command -v strace' strace strace tests
   need 'command_in_sbin mkfs.ext4' e2fsprogs e2fsprogs tests
   need 'command_in_sbin mkfs.xfs' xfsprogs xfsprogs tests
 }

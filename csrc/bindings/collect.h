@@ -8,19 +8,13 @@
 #include <utility>
 #include <vector>
 
-namespace tensorferry {
+#include "transfer/items.h"
 
-// Where memory of a GPU is used: the device's number, and the stream whose work so far comes before.
-using Location = std::pair<int, uintptr_t>;
-using Locations = std::vector<std::optional<Location>>;
+namespace tensorferry {
 
 // The memory of one transfer: arrays and gaps, one after the other, and what keeps it valid.
 struct PySegments {
-  struct Piece {
-    uintptr_t address;  // 0: a gap, or without bytes
-    uint64_t nbytes;
-    std::optional<Location> location;
-  };
+  using Piece = Memory;
   std::vector<Piece> pieces;
   nanobind::list owners;  // one for each piece
   uint64_t nbytes = 0;

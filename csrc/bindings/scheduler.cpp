@@ -14,8 +14,19 @@ namespace {
 
 double seconds(milliseconds time) { return std::chrono::duration<double>(time).count(); }
 
-// Read with the items before and behind it, where these are moved as one: a drive takes longer for another request.
-constexpr uint64_t max_joined_gap_nbytes = uint64_t{16} << 10;
+void tell_checksums(const std::vector<std::shared_ptr<Transfer>>& transfers) {
+  for (const auto& transfer : transfers) {
+    if (const auto& sums = transfer->spec().checksums) sums->hand_over();
+  }
+}
+
+Item item_of(const PyFile& file, const Memory& memory, uint64_t offset, const PySegments* segments,
+             const PyChecksums* checksums) {
+  Item item{file.core, lease_of(file), memory, offset};
+  if (segments) item.segments = &segments->pieces;
+  if (checksums) item.checksums = checksums->core;
+  return item;
+}
 
 struct PyCompletionQueue {
   std::shared_ptr<CompletionQueue> core = std::make_shared<CompletionQueue>();
@@ -66,52 +77,31 @@ PyScheduler::~PyScheduler() {
   (void)close(close_patience_seconds);
 }
 
-PyRequest PyScheduler::new_request(bool write, bool truncate, bool sync, bool close_files, bool background) {
+PyRequest PyScheduler::new_request(const RequestOptions& options) {
   check_usable();
-  return {std::make_shared<Request>(core_, RequestOptions{.write = write,
-                                                          .truncate = truncate,
-                                                          .sync = sync,
-                                                          .close_files = close_files,
-                                                          .background = background}),
-          owners_};
+  return {std::make_shared<Request>(core_, options), owners_};
 }
 
-nb::list PyScheduler::submit(PyRequest& request, const std::vector<PyFile>& files,
-                             const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& nbytes,
-                             const std::vector<uint64_t>& offsets, const std::vector<size_t>& positions,
-                             nb::object owner, const std::optional<Locations>& locations,
-                             const std::optional<std::vector<bool>>& last, const PySegments* segments,
-                             const PyChecksums* checksums) {
-  const size_t count = files.size();
-  if ((segments || checksums) && count != 1) throw nb::value_error("segments and checksums are of one transfer");
-  if ((locations && locations->size() != count) || (last && last->size() != count) || addresses.size() != count ||
-      nbytes.size() != count || offsets.size() != count || positions.size() != count) {
-    throw nb::value_error("files, addresses, nbytes, offsets, positions, locations and last differ in length");
-  }
-  std::vector<File::Lease> leases;
-  leases.reserve(count);
-  for (const PyFile& file : files) leases.push_back(lease_of(file));
-  Admitted admitted(*this, count);
-  std::vector<std::shared_ptr<Transfer>> transfers;
-  std::vector<std::pair<size_t, Fault>> refused;
-  std::optional<Fault> fault;
-  {
+nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::object owner,
+                             const std::optional<std::vector<bool>>& last) {
+  Admitted admitted(*this, items.size());
+  auto prepared = [&] {
     WithoutGil release;
-    fault = create_transfers(files, leases, addresses, nbytes, offsets, positions, locations, segments, checksums,
-                             request.core, transfers, refused);
-  }
-  if (fault) refuse(*fault);
+    return prepare(items, *core_, request.core);
+  }();
+  if (prepared.fault) refuse(*prepared.fault);
+  const auto& transfers = prepared.transfers;
   if (!transfers.empty()) {
     owners_->keep(request.core->id(), std::move(owner));
     admitted.handed_over(transfers.size());
-    if (checksums) checksums->begun = true;
+    tell_checksums(transfers);
   }
   if (transfers.size() == 1 && transfers.front()->is_shared()) request.cached = transfers.front();
   {
     WithoutGil release;
     std::vector<std::shared_ptr<File>> ended;
-    for (size_t index = 0; index < count; ++index) {
-      if (!last || (*last)[index]) ended.push_back(files[index].core);
+    for (size_t index = 0; index < items.size(); ++index) {
+      if (!last || (*last)[index]) ended.push_back(items[index].file);
     }
     if (!transfers.empty()) {
       core_->submit(request.core, transfers, ended);
@@ -121,34 +111,30 @@ nb::list PyScheduler::submit(PyRequest& request, const std::vector<PyFile>& file
     if (!last) request.core->seal();
   }
   nb::list found;
-  for (const auto& [position, why] : refused) found.append(nb::make_tuple(position, exception_of(why)));
+  for (const auto& [position, why] : prepared.refused) found.append(nb::make_tuple(position, exception_of(why)));
   return found;
 }
 
-std::optional<PyRequest> PyScheduler::run(const PyFile& file, uintptr_t address, uint64_t nbytes, uint64_t offset,
-                                          bool write, bool truncate, bool sync, bool close_files, bool background,
-                                          nb::object owner, std::optional<Location> location,
-                                          const PySegments* segments, const PyChecksums* checksums) {
-  PyRequest request = new_request(write, truncate, sync, close_files, background);
-  std::vector<File::Lease> leases;
-  leases.push_back(lease_of(file));
+std::optional<PyRequest> PyScheduler::run(Item item, const RequestOptions& options, nb::object owner) {
+  PyRequest request = new_request(options);
+  const auto file = item.file;
+  std::vector<Item> items;
+  items.push_back(std::move(item));
   Admitted admitted(*this, 1);
-  const std::optional<Locations> locations = location ? std::optional(Locations{location}) : std::nullopt;
   std::vector<std::shared_ptr<Transfer>> transfers;
   Scheduler::Inline taken;
   bool inlined = false;
   bool over = false;
   const auto fault = interruptibly("this transfer", [&] {
-    std::vector<std::pair<size_t, Fault>> refused;
-    auto found = create_transfers({file}, leases, {address}, {nbytes}, {offset}, {0}, locations, segments, checksums,
-                                  request.core, transfers, refused);
-    if (!refused.empty()) found = std::move(refused.front().second);
-    inlined = !found && core_->try_inline(transfers.front(), taken);
+    auto prepared = prepare(items, *core_, request.core);
+    if (!prepared.fault && !prepared.refused.empty()) prepared.fault = std::move(prepared.refused.front().second);
+    transfers = std::move(prepared.transfers);
+    inlined = !prepared.fault && core_->try_inline(transfers.front(), taken);
     over = inlined && core_->go_on(taken) && request.core->settle();
-    return found;
+    return prepared.fault;
   });
   if (fault) refuse(*fault);
-  if (checksums) checksums->begun = true;
+  tell_checksums(transfers);
   if (inlined) {
     admitted.handed_over(1);
     if (!over) end_interrupted(request, taken);
@@ -160,7 +146,7 @@ std::optional<PyRequest> PyScheduler::run(const PyFile& file, uintptr_t address,
       admitted.handed_over(1);
       if (transfers.front()->is_shared()) request.cached = transfers.front();
       WithoutGil release;
-      core_->submit(request.core, transfers, {file.core});
+      core_->submit(request.core, transfers, {file});
       request.core->seal();
     }
     transfers.clear();  // what they keep ends with the request
@@ -199,8 +185,8 @@ bool PyScheduler::run_plain(const PyFile& file, nb::handle array, nb::handle off
   const auto found = plain_array(array, !write);
   const auto begin = found ? plain_offset(offset, found->nbytes) : std::nullopt;
   if (!begin) return false;
-  const auto request = run(file, found->address, found->nbytes, *begin, write, false, sync, false, background,
-                           found->owner, std::nullopt, nullptr, nullptr);
+  const auto request = run({file.core, lease_of(file), {found->address, found->nbytes}, *begin},
+                           {.write = write, .sync = sync, .background = background}, found->owner);
   if (request && !request->core->faults().empty()) raise(request->exception());
   if (is_moved(*found)) {
     raise(nb::module_::import_("tensorferry.errors")
@@ -305,149 +291,6 @@ nb::dict PyScheduler::stats() const {
   return result;
 }
 
-std::optional<Fault> PyScheduler::create_transfers(
-    const std::vector<PyFile>& files, std::vector<File::Lease>& leases, const std::vector<uintptr_t>& addresses,
-    const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets, const std::vector<size_t>& positions,
-    const std::optional<Locations>& locations, const PySegments* segments, const PyChecksums* checksums,
-    const std::shared_ptr<Request>& request, std::vector<std::shared_ptr<Transfer>>& transfers,
-    std::vector<std::pair<size_t, Fault>>& refused) const {
-  const bool write = request->options().write;
-  transfers.reserve(files.size());
-  std::map<const File*, Fault> full;
-  if (write) full = reserve_all(files, nbytes, offsets);
-  for (const auto& [file, fault] : full) {
-    if (fault.error_number == EINTR) return fault;
-  }
-  const File* seen = nullptr;
-  std::optional<File::Snapshot> snapshot;
-  Gates gates;
-  for (size_t index = 0; index < files.size(); ++index) {
-    const auto& file = files[index].core;
-    if (file.get() != seen) {
-      seen = file.get();
-      snapshot.reset();
-      // Asking for the whole file pays where several pieces of it follow each other.
-      const size_t next = std::min(index + 4, files.size() - 1);
-      if (!write && next > index && files[next].core.get() == seen) {
-        auto taken = file->snapshot();
-        if (taken) snapshot = *taken;  // else each of them will say why
-      }
-    }
-    if (auto found = full.find(file.get()); found != full.end()) {
-      request->refuse(file);
-      refused.emplace_back(positions[index], found->second);
-      continue;
-    }
-    TransferSpec spec{file, {}, offsets[index], write};
-    spec.lease = std::move(leases[index]);
-    if (checksums) spec.checksums = checksums->core;
-    if (const size_t end = end_of_neighbours(index, files, addresses, nbytes, offsets, locations, write);
-        end > index + 1) {
-      TransferSpec joined{file, {}, offsets[index], write};
-      joined.lease = file->lease();
-      for (size_t item = index; item < end; ++item) {
-        if (const uint64_t at = offsets[index] + joined.memory.nbytes(); at < offsets[item]) {
-          joined.memory.add_gap(offsets[item] - at);
-          joined.positions.push_back(gap_position);
-        }
-        joined.memory.add(reinterpret_cast<char*>(addresses[item]), nbytes[item]);
-        joined.positions.push_back(positions[item]);
-      }
-      const size_t first = *std::min_element(joined.positions.begin(), joined.positions.end());
-      const uint64_t all_nbytes = joined.memory.nbytes();
-      auto transfer = Transfer::create(std::move(joined), request, first, core_->block_nbytes_for(all_nbytes),
-                                       snapshot ? &*snapshot : nullptr);
-      if (transfer) {
-        transfers.push_back(*transfer);
-        index = end - 1;
-        continue;
-      }  // else each of them says what is wrong
-    }
-    auto memory =
-        segments ? memory_of(*segments, gates)
-                 : memory_of(addresses[index], nbytes[index], locations ? (*locations)[index] : std::nullopt, gates);
-    auto transfer = create_transfer(std::move(spec), std::move(memory), nbytes[index], request, positions[index],
-                                    snapshot ? &*snapshot : nullptr);
-    if (transfer) {
-      transfers.push_back(*transfer);
-      continue;
-    }
-    const Fault& fault = transfer.fault();
-    for (const int of_all : {EMFILE, ENFILE, ENODEV, EINTR}) {
-      if (fault.error_number == of_all) return fault;
-    }
-    request->refuse(file);
-    refused.emplace_back(positions[index], fault);
-  }
-  return std::nullopt;
-}
-
-size_t PyScheduler::end_of_neighbours(size_t index, const std::vector<PyFile>& files,
-                                      const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& nbytes,
-                                      const std::vector<uint64_t>& offsets, const std::optional<Locations>& locations,
-                                      bool write) {
-  const auto joins = [&](size_t item) {
-    return addresses[item] != 0 && nbytes[item] > 0 && nbytes[item] < Plan::min_straight_nbytes &&
-           (!locations || !(*locations)[item]);
-  };
-  const uint64_t gap_nbytes = write ? 0 : max_joined_gap_nbytes;
-  size_t next = index;
-  while (next < files.size() && joins(next) && files[next].core.get() == files[index].core.get()) {
-    const uint64_t end = next > index ? offsets[next - 1] + nbytes[next - 1] : offsets[index];
-    if (offsets[next] < end || offsets[next] - end > gap_nbytes) break;
-    ++next;
-  }
-  return next;
-}
-
-std::map<const File*, Fault> PyScheduler::reserve_all(const std::vector<PyFile>& files,
-                                                      const std::vector<uint64_t>& nbytes,
-                                                      const std::vector<uint64_t>& offsets) {
-  std::map<File*, std::vector<Range>> pieces;
-  for (size_t index = 0; index < files.size(); ++index) {
-    pieces[files[index].core.get()].push_back({offsets[index], offsets[index] + nbytes[index]});
-  }
-  std::map<const File*, Fault> full;
-  for (auto& [file, ranges] : pieces) {
-    if (auto fault = reserve(*file, std::move(ranges))) full.emplace(file, std::move(*fault));
-  }
-  return full;
-}
-
-Result<Segments> PyScheduler::memory_of(uintptr_t address, uint64_t nbytes, const std::optional<Location>& location,
-                                        Gates& gates) {
-  auto gate = gates.of(location);
-  if (!gate) return gate.fault();
-  return Segments(reinterpret_cast<char*>(address), nbytes, *gate);
-}
-
-Result<Segments> PyScheduler::memory_of(const PySegments& given, Gates& gates) {
-  Segments segments;
-  segments.reserve(given.pieces.size());
-  for (const auto& [address, nbytes, location] : given.pieces) {
-    auto gate = gates.of(location);
-    if (!gate) return gate.fault();
-    segments.add(reinterpret_cast<char*>(address), nbytes, *gate);
-  }
-  return segments;
-}
-
-Result<std::shared_ptr<Transfer>> PyScheduler::create_transfer(TransferSpec spec, Result<Segments> memory,
-                                                               uint64_t nbytes, const std::shared_ptr<Request>& request,
-                                                               size_t index, const File::Snapshot* snapshot) const {
-  std::optional<Fault> fault = memory ? std::nullopt : std::optional(memory.fault());
-  if (!fault && !(*memory).gates().empty()) fault = core_->prepare_for_gpus();
-  if (fault) {
-    fault->path = spec.file->path();
-    fault->offset = spec.offset;
-    fault->expected = nbytes;
-    return *fault;
-  }
-  spec.memory = std::move(*memory);
-  spec.use_cufile = core_->options().engine == "cufile";
-  return Transfer::create(std::move(spec), request, index, core_->block_nbytes_for(nbytes), snapshot);
-}
-
 void PyScheduler::refuse(const Fault& fault) {
   if (fault.error_number == ENODEV && cuda::driver() == nullptr) raise_unavailable(fault.hint);
   raise(fault);
@@ -507,7 +350,7 @@ void bind_schedulers(nb::module_& module) {
           "chunk_nbytes"_a, "of_segments"_a, "expected"_a, "straight"_a)
       .def_prop_ro("chunks", [](const PyChecksums& sums) { return sums.core->of_chunks(); })
       .def_prop_ro("segments", [](const PyChecksums& sums) { return sums.core->of_segments(); })
-      .def_ro("begun", &PyChecksums::begun);
+      .def_prop_ro("begun", [](const PyChecksums& sums) { return sums.core->handed_over(); });
 
   nb::class_<PyScheduler>(module, "Scheduler", nb::is_weak_referenceable())
       .def(nb::init<const std::string&, uint64_t, uint64_t, uint32_t, uint32_t, bool>(), "engine"_a, "block_nbytes"_a,
@@ -520,20 +363,68 @@ void bind_schedulers(nb::module_& module) {
                        refusals.emplace_back(refusal.engine, refusal.reason);
                      return refusals;
                    })
-      .def("new_request", &PyScheduler::new_request, "write"_a, "truncate"_a, "sync"_a, "close_files"_a, "background"_a)
-      .def("submit", &PyScheduler::submit, "request"_a, "files"_a, "addresses"_a, "nbytes"_a, "offsets"_a,
-           "positions"_a, "owner"_a.none(), "locations"_a.none() = nb::none(), "last"_a.none() = nb::none(),
-           "segments"_a.none() = nb::none(), "checksums"_a.none() = nb::none(),
-           nb::sig("def submit(self, request: Request, files: collections.abc.Sequence[File], "
-                   "addresses: collections.abc.Sequence[int], nbytes: collections.abc.Sequence[int], "
-                   "offsets: collections.abc.Sequence[int], positions: collections.abc.Sequence[int], "
-                   "owner: object | None, locations: collections.abc.Sequence[tuple[int, int] | None] | None = None, "
-                   "last: collections.abc.Sequence[bool] | None = None, segments: Segments | None = None, "
-                   "checksums: Checksums | None = None) "
-                   "-> list[tuple[int, tensorferry.errors.StorageError]]"))
-      .def("run", &PyScheduler::run, "file"_a, "address"_a, "nbytes"_a, "offset"_a, "write"_a, "truncate"_a, "sync"_a,
-           "close_files"_a, "background"_a, "owner"_a.none(), "location"_a.none() = nb::none(),
-           "segments"_a.none() = nb::none(), "checksums"_a.none() = nb::none())
+      .def(
+          "new_request",
+          [](PyScheduler& scheduler, bool write, bool truncate, bool sync, bool close_files, bool background) {
+            return scheduler.new_request({.write = write,
+                                          .truncate = truncate,
+                                          .sync = sync,
+                                          .close_files = close_files,
+                                          .background = background});
+          },
+          "write"_a, "truncate"_a, "sync"_a, "close_files"_a, "background"_a)
+      .def(
+          "submit",
+          [](PyScheduler& scheduler, PyRequest& request, const std::vector<PyFile>& files,
+             const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& nbytes,
+             const std::vector<uint64_t>& offsets, const std::vector<size_t>& positions, nb::object owner,
+             const std::optional<std::vector<std::optional<Location>>>& locations,
+             const std::optional<std::vector<bool>>& last, const PySegments* segments, const PyChecksums* checksums) {
+            const size_t count = files.size();
+            if ((segments || checksums) && count != 1) {
+              throw nb::value_error("segments and checksums are of one transfer");
+            }
+            if ((locations && locations->size() != count) || (last && last->size() != count) ||
+                addresses.size() != count || nbytes.size() != count || offsets.size() != count ||
+                positions.size() != count) {
+              throw nb::value_error(
+                  "files, addresses, nbytes, offsets, positions, locations and last differ in length");
+            }
+            std::vector<Item> items;
+            items.reserve(count);
+            for (size_t index = 0; index < count; ++index) {
+              const Memory memory{addresses[index], nbytes[index], locations ? (*locations)[index] : std::nullopt};
+              items.push_back(item_of(files[index], memory, offsets[index], segments, checksums));
+              items.back().position = positions[index];
+            }
+            return scheduler.submit(request, std::move(items), std::move(owner), last);
+          },
+          "request"_a, "files"_a, "addresses"_a, "nbytes"_a, "offsets"_a, "positions"_a, "owner"_a.none(),
+          "locations"_a.none() = nb::none(), "last"_a.none() = nb::none(), "segments"_a.none() = nb::none(),
+          "checksums"_a.none() = nb::none(),
+          nb::sig("def submit(self, request: Request, files: collections.abc.Sequence[File], "
+                  "addresses: collections.abc.Sequence[int], nbytes: collections.abc.Sequence[int], "
+                  "offsets: collections.abc.Sequence[int], positions: collections.abc.Sequence[int], "
+                  "owner: object | None, locations: collections.abc.Sequence[tuple[int, int] | None] | None = None, "
+                  "last: collections.abc.Sequence[bool] | None = None, segments: Segments | None = None, "
+                  "checksums: Checksums | None = None) "
+                  "-> list[tuple[int, tensorferry.errors.StorageError]]"))
+      .def(
+          "run",
+          [](PyScheduler& scheduler, const PyFile& file, uintptr_t address, uint64_t nbytes, uint64_t offset,
+             bool write, bool truncate, bool sync, bool close_files, bool background, nb::object owner,
+             std::optional<Location> location, const PySegments* segments, const PyChecksums* checksums) {
+            return scheduler.run(item_of(file, {address, nbytes, location}, offset, segments, checksums),
+                                 {.write = write,
+                                  .truncate = truncate,
+                                  .sync = sync,
+                                  .close_files = close_files,
+                                  .background = background},
+                                 std::move(owner));
+          },
+          "file"_a, "address"_a, "nbytes"_a, "offset"_a, "write"_a, "truncate"_a, "sync"_a, "close_files"_a,
+          "background"_a, "owner"_a.none(), "location"_a.none() = nb::none(), "segments"_a.none() = nb::none(),
+          "checksums"_a.none() = nb::none())
       .def("run_plain", &PyScheduler::run_plain, "file"_a, "array"_a.none(), "offset"_a.none(), "write"_a, "sync"_a,
            "background"_a,
            nb::sig("def run_plain(self, file: File, array: object, offset: object, write: bool, sync: bool, "

@@ -25,28 +25,9 @@
 
 namespace tensorferry {
 
-// Gates of one call: one for each location that comes.
-class Gates {
- public:
-  // Null for host memory.
-  Result<std::shared_ptr<cuda::Gate>> of(const std::optional<Location>& location) {
-    if (!location) return std::shared_ptr<cuda::Gate>();
-    for (const auto& [known, gate] : made_) {
-      if (known == *location) return gate;
-    }
-    auto gate = cuda::Gate::after(location->first, reinterpret_cast<cuda::StreamHandle>(location->second));
-    if (gate) made_.emplace_back(*location, *gate);
-    return gate;
-  }
-
- private:
-  std::vector<std::pair<Location, std::shared_ptr<cuda::Gate>>> made_;
-};
-
 // Shared with the transfer whose they are.
 struct PyChecksums {
   std::shared_ptr<Checksums> core;
-  mutable bool begun = false;  // there has been such a transfer
 };
 
 // What keeps the memory of requests, by their ids.
@@ -142,23 +123,17 @@ class PyScheduler {
 
   ~PyScheduler();
 
-  PyRequest new_request(bool write, bool truncate, bool sync, bool close_files, bool background);
+  PyRequest new_request(const RequestOptions& options);
 
-  // Hands over as many transfers as there are files; the other lists are as long. `positions` are theirs in the call,
-  // and `last` says of each whether it is the last one with its file; None: all are, and the request has no further
-  // ones. Returns those refused, which are not handed over, with their positions.
-  nb::list submit(PyRequest& request, const std::vector<PyFile>& files, const std::vector<uintptr_t>& addresses,
-                  const std::vector<uint64_t>& nbytes, const std::vector<uint64_t>& offsets,
-                  const std::vector<size_t>& positions, nb::object owner, const std::optional<Locations>& locations,
-                  const std::optional<std::vector<bool>>& last, const PySegments* segments,
-                  const PyChecksums* checksums);
+  // Hands over as many transfers as there are items, or fewer where neighbours are joined. `last` says of each whether
+  // it is the last one with its file; None: all are, and the request has no further ones. Returns those refused, which
+  // are not handed over, with their positions.
+  nb::list submit(PyRequest& request, std::vector<Item> items, nb::object owner,
+                  const std::optional<std::vector<bool>>& last);
 
   // A blocking call's transfer, waited for; an interrupted one is cancelled. None: all is well. Else the request, to
   // ask what went wrong.
-  std::optional<PyRequest> run(const PyFile& file, uintptr_t address, uint64_t nbytes, uint64_t offset, bool write,
-                               bool truncate, bool sync, bool close_files, bool background, nb::object owner,
-                               std::optional<Location> location, const PySegments* segments,
-                               const PyChecksums* checksums);
+  std::optional<PyRequest> run(Item item, const RequestOptions& options, nb::object owner);
 
   // The same for one plain array: found, moved, and looked at again. False: it is not plainly usable, or the offset is
   // none; nothing has been done. Raises what went wrong.
@@ -216,33 +191,6 @@ class PyScheduler {
   };
 
   void end_interrupted(const PyRequest& request, Scheduler::Inline& taken);
-
-  // A fault that is no single transfer's, or goes away with time (too many descriptors), refuses all of them.
-  std::optional<Fault> create_transfers(const std::vector<PyFile>& files, std::vector<File::Lease>& leases,
-                                        const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& nbytes,
-                                        const std::vector<uint64_t>& offsets, const std::vector<size_t>& positions,
-                                        const std::optional<Locations>& locations, const PySegments* segments,
-                                        const PyChecksums* checksums, const std::shared_ptr<Request>& request,
-                                        std::vector<std::shared_ptr<Transfer>>& transfers,
-                                        std::vector<std::pair<size_t, Fault>>& refused) const;
-
-  // One past the last of the items from `index` on that are moved as one: small neighbours in host memory of one file.
-  static size_t end_of_neighbours(size_t index, const std::vector<PyFile>& files,
-                                  const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& nbytes,
-                                  const std::vector<uint64_t>& offsets, const std::optional<Locations>& locations,
-                                  bool write);
-
-  static std::map<const File*, Fault> reserve_all(const std::vector<PyFile>& files, const std::vector<uint64_t>& nbytes,
-                                                  const std::vector<uint64_t>& offsets);
-
-  static Result<Segments> memory_of(uintptr_t address, uint64_t nbytes, const std::optional<Location>& location,
-                                    Gates& gates);
-
-  static Result<Segments> memory_of(const PySegments& given, Gates& gates);
-
-  Result<std::shared_ptr<Transfer>> create_transfer(TransferSpec spec, Result<Segments> memory, uint64_t nbytes,
-                                                    const std::shared_ptr<Request>& request, size_t index,
-                                                    const File::Snapshot* snapshot) const;
 
   // What is wrong with the GPU before any I/O is no fault of the file.
   [[noreturn]] static void refuse(const Fault& fault);

@@ -8,8 +8,9 @@
 
 namespace tensorferry {
 
-// (kind, position, segment, begin, nbytes, crcs)
-using FieldTuple = std::tuple<std::string, uint64_t, uint64_t, uint64_t, uint64_t, std::vector<int64_t>>;
+// (kind, position, segment, begin, nbytes, crcs, fold)
+using FieldTuple = std::tuple<std::string, uint64_t, uint64_t, uint64_t, uint64_t, std::vector<int64_t>,
+                              std::tuple<uint64_t, uint32_t, uint32_t>>;
 
 class PyStream {
  public:
@@ -57,14 +58,12 @@ class PyStream {
   void append_made(PyScheduler& scheduler, nb::bytes bytes, const std::vector<FieldTuple>& fields) {
     check_process();
     Made made{.bytes = std::vector<char>(bytes.c_str(), bytes.c_str() + bytes.size()), .fields = {}};
-    for (const auto& [kind, position, segment, begin, nbytes, crcs] : fields) {
-      if (kind != "segment" && kind != "own" && kind != "torch_id") {
-        throw nb::value_error(("kind: '" + kind + "' is none of segment, own, torch_id").c_str());
-      }
+    for (const auto& [kind, position, segment, begin, nbytes, crcs, fold] : fields) {
       const auto of = kind == "segment" ? Made::Field::Kind::segment
                       : kind == "own"   ? Made::Field::Kind::own
-                                        : Made::Field::Kind::torch_id;
-      made.fields.push_back({of, position, segment, begin, nbytes, crcs});
+                                        : Made::Field::Kind::folded;
+      const auto [added, left, right] = fold;
+      made.fields.push_back({of, position, segment, begin, nbytes, crcs, {added, left, right}});
     }
     PyScheduler::Admitted admitted(scheduler, 1);
     if (!core_->append(std::move(made))) {

@@ -11,11 +11,14 @@
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <set>
 #include <thread>
@@ -24,19 +27,47 @@
 #include "base/interruption.h"
 
 namespace tensorferry {
+
+uint32_t page_nbytes() {
+  static const uint32_t nbytes = static_cast<uint32_t>(::sysconf(_SC_PAGESIZE));
+  return nbytes;
+}
+
+// What is asked of an open file, once.
+struct Status {
+  uint64_t device, own_device, inode, size;
+  uint32_t mode;
+  uint32_t user;
+  uint64_t mount = 0;                      // 0: the kernel has no number of its own for it
+  std::optional<DirectAlignment> aligned;  // where the kernel tells; offset 0: there is no direct I/O
+};
+
 namespace {
 
 // linux/stat.h of older distributions lacks the direct-I/O fields, so the kernel's layout stands here: see
-// statx(2), STATX_DIOALIGN, Linux 6.1.
+// statx(2), STATX_DIOALIGN (Linux 6.1) and STATX_MNT_ID_UNIQUE (6.8).
+constexpr uint32_t statx_basic_mask = 0x7ff;
 constexpr uint32_t statx_dioalign_mask = 0x2000;
+constexpr uint32_t statx_unique_mount_mask = 0x4000;
 struct StatxWithDirectAlignment {
   uint32_t mask;
-  uint8_t before[0x98 - 4];
+  uint8_t before_user[0x14 - 4];
+  uint32_t user;
+  uint32_t group;
+  uint16_t mode;
+  uint8_t before_inode[0x20 - 0x1e];
+  uint64_t inode;
+  uint64_t size;
+  uint8_t before_devices[0x80 - 0x30];
+  uint32_t own_device[2];  // major, minor
+  uint32_t device[2];
+  uint64_t mount;
   uint32_t memory_alignment;
   uint32_t offset_alignment;
   uint8_t after[0x100 - 0xa0];
 };
 static_assert(sizeof(StatxWithDirectAlignment) == 0x100);
+static_assert(offsetof(StatxWithDirectAlignment, memory_alignment) == 0x98);
 
 // cachestat(2), Linux 6.5; the number is the same on every architecture.
 constexpr long cachestat_number = 451;
@@ -89,6 +120,34 @@ int open_path(const char* path, int flags, mode_t mode = 0) {
   const bool leased = ::stat(path, &status) == 0 && S_ISREG(status.st_mode);
   errno = EWOULDBLOCK;
   return leased ? open_retrying(path, flags, mode) : descriptor;
+}
+
+// Nothing, and errno, where the file system cannot say.
+std::optional<Status> status_of(int descriptor) {
+  StatxWithDirectAlignment told;
+  std::memset(&told, 0, sizeof told);
+  const uint32_t wanted = statx_basic_mask | statx_dioalign_mask | statx_unique_mount_mask;
+  const auto ask = [&] { return ::syscall(SYS_statx, descriptor, "", AT_EMPTY_PATH, wanted, &told); };
+  if (uninterrupted(ask) == 0) {
+    Status found{.device = makedev(told.device[0], told.device[1]),
+                 .own_device = makedev(told.own_device[0], told.own_device[1]),
+                 .inode = told.inode,
+                 .size = told.size,
+                 .mode = told.mode,
+                 .user = told.user};
+    if (told.mask & statx_unique_mount_mask) found.mount = told.mount;
+    if (told.mask & statx_dioalign_mask) found.aligned = {told.memory_alignment, told.offset_alignment};
+    return found;
+  }
+  // A sandbox without statx, or a kernel before 4.11.
+  struct stat status;
+  if (uninterrupted([&] { return ::fstat(descriptor, &status); }) != 0) return std::nullopt;
+  return Status{.device = status.st_dev,
+                .own_device = status.st_rdev,
+                .inode = status.st_ino,
+                .size = static_cast<uint64_t>(status.st_size),
+                .mode = status.st_mode,
+                .user = status.st_uid};
 }
 
 // Names that Files of this process made and that are not durable yet, by file: whoever syncs the file next makes the
@@ -145,7 +204,8 @@ class Making {
 };
 
 // Opens with O_CREAT. `making` has begun where that may have made the name; too often costs one sync of a directory.
-int open_creating(const char* path, int flags, mode_t mode, Making& making) {
+// What is known of the opened file is in `status`.
+int open_creating(const char* path, int flags, mode_t mode, Making& making, std::optional<Status>& status) {
   if (flags & O_EXCL) {
     making.begin();
     return open_path(path, flags, mode);
@@ -153,9 +213,11 @@ int open_creating(const char* path, int flags, mode_t mode, Making& making) {
   const int found = open_path(path, flags & ~(O_CREAT | O_TRUNC));
   const int error_number = errno;
   if (found < 0 && error_number == EINTR) return found;
-  struct stat before, after;
-  const bool known = found >= 0 && ::fstat(found, &before) == 0;
-  if (known && !(flags & O_TRUNC) && before.st_uid == ::geteuid()) return found;
+  const auto before = found >= 0 ? status_of(found) : std::nullopt;
+  if (before && !(flags & O_TRUNC) && before->user == ::geteuid()) {
+    status = before;
+    return found;
+  }
   making.begin();
   if (found < 0 && error_number == ENOENT) {
     const int fresh = open_path(path, flags | O_EXCL, mode);
@@ -166,9 +228,9 @@ int open_creating(const char* path, int flags, mode_t mode, Making& making) {
   const int opened = open_path(path, flags, mode);
   const int opened_error = errno;
   // While the first descriptor is open, nobody else can have its inode number.
-  if (opened >= 0 && known && ::fstat(opened, &after) == 0 && before.st_dev == after.st_dev &&
-      before.st_ino == after.st_ino) {
-    making.end();
+  if (opened >= 0 && before) {
+    status = status_of(opened);
+    if (status && before->device == status->device && before->inode == status->inode) making.end();
   }
   (void)close_counted(found);  // nothing was written through it
   errno = opened_error;
@@ -197,27 +259,61 @@ std::string name_of(int descriptor) {
 #define OVERLAYFS_SUPER_MAGIC 0x794c7630
 #endif
 
-enum class FileSystem { memory, fuse, overlay, other };
+// What does not change as long as a file system is mounted.
+struct Mounted {
+  enum class Kind { memory, fuse, overlay, ext4, other } kind = Kind::other;
+  uint32_t write_granularity = page_nbytes();
+};
 
-FileSystem file_system_of(int descriptor) {
+Mounted ask_mounted(int descriptor) {
+  Mounted found;
   struct statfs info;
-  if (::fstatfs(descriptor, &info) != 0) return FileSystem::other;
+  if (::fstatfs(descriptor, &info) != 0) return found;  // then as little is assumed as can be
   switch (info.f_type) {
     case TMPFS_MAGIC:
     case RAMFS_MAGIC:
-    case HUGETLBFS_MAGIC: return FileSystem::memory;
-    case FUSE_SUPER_MAGIC: return FileSystem::fuse;
-    case OVERLAYFS_SUPER_MAGIC: return FileSystem::overlay;
-    default: return FileSystem::other;
+    case HUGETLBFS_MAGIC: found.kind = Mounted::Kind::memory; break;
+    case FUSE_SUPER_MAGIC: found.kind = Mounted::Kind::fuse; break;
+    case OVERLAYFS_SUPER_MAGIC: found.kind = Mounted::Kind::overlay; break;
+    case EXT4_SUPER_MAGIC: found.kind = Mounted::Kind::ext4; break;
+    default: break;
   }
+  if (info.f_bsize > page_nbytes() && info.f_bsize <= max_file_system_block_nbytes &&
+      (info.f_bsize & (info.f_bsize - 1)) == 0) {
+    found.write_granularity = static_cast<uint32_t>(info.f_bsize);
+  }
+  return found;
 }
 
-// The space that a file can still be given, where asking beforehand is worth it: ext4 keeps what it reserved before it
-// found the disk full (measured: all that was free), so that nobody could use it. XFS reserves all of up to 8 GiB or
-// nothing, and may find more than it tells.
+// Mounts by the number that the kernel never gives twice: on a network file system asking is a message to the server.
+struct Mounts {
+  static constexpr size_t max_count = 64;
+
+  std::mutex mutex;
+  std::map<uint64_t, Mounted> known;
+};
+
+Mounted mounted(int descriptor, const Status& status) {
+  static constinit ForkSafe<Mounts> instance;
+  if (status.mount == 0) return ask_mounted(descriptor);
+  Mounts& mounts = instance.get();
+  {
+    std::lock_guard lock(mounts.mutex);
+    if (auto found = mounts.known.find(status.mount); found != mounts.known.end()) return found->second;
+  }
+  const Mounted found = ask_mounted(descriptor);
+  std::lock_guard lock(mounts.mutex);
+  if (mounts.known.size() == Mounts::max_count) mounts.known.clear();
+  mounts.known.emplace(status.mount, found);
+  return found;
+}
+
+// The space that a file of ext4 can still be given. There asking beforehand is worth it: ext4 keeps what it reserved
+// before it found the disk full (measured: all that was free), so that nobody could use it. XFS reserves all of up to 8
+// GiB or nothing, and may find more than it tells.
 std::optional<uint64_t> obtainable_nbytes(int descriptor) {
   struct statfs info;
-  if (::fstatfs(descriptor, &info) != 0 || info.f_type != EXT4_SUPER_MAGIC) return std::nullopt;
+  if (::fstatfs(descriptor, &info) != 0) return std::nullopt;
   // Root may use blocks kept for it, but not the last 2 %, at most 4,096 blocks, that ext4 keeps for metadata.
   const uint64_t kept = std::min<uint64_t>(info.f_blocks / 50, 4096);
   const uint64_t for_root = info.f_bfree - std::min<uint64_t>(kept, info.f_bfree);
@@ -267,11 +363,6 @@ int fallocate_retrying(int descriptor, int mode, uint64_t offset, uint64_t nbyte
 }
 
 }  // namespace
-
-uint32_t page_nbytes() {
-  static const uint32_t nbytes = static_cast<uint32_t>(::sysconf(_SC_PAGESIZE));
-  return nbytes;
-}
 
 size_t File::open_descriptors() { return descriptors_open.load(std::memory_order_relaxed); }
 
@@ -345,8 +436,9 @@ Result<std::shared_ptr<File>> File::open(const std::string& path, const OpenOpti
   if (options.truncate) flags |= O_TRUNC;
   flags |= O_NOCTTY;
   Making making;
+  std::optional<Status> status;
   const int descriptor =
-      options.create ? open_creating(path.c_str(), flags, 0666, making) : open_path(path.c_str(), flags);
+      options.create ? open_creating(path.c_str(), flags, 0666, making, status) : open_path(path.c_str(), flags);
   if (descriptor < 0) {
     Fault refused{.error_number = errno, .operation = "open", .path = path};
     if (refused.error_number == ENOSPC) {
@@ -360,7 +452,10 @@ Result<std::shared_ptr<File>> File::open(const std::string& path, const OpenOpti
   std::shared_ptr<File> file(new File(path, descriptor, options.read || !options.write, options.write));
   file->replaced_ = options.replaced;
   if (options.for_request) file->give_to_request();
-  auto refused = file->enable_direct(options.direct);
+  // What has been opened may have been made by that, so that nobody could open it again in the same way.
+  const InterruptionsReturned by_nobody(false);
+  if (!status) status = status_of(descriptor);
+  auto refused = status ? file->enable_direct(options.direct, *status, 0) : file->fault("statx", errno);
   if (making) making.made(file->identity_);  // the name is there either way
   if (refused) return *refused;
   return file;
@@ -380,6 +475,7 @@ Result<std::shared_ptr<File>> File::from_descriptor(int descriptor, bool write, 
     return fault;
   }
   std::string path = name_of(descriptor);
+  int kept_flags = 0;
   // A description of our own: the caller's flags (O_APPEND would ignore our offsets) and position stay theirs.
   int own = open_retrying(link_of(descriptor).c_str(), access | O_NOCTTY | O_NONBLOCK);
   if (own < 0) {
@@ -394,69 +490,69 @@ Result<std::shared_ptr<File>> File::from_descriptor(int descriptor, bool write, 
       return fault;
     }
     direct = DirectMode::never;  // the description is shared with the caller: its flags must not change
+    kept_flags = flags;
   }
   std::shared_ptr<File> file(new File(std::move(path), own, access != O_WRONLY, access != O_RDONLY));
   if (for_request) file->give_to_request();
-  if (auto failed = file->enable_direct(direct)) return *failed;
+  const InterruptionsReturned by_nobody(false);
+  const auto status = status_of(own);
+  if (!status) return file->fault("statx", errno);
+  if (auto failed = file->enable_direct(direct, *status, kept_flags)) return *failed;
   return file;
 }
 
-std::optional<Fault> File::enable_direct(DirectMode mode) {
+std::optional<Fault> File::enable_direct(DirectMode mode, const Status& status, int kept_flags) {
   mode_ = mode;
-  // What has been opened may have been made by that, so that nobody could open it again in the same way.
-  const InterruptionsReturned by_nobody(false);
-  struct stat status;
-  if (uninterrupted([&] { return ::fstat(descriptor_, &status); }) != 0) return fault("fstat", errno);
-  if (S_ISDIR(status.st_mode)) return fault("open", EISDIR);
-  regular_ = S_ISREG(status.st_mode);
-  file_system_ = status.st_dev;
+  if (S_ISDIR(status.mode)) return fault("open", EISDIR);
+  regular_ = S_ISREG(status.mode);
+  file_system_ = status.device;
+  opened_size_ = status.size;
   // A device may have several nodes.
   identity_ =
-      S_ISBLK(status.st_mode) ? FileIdentity{status.st_rdev, UINT64_MAX} : FileIdentity{status.st_dev, status.st_ino};
-  if (!regular_ && !S_ISBLK(status.st_mode)) {
+      S_ISBLK(status.mode) ? FileIdentity{status.own_device, UINT64_MAX} : FileIdentity{status.device, status.inode};
+  if (!regular_ && !S_ISBLK(status.mode)) {
     Fault refused = fault("open", ESPIPE);
     refused.hint = "only regular files and block devices can hold tensors";
     return refused;
   }
-  const int flags = ::fcntl(descriptor(), F_GETFL);
-  if (flags < 0) return fault("fcntl", errno);
-  // O_NONBLOCK has served; io_uring would take it for "fail rather than wait".
-  if ((flags & O_NONBLOCK) && ::fcntl(descriptor(), F_SETFL, flags & ~O_NONBLOCK) != 0) return fault("fcntl", errno);
-  const FileSystem file_system = file_system_of(descriptor_);
-  in_memory_ = regular_ && file_system == FileSystem::memory;
-  stacked_ = regular_ && file_system == FileSystem::overlay;
-  if (mode == DirectMode::never) return std::nullopt;
+  const Mounted file_system = mounted(descriptor_, status);
+  in_memory_ = regular_ && file_system.kind == Mounted::Kind::memory;
+  stacked_ = regular_ && file_system.kind == Mounted::Kind::overlay;
+  keeps_failed_reservations_ = file_system.kind == Mounted::Kind::ext4;
+  write_granularity_ = file_system.write_granularity;
 
-  auto unsupported = [&](const char* why) -> std::optional<Fault> {
-    if (mode == DirectMode::automatic) return std::nullopt;
+  // Flags are set in one call: O_NONBLOCK has served, and io_uring would take it for "fail rather than wait".
+  const auto set_flags = [&](int flags) { return ::fcntl(descriptor(), F_SETFL, (kept_flags & ~O_NONBLOCK) | flags); };
+  const auto through_cache = [&]() -> std::optional<Fault> {
+    if (kept_flags != 0 && !(kept_flags & O_NONBLOCK)) return std::nullopt;
+    return set_flags(0) == 0 ? std::nullopt : std::optional(fault("fcntl", errno));
+  };
+  const auto unsupported = [&](const char* why) -> std::optional<Fault> {
+    if (mode == DirectMode::automatic) return through_cache();
     Fault refused = fault("open with O_DIRECT", EINVAL);
     refused.hint = why;
     return refused;
   };
+  if (mode == DirectMode::never) return through_cache();
   // Memory file systems may accept O_DIRECT and then copy all the same; their page cache *is* the file.
   if (in_memory_) {
     return unsupported("the file system lives in memory: use direct=\"auto\" or False");
   }
-  StatxWithDirectAlignment status_x;
-  std::memset(&status_x, 0, sizeof status_x);
-  const bool told = ::syscall(SYS_statx, descriptor(), "", AT_EMPTY_PATH, statx_dioalign_mask, &status_x) == 0 &&
-                    (status_x.mask & statx_dioalign_mask);
-  if (told && status_x.offset_alignment == 0) {
+  if (status.aligned && status.aligned->offset == 0) {
     return unsupported("the file system has no direct I/O for this file: use direct=\"auto\" or False");
   }
   // Linux reports a short asynchronous direct write to FUSE as EIO (fs/fuse/file.c, fuse_get_res_by_io), so that it
   // could not be resumed.
-  if (!told && file_system == FileSystem::fuse && mode == DirectMode::automatic) return std::nullopt;
-  if (::fcntl(descriptor(), F_SETFL, (flags & ~O_NONBLOCK) | O_DIRECT) != 0) {
+  if (!status.aligned && file_system.kind == Mounted::Kind::fuse && mode == DirectMode::automatic) {
+    return through_cache();
+  }
+  if (set_flags(O_DIRECT) != 0) {
     if (errno != EINVAL) return fault("fcntl", errno);
     return unsupported("the file system does not take O_DIRECT: use direct=\"auto\" or False");
   }
   direct_ = true;
-  if (told) {
-    alignment_ = {std::max(status_x.memory_alignment, 1u), status_x.offset_alignment};
-  } else {
-    alignment_ = {assumed_alignment, assumed_alignment};
-  }
+  alignment_ = status.aligned.value_or(DirectAlignment{assumed_alignment, assumed_alignment});
+  alignment_.memory = std::max(alignment_.memory, 1u);
   return std::nullopt;
 }
 
@@ -497,6 +593,7 @@ Result<std::optional<uint64_t>> File::size() const {
 
 std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool keep_size) {
   if (!regular_ || nbytes == 0) return std::nullopt;
+  if (was_opened_with(offset + nbytes)) return std::nullopt;
   struct stat status;
   if (uninterrupted([&] { return ::fstat(descriptor_, &status); }) != 0) return fault("fstat", errno);
   const uint64_t end = offset + nbytes;
@@ -510,7 +607,7 @@ std::optional<Fault> File::preallocate(uint64_t offset, uint64_t nbytes, bool ke
   };
   // The kernel lets blocks be reserved beyond this limit, and writes fail there.
   if (auto refused = check_end(end)) return at_begin(std::move(*refused));
-  const auto obtainable = obtainable_nbytes(descriptor());
+  const auto obtainable = keeps_failed_reservations_ ? obtainable_nbytes(descriptor()) : std::nullopt;
   if (obtainable && end - begin > *obtainable) {
     Fault refused = at_begin(fault("reserve space", ENOSPC));
     refused.hint = std::to_string(*obtainable) + " bytes are free";
@@ -536,16 +633,6 @@ std::optional<Fault> File::punch(uint64_t offset, uint64_t nbytes) {
   const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
   if (fallocate_retrying(descriptor(), mode, offset, nbytes) == 0) return std::nullopt;
   return fault("give space back", errno);
-}
-
-uint32_t File::write_granularity() const {
-  struct statfs info;
-  const uint32_t page = page_nbytes();
-  if (::fstatfs(descriptor(), &info) != 0 || info.f_bsize <= page || info.f_bsize > max_file_system_block_nbytes ||
-      (info.f_bsize & (info.f_bsize - 1)) != 0) {
-    return page;
-  }
-  return static_cast<uint32_t>(info.f_bsize);
 }
 
 std::optional<Fault> File::truncate(uint64_t size) {

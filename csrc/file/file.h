@@ -20,6 +20,8 @@
 
 namespace tensorferry {
 
+uint32_t page_nbytes();
+
 enum class DirectMode { automatic, always, never };
 
 // What direct I/O asks of memory addresses and of file offsets and lengths, in bytes.
@@ -38,6 +40,8 @@ struct OpenOptions {
   bool for_request = false;  // which closes it: see File::of_requests()
   DirectMode direct = DirectMode::automatic;
 };
+
+struct Status;  // what is asked of a file as it is opened
 
 // Which file it is, whatever it is called: file system and inode; of a block device its number.
 using FileIdentity = std::pair<uint64_t, uint64_t>;
@@ -100,6 +104,10 @@ class File : public std::enable_shared_from_this<File> {
   const FileIdentity& identity() const { return identity_; }
   uint64_t file_system() const { return file_system_; }  // its number, st_dev
 
+  // What a transfer waits for: the device that the file system is on, as far as its number tells; of a block device its
+  // own; 0 for files in memory, which wait for none.
+  uint64_t device() const { return in_memory_ ? 0 : regular_ ? file_system_ : identity_.first; }
+
   // Whether a request that has written to it ends it behind the last byte written. Only files have such an end.
   bool replaced() const { return replaced_ && regular_; }
 
@@ -109,10 +117,15 @@ class File : public std::enable_shared_from_this<File> {
   // What writes through the page cache and past it must not share: pages, and blocks of the file system where these
   // are larger (XFS with 16 KiB blocks). There the cache reads and writes back whole blocks, over what was written past
   // it meanwhile. A power of two.
-  uint32_t write_granularity() const;
+  uint32_t write_granularity() const { return write_granularity_; }
 
   // Size in bytes; nothing where a size means nothing (a character device).
   Result<std::optional<uint64_t>> size() const;
+
+  // The same of a file that was opened for one request: as it was then. That is no longer ago than the request.
+  Result<std::optional<uint64_t>> size_for_reading() const {
+    return regular_ && of_request_.load(std::memory_order_relaxed) ? std::optional(opened_size_) : size();
+  }
 
   // Reserves blocks for [offset, offset + nbytes) beyond the present end and extends the size to cover it, so
   // that direct writes neither extend the file (ext4 and XFS serialize those) nor find the disk full half-way.
@@ -177,8 +190,13 @@ class File : public std::enable_shared_from_this<File> {
 
  private:
   File(std::string path, int descriptor, bool readable, bool writable);
-  std::optional<Fault> enable_direct(DirectMode mode);
+  // `kept_flags`: of a description that is shared with others; 0: it is the file's own.
+  std::optional<Fault> enable_direct(DirectMode mode, const Status& status, int kept_flags);
   void give_to_request();
+  // Whether one request has opened the file, when it had this end already.
+  bool was_opened_with(uint64_t end) const {
+    return of_request_.load(std::memory_order_relaxed) && end <= opened_size_;
+  }
   std::optional<Residency> residency_below(uint64_t begin, uint64_t end) const;
   Fault fault(const char* operation, int error_number) const;
   std::optional<std::string> resolved_name() const;
@@ -201,6 +219,9 @@ class File : public std::enable_shared_from_this<File> {
   bool replaced_ = false;
   FileIdentity identity_;
   uint64_t file_system_ = 0;
+  uint64_t opened_size_ = 0;
+  uint32_t write_granularity_ = 1;
+  bool keeps_failed_reservations_ = false;
   std::atomic<bool> of_request_{false};
   DirectAlignment alignment_;
   const uint64_t fork_generation_ = tensorferry::fork_generation();
@@ -217,7 +238,5 @@ class File : public std::enable_shared_from_this<File> {
 // Makes the names in `directory` durable; `descriptor` is of a file in it. File systems without fsync of directories
 // have nothing that it could add. `path` is for messages.
 std::optional<Fault> sync_directory(const std::string& directory, int descriptor, const std::string& path);
-
-uint32_t page_nbytes();
 
 }  // namespace tensorferry

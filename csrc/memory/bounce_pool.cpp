@@ -3,38 +3,62 @@
 #include <errno.h>
 
 #include <algorithm>
-#include <atomic>
-#include <mutex>
 #include <utility>
-
-#include "base/after_fork.h"
 
 namespace tensorferry {
 namespace {
 
 std::atomic<size_t> process_nbytes{BouncePool::default_nbytes};
 
-// One mutex for all pools (there is more than one only while a replaced one drains), so that no release can fall
-// between a failed acquisition and its registration as a waiter.
-struct ProcessState {
+}  // namespace
+
+// The process's pools of both kinds, by device.
+struct BouncePool::Registry {
+  struct Kind {
+    std::map<uint64_t, std::weak_ptr<BouncePool>> by_device;
+    std::shared_ptr<BouncePool> last;  // made
+
+    // That of a device; where there may be no more of them, the one of which least is in use.
+    std::shared_ptr<BouncePool> find(uint64_t device) {
+      if (auto found = by_device.find(device); found != by_device.end()) {
+        if (auto pool = found->second.lock()) return pool;
+      }
+      std::erase_if(by_device, [](const auto& one) { return one.second.expired(); });
+      if (by_device.size() < max_pools) return nullptr;
+      std::shared_ptr<BouncePool> least;
+      for (const auto& [other, kept] : by_device) {
+        auto pool = kept.lock();
+        if (pool && (!least || pool->nbytes_in_use() < least->nbytes_in_use())) least = std::move(pool);
+      }
+      return least;
+    }
+
+    std::shared_ptr<BouncePool> add(uint64_t device, std::shared_ptr<BouncePool> pool) {
+      by_device[device] = pool;
+      last = pool;
+      return pool;
+    }
+
+    void replace() {
+      for (const auto& [device, kept] : by_device) {
+        const auto pool = kept.lock();
+        if (!pool) continue;
+        pool->replaced_ = true;
+        pool->wake();  // who waits for it looks for the new one
+      }
+      by_device.clear();
+      last.reset();
+    }
+  };
+
   std::mutex mutex;
-  std::shared_ptr<BouncePool> pool;
-  std::shared_ptr<BouncePool> pinned_pool;
-  std::vector<BounceWaiter*> waiters;
+  Kind plain, pinned;
 };
 
-ProcessState& process() {
-  static constinit ForkSafe<ProcessState> instance;
+BouncePool::Registry& BouncePool::registry() {
+  static constinit ForkSafe<Registry> instance;
   return instance.get();
 }
-
-// Under the lock, so that forget() can promise that nobody calls a waiter that is gone.
-void wake(ProcessState& state) {
-  for (BounceWaiter* waiter : state.waiters) waiter->bounce_memory_released();
-  state.waiters.clear();
-}
-
-}  // namespace
 
 BounceBuffer& BounceBuffer::operator=(BounceBuffer&& other) noexcept {
   if (this == &other) return *this;
@@ -52,54 +76,47 @@ void BounceBuffer::reset() {
   pool_.reset();
 }
 
-std::shared_ptr<BouncePool> BouncePool::process_pool() {
-  ProcessState& current = process();
-  std::lock_guard lock(current.mutex);
-  if (!current.pool) {
-    auto pool = std::make_shared<BouncePool>(process_nbytes.load());
-    if (!pool->arena_) return nullptr;
-    current.pool = std::move(pool);
-  }
-  return current.pool;
+std::shared_ptr<BouncePool> BouncePool::of(uint64_t device) {
+  Registry& all = registry();
+  std::lock_guard lock(all.mutex);
+  if (auto found = all.plain.find(device)) return found;
+  auto pool = std::make_shared<BouncePool>(process_nbytes.load());
+  return pool->arena_ ? all.plain.add(device, std::move(pool)) : nullptr;
 }
 
-Result<std::shared_ptr<BouncePool>> BouncePool::pinned_pool(cuda::Gpu& gpu) {
-  ProcessState& current = process();
-  std::lock_guard lock(current.mutex);
-  if (!current.pinned_pool) {
-    auto pool = std::make_shared<BouncePool>(pinned_pool_nbytes());
-    if (!pool->arena_) return Fault{.error_number = ENOMEM, .operation = "mmap", .hint = "buffers for GPU memory"};
-    if (auto fault = pool->arena_->register_with(gpu)) return *fault;
-    current.pinned_pool = std::move(pool);
-  }
-  return current.pinned_pool;
+Result<std::shared_ptr<BouncePool>> BouncePool::pinned(uint64_t device, cuda::Gpu& gpu) {
+  Registry& all = registry();
+  std::lock_guard lock(all.mutex);
+  if (auto found = all.pinned.find(device)) return found;
+  auto pool = std::make_shared<BouncePool>(pinned_pool_nbytes());
+  if (!pool->arena_) return Fault{.error_number = ENOMEM, .operation = "mmap", .hint = "buffers for GPU memory"};
+  if (auto fault = pool->arena_->register_with(gpu)) return *fault;
+  return all.pinned.add(device, std::move(pool));
 }
 
 size_t BouncePool::process_pool_nbytes() { return process_nbytes.load(); }
 
 void BouncePool::set_process_pool_nbytes(size_t nbytes) {
+  Registry& all = registry();
+  std::lock_guard lock(all.mutex);
   process_nbytes.store(nbytes);
-  ProcessState& current = process();
-  std::shared_ptr<BouncePool> old, old_pinned;
-  std::lock_guard lock(current.mutex);
-  old.swap(current.pool);
-  old_pinned.swap(current.pinned_pool);
-  wake(current);
+  all.plain.replace();
+  all.pinned.replace();
 }
 
 BouncePool::BouncePool(size_t nbytes)
-    : arena_(Allocation::create(nbytes / unit_nbytes * unit_nbytes, Locking::none)), units_(nbytes / unit_nbytes) {}
+    : units_(nbytes / unit_nbytes), arena_(Allocation::create(units_ * unit_nbytes, Locking::none)) {
+  free_.emplace(0, units_);
+}
 
 BounceBuffer BouncePool::try_acquire(size_t nbytes, BounceWaiter* waiter) {
   const size_t wanted = (nbytes + unit_nbytes - 1) / unit_nbytes;
-  ProcessState& current = process();
-  std::lock_guard lock(current.mutex);
-  size_t run = 0;
-  for (size_t unit = 0; unit < units_.size(); ++unit) {
-    run = units_[unit] ? 0 : run + 1;
-    if (run < wanted) continue;
-    const size_t first = unit + 1 - wanted;
-    std::fill_n(units_.begin() + static_cast<ptrdiff_t>(first), wanted, true);
+  std::lock_guard lock(mutex_);
+  for (auto run = free_.begin(); run != free_.end(); ++run) {
+    const auto [first, length] = *run;
+    if (length < wanted) continue;
+    free_.erase(run);
+    if (length > wanted) free_.emplace(first + wanted, length - wanted);
     units_in_use_ += wanted;
     BounceBuffer buffer;
     buffer.pool_ = shared_from_this();
@@ -107,29 +124,52 @@ BounceBuffer BouncePool::try_acquire(size_t nbytes, BounceWaiter* waiter) {
     buffer.units_ = wanted;
     return buffer;
   }
-  auto& waiters = current.waiters;
-  if (waiter && std::find(waiters.begin(), waiters.end(), waiter) == waiters.end()) waiters.push_back(waiter);
+  if (waiter) {
+    const auto is_waiter = [&](const auto& one) { return one.lock().get() == waiter; };
+    if (std::none_of(waiters_.begin(), waiters_.end(), is_waiter)) waiters_.push_back(waiter->weak_from_this());
+  }
   return {};
 }
 
-void BouncePool::forget(BounceWaiter* waiter) {
-  ProcessState& current = process();
-  std::lock_guard lock(current.mutex);
-  std::erase(current.waiters, waiter);
-}
-
 size_t BouncePool::nbytes_in_use() const {
-  std::lock_guard lock(process().mutex);
+  std::lock_guard lock(mutex_);
   return units_in_use_ * unit_nbytes;
 }
 
 void BouncePool::release(char* data, size_t units) {
-  ProcessState& current = process();
-  std::lock_guard lock(current.mutex);
-  const size_t first = static_cast<size_t>(data - arena_->data()) / unit_nbytes;
-  std::fill_n(units_.begin() + static_cast<ptrdiff_t>(first), units, false);
-  units_in_use_ -= units;
-  wake(current);
+  if (fork_generation_ != fork_generation()) return;  // a thread of the parent may have held the mutex
+  {
+    std::lock_guard lock(mutex_);
+    size_t first = static_cast<size_t>(data - arena_->data()) / unit_nbytes;
+    units_in_use_ -= units;
+    const auto after = free_.lower_bound(first);
+    if (after != free_.begin()) {
+      const auto before = std::prev(after);
+      if (before->first + before->second == first) {
+        first = before->first;
+        units += before->second;
+        free_.erase(before);
+      }
+    }
+    if (after != free_.end() && after->first == first + units) {
+      units += after->second;
+      free_.erase(after);
+    }
+    free_.emplace(first, units);
+  }
+  wake();
+}
+
+// Waking is a system call, made while nobody has to wait for the lock.
+void BouncePool::wake() {
+  std::vector<std::weak_ptr<BounceWaiter>> waiters;
+  {
+    std::lock_guard lock(mutex_);
+    waiters.swap(waiters_);
+  }
+  for (const auto& one : waiters) {
+    if (const auto waiter = one.lock()) waiter->bounce_memory_released();
+  }
 }
 
 }  // namespace tensorferry

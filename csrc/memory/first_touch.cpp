@@ -3,6 +3,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <cstddef>
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -15,17 +19,20 @@ uintptr_t page_mask() {
   return mask;
 }
 
-bool is_there(uintptr_t address) {
-  unsigned char there = 0;
-  // Memory that is not the process's is nothing to be touched.
-  return ::mincore(reinterpret_cast<void*>(address & ~page_mask()), 1, &there) != 0 || (there & 1) != 0;
-}
-
 }  // namespace
 
 bool is_untouched(const char* memory, uint64_t nbytes) {
-  const auto begin = reinterpret_cast<uintptr_t>(memory);
-  return nbytes > 0 && (!is_there(begin) || !is_there(begin + nbytes - 1));
+  std::array<unsigned char, 16384 + 1> pages;  // one more where the first byte is within a page
+  const uint64_t step_nbytes = pages.size() * (page_mask() + 1);
+  const auto end = reinterpret_cast<uintptr_t>(memory) + nbytes;
+  for (auto at = reinterpret_cast<uintptr_t>(memory) & ~page_mask(); at < end; at += step_nbytes) {
+    const uint64_t length = std::min<uint64_t>(end - at, step_nbytes);
+    // Memory that is not the process's is nothing to be touched.
+    if (::mincore(reinterpret_cast<void*>(at), length, pages.data()) != 0) return false;
+    const auto last = pages.begin() + static_cast<ptrdiff_t>((length + page_mask()) / (page_mask() + 1));
+    if (std::any_of(pages.begin(), last, [](unsigned char page) { return (page & 1) == 0; })) return true;
+  }
+  return false;
 }
 
 void touch(char* memory, uint64_t nbytes) {

@@ -7,7 +7,7 @@
 
 namespace tensorferry {
 
-// Whether the first or the last page of a range is not there. Two system calls, whatever its length.
+// Whether some page of a range is not there. One system call for 64 MiB.
 bool is_untouched(const char* memory, uint64_t nbytes);
 
 // Has all pages of a range be there, ready to be written to; their bytes stay as they are. Where the kernel cannot

@@ -5,6 +5,7 @@
 // or, where they go straight to memory that is nobody's yet, when all of them are there.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -34,6 +35,10 @@ class Checksums {
 
   // For a transfer of these segments, before anything of it is added.
   void begin(const Segments& segments);
+
+  // Once there is such a transfer that will be moved.
+  void hand_over() { handed_over_ = true; }
+  bool handed_over() const { return handed_over_; }
 
   // The CRCs of one block, in the order of its bytes; kept when the block has been added.
   class Block {
@@ -93,6 +98,7 @@ class Checksums {
   const bool of_segments_;
   const bool straight_;
   const std::vector<uint32_t> expected_;
+  std::atomic<bool> handed_over_{false};
   const Segments* of_ = nullptr;
   uint64_t nbytes_ = 0;
   const uint64_t fork_generation_ = fork_generation();

@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -14,25 +16,40 @@
 #include "base/signals_blocked.h"
 
 namespace tensorferry {
+namespace {
+
+// A thread that has had nothing to do for so long ends.
+constexpr std::chrono::seconds idle_patience{5};
+
+}  // namespace
 
 // Shared with the threads, which may be left behind.
 struct Helpers::State {
   std::mutex mutex;
   std::condition_variable news;
   std::deque<Job> jobs;
+  size_t max_threads;
   std::vector<std::thread> threads;
-  size_t running = 0;  // threads, those left behind too
-  size_t idle = 0;     // of them
+  std::vector<std::thread> ended;  // of their own accord; still to be joined
+  size_t running = 0;              // threads, those left behind too
+  size_t idle = 0;                 // of them
   bool abandoned = false;
   bool stopping = false;
+
+  explicit State(size_t max) : max_threads(max) {}
+
+  void join_ended() {
+    for (auto& thread : ended) thread.join();  // each has nothing left to do but to let go of the lock
+    ended.clear();
+  }
 };
 
-Helpers::Helpers(const char* name, size_t max_threads)
-    : name_(name), max_threads_(max_threads), state_(std::make_shared<State>()) {}
+Helpers::Helpers(const char* name, size_t max_threads) : name_(name), state_(std::make_shared<State>(max_threads)) {}
 Helpers::~Helpers() = default;
 
 bool Helpers::start_thread() {
   State& state = *state_;
+  state.join_ended();
   SignalsBlocked signals;
   try {
     std::thread thread([own = state_, name = name_] {
@@ -55,7 +72,7 @@ bool Helpers::start_thread() {
 void Helpers::post(Job job) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  if (state.idle <= state.jobs.size() && state.running < max_threads_ && !start_thread() && state.running == 0) {
+  if (state.idle <= state.jobs.size() && state.running < state.max_threads && !start_thread() && state.running == 0) {
     lock.unlock();
     const InterruptionsReturned by_nobody(false);  // the caller knows nothing of the job
     return job();
@@ -65,12 +82,17 @@ void Helpers::post(Job job) {
   state.news.notify_one();
 }
 
+void Helpers::allow(size_t max_threads) {
+  std::lock_guard lock(state_->mutex);
+  state_->max_threads = max_threads;
+}
+
 bool Helpers::offer(Job job) {
   State& state = *state_;
   {
     std::lock_guard lock(state.mutex);
     const bool busy = state.idle <= state.jobs.size();
-    if (busy && (state.running >= max_threads_ || !start_thread())) return false;
+    if (busy && (state.running >= state.max_threads || !start_thread())) return false;
     state.jobs.push_back(std::move(job));
   }
   state.news.notify_one();
@@ -81,7 +103,14 @@ void Helpers::serve(const std::shared_ptr<State>& own) {
   State& state = *own;
   std::unique_lock lock(state.mutex);
   while (true) {
-    state.news.wait(lock, [&] { return !state.jobs.empty() || state.stopping; });
+    const bool news = state.news.wait_for(lock, idle_patience, [&] { return !state.jobs.empty() || state.stopping; });
+    if (state.jobs.empty() && !news && !state.abandoned) {
+      const auto is_this = [](const auto& thread) { return thread.get_id() == std::this_thread::get_id(); };
+      const auto own_handle = std::find_if(state.threads.begin(), state.threads.end(), is_this);
+      if (own_handle == state.threads.end()) continue;  // stop() is about to say so
+      state.ended.push_back(std::move(*own_handle));
+      state.threads.erase(own_handle);
+    }
     if (state.jobs.empty()) break;
     Job job = std::move(state.jobs.front());
     state.jobs.pop_front();
@@ -102,6 +131,7 @@ void Helpers::stop() {
     std::lock_guard lock(state_->mutex);
     state_->stopping = true;
     threads.swap(state_->threads);
+    state_->join_ended();
   }
   state_->news.notify_all();
   for (auto& thread : threads) thread.join();
@@ -112,8 +142,10 @@ void Helpers::stop() {
 void Helpers::abandon() {
   std::lock_guard lock(state_->mutex);
   state_->abandoned = true;
-  for (auto& thread : state_->threads) thread.detach();
-  state_->threads.clear();
+  for (auto* threads : {&state_->threads, &state_->ended}) {
+    for (auto& thread : *threads) thread.detach();
+    threads->clear();
+  }
 }
 
 void Helpers::release() {

@@ -1,5 +1,6 @@
 // Threads for what a worker must not do: what may block (closing, cutting and syncing files, opening them, I/O through
-// the page cache where an engine would block, pauses), and copying. They start as jobs wait for one, up to a limit.
+// the page cache where an engine would block, pauses), and copying. They start as jobs wait for one, up to a limit, and
+// end when there has been nothing to do for some seconds.
 #pragma once
 
 #include <functional>
@@ -17,6 +18,9 @@ class Helpers {
   ~Helpers();
   Helpers(const Helpers&) = delete;
   Helpers& operator=(const Helpers&) = delete;
+
+  // So many threads at most from now on; no thread is ended for it.
+  void allow(size_t max_threads);
 
   // Where no thread can be had (a process limit), and none is there, the caller does the job itself.
   void post(Job job);
@@ -37,7 +41,6 @@ class Helpers {
   static void serve(const std::shared_ptr<State>& state);
 
   const char* const name_;
-  const size_t max_threads_;
   const std::shared_ptr<State> state_;
 };
 

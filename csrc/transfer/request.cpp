@@ -24,10 +24,7 @@ class Request::Cut final : public OrderedWrite {
   Cut(std::shared_ptr<Request> request, const File& file, uint64_t size)
       : OrderedWrite(file.identity(), size, UINT64_MAX), request_(std::move(request)), file_(file) {}
 
-  void turn_has_come() override {
-    std::unique_lock lock(request_->mutex_);
-    request_->release(file_, lock);
-  }
+  void turn_has_come() override { request_->one_over(file_); }
 
  private:
   const std::shared_ptr<Request> request_;
@@ -65,12 +62,12 @@ std::shared_ptr<Scheduler> Request::scheduler() {
 
 void Request::add(const std::vector<std::shared_ptr<Transfer>>& transfers) {
   std::lock_guard lock(mutex_);
-  transfers_ += transfers.size();
+  to_come_ += transfers.size();
   for (const auto& transfer : transfers) {
     nbytes_.fetch_add(transfer->nbytes(), std::memory_order_relaxed);
     if (!uses_files()) continue;
-    Use& use = use_of(transfer->file());
-    ++use.open;
+    Use& use = use_of(transfer->file(), transfer->lane());
+    ++use.to_come;
     use.begin = std::min(use.begin, transfer->begin());
     auto& end = ends_[transfer->identity()];  // also where the file is cut by another of its names only
     end = std::max(end, transfer->end());
@@ -80,12 +77,11 @@ void Request::add(const std::vector<std::shared_ptr<Transfer>>& transfers) {
   }
 }
 
-Request::Use& Request::use_of(const std::shared_ptr<File>& file) {
+Request::Use& Request::use_of(const std::shared_ptr<File>& file, const std::shared_ptr<Lane>& lane) {
   auto& use = uses_[file.get()];
   if (!use) {
-    use = std::make_unique<Use>();
-    use->file = file;
-    ++unsettled_;
+    use = std::make_unique<Use>(Use{file, lane});
+    ++to_come_;
   }
   return *use;
 }
@@ -100,7 +96,7 @@ std::shared_ptr<OrderedWrite> Request::next_cut(const File& file) {
   if (found == uses_.end() || found->second->sealed || found->second->cut) return nullptr;
   Use& use = *found->second;
   use.cut = cut_behind(file, ends_[file.identity()]);
-  if (use.cut) ++use.open;
+  if (use.cut) ++use.to_come;
   return use.cut;
 }
 
@@ -108,32 +104,30 @@ void Request::seal(const File& file, std::shared_ptr<OrderedWrite> begun) {
   if (!uses_files()) return;
   const auto cut = begun ? nullptr : next_cut(file);
   if (cut && WriteOrder::enter({cut}).front()) cut->turn_has_come();
-  std::unique_lock lock(mutex_);
-  auto found = uses_.find(&file);
-  if (found == uses_.end() || found->second->sealed) return;
-  Use& use = *found->second;
-  use.sealed = true;
-  if (begun) use.cut = std::move(begun);
-  release(file, lock);
+  {
+    std::lock_guard lock(mutex_);
+    auto found = uses_.find(&file);
+    if (found == uses_.end() || found->second->sealed) return;
+    found->second->sealed = true;
+    if (begun) found->second->cut = std::move(begun);
+  }
+  one_over(file);
 }
 
 void Request::seal() {
-  std::unique_lock lock(mutex_);
   std::vector<const File*> given_up;
-  for (auto& [file, use] : uses_) {
-    if (use->sealed) continue;
-    use->failed = true;  // not all of it has come
-    incomplete_.insert(file->identity());
-    given_up.push_back(file);
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(sealed_, true)) return;
+    for (auto& [file, use] : uses_) {
+      if (std::exchange(use->sealed, true)) continue;
+      use->failed = true;  // not all of it has come
+      incomplete_.insert(file->identity());
+      given_up.push_back(file);
+    }
   }
-  for (const File* file : given_up) {
-    release(*file, lock);
-    lock.lock();
-  }
-  sealed_ = true;
-  const Next then = next();
-  lock.unlock();
-  follow(then);
+  for (const File* file : given_up) one_over(*file);
+  change([this](auto&) { --to_come_; });
 }
 
 bool Request::sealed() {
@@ -141,77 +135,105 @@ bool Request::sealed() {
   return sealed_;
 }
 
-void Request::release(const File& file, std::unique_lock<std::mutex>& lock) {
-  auto found = uses_.find(&file);
-  if (--found->second->open > 0) {
-    lock.unlock();
-    return;
+void Request::one_over(const File& file) {
+  std::unique_ptr<Use> use;
+  {
+    std::lock_guard lock(mutex_);
+    auto found = uses_.find(&file);
+    if (--found->second->to_come > 0) return;
+    use = std::move(found->second);
+    uses_.erase(found);
   }
   // All of its transfers were over before: until it is closed it counts itself.
-  auto use = std::move(found->second);
   use->counts_as_one = true;
-  uses_.erase(found);
-  const auto scheduler = scheduler_;
-  lock.unlock();
-  scheduler->one_more();
-  lock.lock();
-  ready_.push_back(std::move(use));
-  const Next then = next();
-  lock.unlock();
-  follow(then);
+  scheduler()->one_more();
+  change([&](auto& jobs) { make_ready(std::move(use), jobs); });
 }
 
 void Request::refuse(const std::shared_ptr<File>& file) {
   if (!uses_files()) return;
+  const auto lane = scheduler()->lane_of(file->device());
   std::lock_guard lock(mutex_);
-  use_of(file).failed = true;
+  use_of(file, lane).failed = true;
   incomplete_.insert(file->identity());
 }
 
 void Request::transfer_ended(const Transfer& transfer, const File* file, File::Lease lease) {
-  std::unique_lock lock(mutex_);
-  if (transfer.fault()) faults_.merge(transfer.faults());
-  bool counts_as_over = true;
-  if (uses_files()) {
-    auto found = uses_.find(file);
-    Use& use = *found->second;
-    use.moved_nbytes += transfer.moved_nbytes();
-    if (!use.lease) use.lease = std::move(lease);
-    if (transfer.fault()) {
-      use.failed = true;
-      incomplete_.insert(transfer.identity());
-    }
-    if (--use.open == 0) {
-      use.counts_as_one = true;
-      counts_as_over = false;
-      ready_.push_back(std::move(found->second));
-      uses_.erase(found);
+  std::unique_ptr<Use> ready;
+  {
+    std::lock_guard lock(mutex_);
+    if (transfer.fault()) faults_.merge(transfer.faults());
+    if (uses_files()) {
+      auto found = uses_.find(file);
+      Use& use = *found->second;
+      use.moved_nbytes += transfer.moved_nbytes();
+      if (!use.lease) use.lease = std::move(lease);
+      if (transfer.fault()) {
+        use.failed = true;
+        incomplete_.insert(transfer.identity());
+      }
+      if (--use.to_come == 0) {
+        ready = std::move(found->second);
+        uses_.erase(found);
+      }
     }
   }
-  if (counts_as_over) {
-    // Before the request can be done: who sees that finds nothing of it outstanding.
-    const auto scheduler = scheduler_;
-    lock.unlock();
-    scheduler->transfer_over();
-    lock.lock();
+  if (ready) {
+    ready->counts_as_one = true;  // in the transfer's place
+  } else {
+    scheduler()->transfer_over();  // before the request can be done: who sees that finds nothing of it outstanding
   }
-  --transfers_;
-  const Next then = next();
-  lock.unlock();
-  follow(then);
+  change([&](auto& jobs) {
+    --to_come_;
+    if (ready) make_ready(std::move(ready), jobs);
+  });
 }
 
-Request::Next Request::next() {
-  if (!ready_.empty() || directories_are_due()) {
-    // Syncs side by side; what takes no time, one after the other.
-    const bool side_by_side = options_.sync || cuts_any_;
-    if (by_caller_ || (helpers_ > 0 && !side_by_side)) return Next::nothing;
-    ++helpers_;
-    return side_by_side ? Next::help_to_sync : Next::help;
+template <typename Change>
+void Request::change(Change change) {
+  std::vector<Job> jobs;
+  bool over;
+  bool syncs;
+  {
+    std::lock_guard lock(mutex_);
+    change(jobs);
+    over = next(jobs);
+    syncs = side_by_side();
   }
-  if (over_ || !is_over()) return Next::nothing;
-  over_ = true;
-  return Next::announce;
+  for (Job& job : jobs) syncs ? job.lane->help_to_sync(std::move(job.action)) : job.lane->help(std::move(job.action));
+  if (over) announce();
+}
+
+// Syncs are made side by side; what takes no time, one after the other.
+void Request::make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs) {
+  const auto lane = use->lane;
+  Ready& ready = ready_[lane];
+  ready.uses.push_back(std::move(use));
+  if (!by_caller_ && (ready.jobs == 0 || side_by_side())) jobs.push_back(settling(lane));
+}
+
+Request::Job Request::settling(const std::shared_ptr<Lane>& lane) {
+  ++jobs_;
+  ++ready_[lane].jobs;
+  return {lane, [self = shared_from_this(), lane] {
+            while (auto use = self->take_ready(lane)) (void)self->settle(std::move(use));
+            self->change([&](auto&) { --self->jobs_; });
+          }};
+}
+
+bool Request::next(std::vector<Job>& jobs) {
+  if (by_caller_ || to_come_ > 0 || over_) return false;
+  for (auto& [directory, uses] : std::exchange(directories_, {})) {
+    ++jobs_;
+    auto lane = uses.front()->lane;
+    auto shared = std::make_shared<Uses>(std::move(uses));  // a function can be copied
+    jobs.push_back({std::move(lane), [self = shared_from_this(), directory, shared] {
+                      self->settle(directory, *shared);
+                      self->change([&](auto&) { --self->jobs_; });
+                    }});
+  }
+  over_ = jobs_ == 0;
+  return over_;
 }
 
 void Request::leave_to_caller() {
@@ -219,61 +241,70 @@ void Request::leave_to_caller() {
   by_caller_ = true;
 }
 
-void Request::follow(Next next) {
-  const auto settle = [this] { return [self = shared_from_this()] { self->settle(); }; };
-  if (next == Next::help) scheduler()->help(settle());
-  if (next == Next::help_to_sync) scheduler()->help_to_sync(settle());
-  if (next == Next::announce) announce();
+bool Request::settle() {
+  while (auto use = take_ready(nullptr)) {
+    if (!settle(std::move(use))) return false;
+  }
+  std::map<std::string, Uses> directories;
+  {
+    std::lock_guard lock(mutex_);
+    directories.swap(directories_);
+  }
+  for (const auto& [directory, uses] : directories) settle(directory, uses);
+  change([this](auto&) { by_caller_ = false; });
+  return true;
 }
 
-bool Request::settle() {
-  std::unique_lock lock(mutex_);
-  const auto scheduler = scheduler_;
-  while (true) {
-    if (!ready_.empty()) {
-      auto use = std::move(ready_.front());
-      ready_.pop_front();
-      const bool cut = !incomplete_.contains(use->file->identity());
-      lock.unlock();
-      std::string directory;
-      std::optional<Fault> fault;
-      const Settled settled = settle(*use, cut, directory, fault);
-      const bool names = settled == Settled::but_for_the_name;
-      lock.lock();
-      if (settled == Settled::not_yet) {
-        ready_.push_front(std::move(use));
-        return false;
-      }
-      // One descriptor is enough for a directory, and so many for all.
-      const bool keep = names && directories_.size() < max_kept_open && !directories_.contains(directory);
-      if (names && !keep && options_.close_files) {
-        lock.unlock();
-        fault = use->file->close();
-        lock.lock();
-      }
-      const bool counts_as_one = use->counts_as_one;
-      if (fault) record(*use, std::move(*fault));
-      if (names) directories_[directory].push_back(std::move(use));
-      lock.unlock();
-      use.reset();  // and with it the lease
-      if (counts_as_one) scheduler->transfer_over();
-      lock.lock();
-      --unsettled_;
-    } else if (directories_are_due()) {
-      const auto directories = std::exchange(directories_, {});
-      ++unsettled_;
-      lock.unlock();
-      for (const auto& [directory, uses] : directories) settle(directory, uses);
-      lock.lock();
-      --unsettled_;
-    } else {
-      break;
-    }
+// Of this lane; of any for the caller, who has but one file. Null: there is none, and a job for the lane is over.
+std::unique_ptr<Request::Use> Request::take_ready(const std::shared_ptr<Lane>& lane) {
+  std::lock_guard lock(mutex_);
+  auto found = lane ? ready_.find(lane) : ready_.begin();
+  if (found == ready_.end()) return nullptr;
+  Ready& ready = found->second;
+  if (ready.uses.empty()) {
+    if (lane && --ready.jobs == 0) ready_.erase(found);
+    return nullptr;
   }
-  if (!std::exchange(by_caller_, false)) --helpers_;
-  const Next then = next();
-  lock.unlock();
-  follow(then);
+  auto use = std::move(ready.uses.front());
+  ready.uses.pop_front();
+  return use;
+}
+
+bool Request::settle(std::unique_ptr<Use> use) {
+  bool cut;
+  {
+    std::lock_guard lock(mutex_);
+    cut = !incomplete_.contains(use->file->identity());
+  }
+  const auto scheduler = this->scheduler();
+  const bool counts_as_one = use->counts_as_one;
+  std::string directory;
+  std::optional<Fault> fault;
+  const Settled settled = settle(*use, cut, directory, fault);
+  if (settled == Settled::not_yet) {
+    std::lock_guard lock(mutex_);
+    ready_[use->lane].uses.push_front(std::move(use));
+    return false;
+  }
+  if (settled == Settled::but_for_the_name) {
+    std::unique_lock lock(mutex_);
+    // One descriptor is enough for a directory, and so many for all.
+    const bool keep = directories_.size() < max_kept_open && !directories_.contains(directory);
+    if (!keep && options_.close_files) {
+      lock.unlock();
+      fault = use->file->close();
+      lock.lock();
+    }
+    if (fault) record(*use, std::move(*fault));
+    directories_[directory].push_back(std::move(use));
+  } else if (fault) {
+    std::lock_guard lock(mutex_);
+    record(*use, std::move(*fault));
+  }
+  use.reset();  // and with it the lease
+  if (counts_as_one) scheduler->transfer_over();
+  std::lock_guard lock(mutex_);
+  --to_come_;
   return true;
 }
 
@@ -305,7 +336,7 @@ Request::Settled Request::settle(Use& use, bool cut, std::string& directory, std
   return Settled::wholly;
 }
 
-void Request::settle(const std::string& directory, const std::vector<std::unique_ptr<Use>>& uses) {
+void Request::settle(const std::string& directory, const Uses& uses) {
   File& first = *uses.front()->file;
   const auto failed = sync_directory(directory, first.descriptor(), first.path());
   for (const auto& use : uses) {
@@ -337,6 +368,7 @@ void Request::announce() {
     std::lock_guard lock(mutex_);
     done_.store(true, std::memory_order_release);
     scheduler_.reset();
+    ready_.clear();  // who keeps the request must not keep its lanes
     listeners.swap(listeners_);
     finished_.notify_all();
   }

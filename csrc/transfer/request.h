@@ -28,6 +28,7 @@
 
 namespace tensorferry {
 
+class Lane;
 class Scheduler;
 class Transfer;
 
@@ -114,37 +115,52 @@ class Request : public std::enable_shared_from_this<Request> {
   // Cutting a file, in its turn among the writes to what is cut off.
   class Cut;
 
-  // What the request does with one file.
+  // What the request does with one file. It is in uses_ as long as something of it is to come, then ready at its lane,
+  // and over when a helper (or the caller) has settled it; or when its directory has been synced, if it made a name.
   struct Use {
     std::shared_ptr<File> file;
-    File::Lease lease;
-    std::shared_ptr<OrderedWrite> cut;
+    std::shared_ptr<Lane> lane;
+    File::Lease lease = {};
+    std::shared_ptr<OrderedWrite> cut = nullptr;
     uint64_t begin = UINT64_MAX;
     uint64_t nbytes = 0;
     uint64_t moved_nbytes = 0;
     size_t index = SIZE_MAX;  // of its first transfer
-    size_t open = 1;          // what has to end before the file's turn comes; one is for transfers still to come
+    size_t to_come = 1;       // what has to end before its turn comes: transfers, its cut's turn, its seal
     bool sealed = false;      // no transfer is still to come
     bool failed = false;
     bool counts_as_one = false;  // of the scheduler's outstanding transfers
   };
 
+  // Of one lane: the uses whose turn has come, and the jobs that were posted to settle them, and have not ended.
+  struct Ready {
+    std::deque<std::unique_ptr<Use>> uses;
+    size_t jobs = 0;
+  };
+  using Uses = std::vector<std::unique_ptr<Use>>;
+  struct Job {
+    std::shared_ptr<Lane> lane;
+    std::function<void()> action;
+  };
+
   bool cuts(const File& file) const { return options_.truncate || file.replaced(); }
-  Use& use_of(const std::shared_ptr<File>& file);
+  Use& use_of(const std::shared_ptr<File>& file, const std::shared_ptr<Lane>& lane);
 
-  // With mutex_ held: what follows from a change. `follow` is to be called without it.
-  enum class Next { nothing, help, help_to_sync, announce };
-  Next next();
-  void follow(Next next);
-  void release(const File& file, std::unique_lock<std::mutex>& lock);
-  bool is_over() const {
-    return sealed_ && transfers_ == 0 && unsettled_ == 0 && helpers_ == 0 && directories_.empty();
-  }
-  bool directories_are_due() const { return sealed_ && transfers_ == 0 && unsettled_ == 0 && !directories_.empty(); }
+  // Makes a change with the lock held, and then without it does what follows: posts jobs, or tells that all is over.
+  template <typename Change>
+  void change(Change change);
+  // With mutex_ held: what is to be done next. True: all is over, which is said once.
+  bool next(std::vector<Job>& jobs);
+  void make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs);  // with mutex_ held
+  Job settling(const std::shared_ptr<Lane>& lane);                    // with mutex_ held
+  bool side_by_side() const { return options_.sync || cuts_any_; }    // with mutex_ held
 
+  void one_over(const File& file);  // of what a use waited for
+  std::unique_ptr<Use> take_ready(const std::shared_ptr<Lane>& lane);
+  bool settle(std::unique_ptr<Use> use);  // false: a signal came
   enum class Settled { wholly, but_for_the_name, not_yet };
   Settled settle(Use& use, bool cut, std::string& directory, std::optional<Fault>& fault) const;
-  void settle(const std::string& directory, const std::vector<std::unique_ptr<Use>>& uses);
+  void settle(const std::string& directory, const Uses& uses);
   void record(const Use& use, Fault fault);
   void announce();
 
@@ -158,20 +174,20 @@ class Request : public std::enable_shared_from_this<Request> {
   std::mutex mutex_;
   std::condition_variable finished_;
   std::shared_ptr<Scheduler> scheduler_;
-  bool by_caller_ = false;
   bool sealed_ = false;
-  bool cuts_any_ = false;  // of its files
-  bool over_ = false;      // nothing is left but to announce it, which somebody does
-  size_t helpers_ = 0;     // that are to be asked for, or have been, and have not ended: they use the scheduler
-  size_t transfers_ = 0;   // that have not ended
-  size_t unsettled_ = 0;   // files, and while they are being synced directories
+  bool by_caller_ = false;  // who settles what is ready, and no helper does
+  bool cuts_any_ = false;
+  bool over_ = false;
+  // What has to end before names are made durable: the seal, transfers, and uses.
+  size_t to_come_ = 1;
+  size_t jobs_ = 0;  // that have been posted, and have not ended: they use the scheduler
   std::unordered_map<const File*, std::unique_ptr<Use>> uses_;
-  std::deque<std::unique_ptr<Use>> ready_;
+  std::map<std::shared_ptr<Lane>, Ready> ready_;
   // By identity, since one file may go by several names: where it is to be cut; of which not all was written.
   std::map<FileIdentity, uint64_t> ends_;
   std::set<FileIdentity> incomplete_;
   // Where the request made names, each with the files in it, the first of which is kept open until they are durable.
-  std::map<std::string, std::vector<std::unique_ptr<Use>>> directories_;
+  std::map<std::string, Uses> directories_;
   std::map<size_t, Fault> faults_;
   std::vector<Listener> listeners_;
 };

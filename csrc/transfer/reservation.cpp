@@ -5,8 +5,8 @@
 namespace tensorferry {
 namespace {
 
-// Through the page cache the kernel reserves space by itself, and small files are not worth two calls.
-constexpr uint64_t min_reserved_nbytes = uint64_t{64} << 10;
+// Through the page cache the kernel reserves space by itself, and files up to here are not worth two calls.
+constexpr uint64_t max_unreserved_nbytes = uint64_t{64} << 10;
 
 }  // namespace
 
@@ -30,7 +30,7 @@ std::optional<Fault> reserve(File& file, std::vector<Range> pieces) {
     auto fault = nbytes > 0 ? file.check_end(run.end) : std::nullopt;
     if (fault) {
       fault->offset = run.begin;
-    } else if (file.direct() && nbytes >= min_reserved_nbytes) {
+    } else if (file.direct() && nbytes > max_unreserved_nbytes) {
       fault = file.preallocate(run.begin, nbytes);
     }
     if (!fault) continue;

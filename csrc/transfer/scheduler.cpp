@@ -21,11 +21,19 @@ constexpr uint64_t max_inline_nbytes = uint64_t{1} << 20;
 
 constexpr std::chrono::milliseconds patience_slice{100};
 
-constexpr size_t max_helpers = 8;  // of each kind
+// Queues of all schedulers of the process beyond the first of each. What wants more shares those that there are.
+constexpr size_t max_further_queues = 64;
+
+std::atomic<size_t>& further_queues() {
+  static constinit ForkSafe<std::atomic<size_t>> instance;
+  return instance.get();
+}
 
 // Four zero memory faster than most drives fill it. All processors may: nothing moves before. On two, two made a load
 // into memory that the host had taken back up to 1.6 times as fast as one, and none slower.
-size_t max_touchers() { return std::clamp(std::thread::hardware_concurrency(), 1u, 4u); }
+constexpr size_t touchers_of_a_device = 4;
+
+size_t processors() { return std::max(std::thread::hardware_concurrency(), 1u); }
 
 }  // namespace
 
@@ -33,50 +41,148 @@ std::shared_ptr<Scheduler> Scheduler::create(const SchedulerOptions& options, st
   std::shared_ptr<Scheduler> scheduler(new Scheduler(options));
   for (const EngineKind& kind : engine_kinds()) {
     if (options.engine.empty() ? kind.on_request_only : options.engine != kind.name) continue;
-    std::string refusal;
-    for (uint32_t index = 0; index < options.worker_count && refusal.empty(); ++index) {
-      EngineAttempt attempt = kind.create({options.queue_depth, options.single_submit});
-      refusal = attempt.refusal;
-      if (attempt.engine)
-        scheduler->workers_.push_back(std::make_unique<Worker>(*scheduler, std::move(attempt.engine)));
-    }
-    if (refusal.empty()) refusal = scheduler->start_workers();
+    auto queue = std::make_shared<Queue>(*scheduler);
+    const std::string refusal = queue->start(kind);
     if (refusal.empty()) {
-      scheduler->engine_name_ = kind.name;
+      scheduler->engine_kind_ = &kind;
+      scheduler->queues_.push_back(std::move(queue));
       return scheduler;
     }
-    scheduler->stop_workers();
+    queue->stop();
     refusals.push_back({kind.name, refusal});
   }
   return nullptr;
 }
 
-std::string Scheduler::start_workers() {
-  SignalsBlocked signals;
-  for (auto& worker : workers_) {
-    try {
-      // The thread keeps the scheduler alive, for the case that close() has to leave it behind.
-      threads_.emplace_back([self = shared_from_this(), own = worker.get()] {
-        (void)::pthread_setname_np(::pthread_self(), "tensorferry");
-        own->run();
-      });
-    } catch (const std::system_error& error) {
-      return std::string("cannot start a thread: ") + error.what() + "; " + why_no_thread();
-    }
-  }
-  return "";
-}
-
 Scheduler::Scheduler(const SchedulerOptions& options)
     : options_(options),
       fork_generation_(tensorferry::fork_generation()),
-      helpers_("tensorferry-job", max_helpers),
-      sync_helpers_("tensorferry-job", max_helpers),
       copy_helpers_("tensorferry-cpy", options.copier_count),
-      touch_helpers_("tensorferry-mem", max_touchers()) {}
+      touch_helpers_("tensorferry-mem", std::min(touchers_of_a_device, processors())) {}
 
 Scheduler::~Scheduler() {
   if (state_ == State::abandoned) (void)watcher_.release();  // its own thread may be the one that comes here
+}
+
+std::shared_ptr<Lane> Scheduler::lane_of(uint64_t device) {
+  std::shared_ptr<Lane> idle;
+  std::shared_ptr<Lane> lane;
+  {
+    std::lock_guard lock(lanes_mutex_);
+    if (auto found = lanes_.find(device); found != lanes_.end()) {
+      found->second.used = true;
+      return found->second.lane;
+    }
+    if (lanes_.size() >= options_.max_lanes) {
+      idle = take_out_idle(false);
+      if (!idle) {  // that of the device with which least is going on
+        const auto is_less_used = [](const Lanes::value_type& one, const Lanes::value_type& other) {
+          return one.second.lane.use_count() < other.second.lane.use_count();
+        };
+        return std::min_element(lanes_.begin(), lanes_.end(), is_less_used)->second.lane;
+      }
+    }
+    lane = lanes_.emplace(device, KeptLane{std::make_shared<Lane>(*this, device), true}).first->second.lane;
+    share_processors();
+    if (lanes_are_over_) lane->abandon();  // as all others have been
+    if (lanes_.size() > 1 && !lanes_are_over_ && !caretaker_.joinable()) {
+      SignalsBlocked signals;
+      try {
+        caretaker_ = std::thread([self = shared_from_this()] {
+          (void)::pthread_setname_np(::pthread_self(), "tensorferry-job");
+          self->look_after_lanes();
+        });
+      } catch (const std::system_error&) {
+        // Lanes are then given back when another one needs their place.
+      }
+    }
+  }
+  lanes_news_.notify_one();
+  if (idle) give_back(std::move(idle));
+  return lane;
+}
+
+size_t Scheduler::lane_count() const {
+  std::lock_guard lock(lanes_mutex_);
+  return lanes_.size();
+}
+
+std::shared_ptr<Lane> Scheduler::take_out_idle(bool unused) {
+  for (auto kept = lanes_.begin(); kept != lanes_.end(); ++kept) {
+    // Whoever uses a lane has got it from here, and keeps it as long.
+    if (kept->second.lane.use_count() > 1 || (unused && kept->second.used)) continue;
+    auto lane = std::move(kept->second.lane);
+    lanes_.erase(kept);
+    share_processors();
+    return lane;
+  }
+  return nullptr;
+}
+
+void Scheduler::give_back(std::shared_ptr<Lane> lane) {
+  lane->stop();
+  auto queue = lane->give_queue_back();
+  if (!queue) return;
+  {
+    std::lock_guard lock(lanes_mutex_);
+    const auto is_spare = [&](const auto& one) { return one != queue && one.use_count() == 1; };
+    const bool is_used = queue.use_count() > 2;  // by a lane that shares it
+    // One of them stays, for the next lane.
+    if (lanes_are_over_ || is_used || std::none_of(queues_.begin(), queues_.end(), is_spare)) return;
+    std::erase(queues_, queue);
+  }
+  queue->stop();
+  --further_queues();
+}
+
+void Scheduler::look_after_lanes() {
+  std::unique_lock lock(lanes_mutex_);
+  while (!lanes_are_over_) {
+    if (lanes_.size() < 2) {
+      lanes_news_.wait(lock);
+      continue;
+    }
+    for (auto& [device, kept] : lanes_) kept.used = false;
+    if (lanes_news_.wait_for(lock, options_.idle_patience, [&] { return lanes_are_over_; })) break;
+    while (lanes_.size() > 1) {
+      auto idle = take_out_idle(true);
+      if (!idle) break;
+      lock.unlock();
+      give_back(std::move(idle));
+      lock.lock();
+    }
+  }
+}
+
+// Each device has its copying threads and those that touch memory, as long as there are processors for them.
+void Scheduler::share_processors() {
+  const size_t count = std::max<size_t>(lanes_.size(), 1);
+  const size_t copiers = std::max<size_t>(options_.copier_count, std::max<size_t>(processors() / 2, 1) - 1);
+  copy_helpers_.allow(std::min(count * options_.copier_count, copiers));
+  touch_helpers_.allow(std::min(count * touchers_of_a_device, processors()));
+}
+
+std::shared_ptr<Queue> Scheduler::queue_for_a_lane() {
+  {
+    std::lock_guard lock(lanes_mutex_);
+    for (const auto& queue : queues_) {
+      if (queue.use_count() == 1) return queue;
+    }
+  }
+  if (++further_queues() <= max_further_queues) {
+    auto queue = std::make_shared<Queue>(*this);
+    if (queue->start(*engine_kind_).empty()) {
+      std::lock_guard lock(lanes_mutex_);
+      queues_.push_back(queue);
+      if (lanes_are_over_) queue->abandon();  // as all others have been
+      return queue;
+    }
+    queue->stop();
+  }
+  --further_queues();
+  std::lock_guard lock(lanes_mutex_);
+  const auto is_less_used = [](const auto& one, const auto& other) { return one.use_count() < other.use_count(); };
+  return *std::min_element(queues_.begin(), queues_.end(), is_less_used);
 }
 
 bool Scheduler::belongs_to_this_process() const { return fork_generation_ == tensorferry::fork_generation(); }
@@ -115,7 +221,7 @@ std::vector<uint64_t> Scheduler::take_finished() {
   return std::exchange(finished_, {});
 }
 
-void Scheduler::submit(const std::shared_ptr<Request>& request, const std::vector<std::shared_ptr<Transfer>>& transfers,
+void Scheduler::submit(const std::shared_ptr<Request>& request, const Transfers& transfers,
                        const std::vector<std::shared_ptr<File>>& last) {
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
   {
@@ -123,22 +229,21 @@ void Scheduler::submit(const std::shared_ptr<Request>& request, const std::vecto
     requests_[request.get()] = request;
   }
   request->add(transfers);
-  std::vector<std::shared_ptr<Transfer>> ready;
-  ready.reserve(transfers.size());
+  // By lane: nearly always there is one.
+  std::vector<std::pair<Lane*, Transfers>> ready;
   const std::vector<bool> may_begin = enter_order(*request, transfers, last);
   for (size_t index = 0; index < transfers.size(); ++index) {
-    if (may_begin[index] && may_line_up(transfers[index])) ready.push_back(transfers[index]);
+    if (!may_begin[index] || !may_line_up(transfers[index])) continue;
+    Lane* const lane = transfers[index]->lane().get();
+    auto found = std::find_if(ready.begin(), ready.end(), [&](const auto& one) { return one.first == lane; });
+    if (found == ready.end()) found = ready.insert(found, {lane, {}});
+    found->second.push_back(transfers[index]);
   }
-  if (!ready.empty()) {
-    const bool several = ready.size() > 1 || ready.front()->has_many_blocks();
-    std::lock_guard lock(mutex_);
-    for (auto& transfer : ready) line_.add(std::move(transfer));
-    wake_hungry(several);
-  }
+  for (const auto& [lane, own] : ready) lane->queue()->add(own);
   for (const auto& file : last) request->seal(*file);
 }
 
-std::vector<bool> Scheduler::enter_order(Request& request, const std::vector<std::shared_ptr<Transfer>>& transfers,
+std::vector<bool> Scheduler::enter_order(Request& request, const Transfers& transfers,
                                          const std::vector<std::shared_ptr<File>>& last) {
   if (transfers.empty() || !transfers.front()->is_write()) return std::vector<bool>(transfers.size(), true);
   WriteOrder::Writes order(transfers.begin(), transfers.end());
@@ -153,7 +258,7 @@ std::vector<bool> Scheduler::enter_order(Request& request, const std::vector<std
 }
 
 void Scheduler::begin(const std::shared_ptr<Transfer>& transfer) {
-  if (may_line_up(transfer)) line_up(transfer);
+  if (may_line_up(transfer)) transfer->lane()->queue()->add({transfer});
 }
 
 // False for memory of a GPU that is still to be written to, or read, by what was queued before: then the transfer
@@ -170,12 +275,6 @@ bool Scheduler::may_line_up(const std::shared_ptr<Transfer>& transfer) {
     return false;
   }
   return true;
-}
-
-void Scheduler::line_up(const std::shared_ptr<Transfer>& transfer) {
-  std::lock_guard lock(mutex_);
-  line_.add(transfer);
-  wake_hungry(transfer->has_many_blocks());
 }
 
 std::optional<Fault> Scheduler::prepare_for_gpus() {
@@ -235,68 +334,47 @@ bool Scheduler::close(std::chrono::milliseconds patience) {
 
 void Scheduler::stop_workers() {
   {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
+    std::lock_guard lock(lanes_mutex_);
+    lanes_are_over_ = true;
   }
-  for (auto& worker : workers_) worker->wake();
-  for (auto& thread : threads_) thread.join();
-  threads_.clear();
-  helpers_.stop();
-  sync_helpers_.stop();
+  lanes_news_.notify_one();
+  if (caretaker_.joinable()) caretaker_.join();
+  const auto [lanes, queues] = all_lanes();
+  for (const auto& queue : queues) queue->stop();
+  for (const auto& lane : lanes) lane->stop();
   copy_helpers_.stop();
   touch_helpers_.stop();
   watcher_.reset();  // which may be about to wake a worker
-  std::lock_guard lock(mutex_);
-  hungry_.clear();
-  workers_.clear();
-  stopping_ = false;
+  further_queues() -= queues.size() - 1;
 }
 
 void Scheduler::abandon_workers() {
   state_ = State::abandoned;
-  for (auto& thread : threads_) thread.detach();
-  threads_.clear();
-  helpers_.abandon();
-  sync_helpers_.abandon();
+  progress_.notify_all();
+  std::lock_guard lock(lanes_mutex_);
+  lanes_are_over_ = true;
+  lanes_news_.notify_one();
+  if (caretaker_.joinable()) caretaker_.detach();
+  for (const auto& queue : queues_) queue->abandon();
+  for (const auto& [device, kept] : lanes_) kept.lane->abandon();
   copy_helpers_.abandon();
   touch_helpers_.abandon();
-  progress_.notify_all();
 }
 
 void Scheduler::end_if_abandoned() {
   if (state_ != State::abandoned || !is_idle()) return;
-  stopping_ = true;
-  for (auto& worker : workers_) worker->wake();
-  helpers_.release();
-  sync_helpers_.release();
+  const auto [lanes, queues] = all_lanes();
+  for (const auto& queue : queues) queue->release();
+  for (const auto& lane : lanes) lane->release();
   copy_helpers_.release();
   touch_helpers_.release();
 }
 
-bool Scheduler::take(WorkBlock& block, Worker* hungry, const Transfer* only) {
-  while (true) {
-    std::shared_ptr<Transfer> transfer;
-    {
-      std::lock_guard lock(mutex_);
-      if (only) {
-        transfer = line_.find(*only);
-      } else if (!line_.empty()) {
-        transfer = line_.front();
-      }
-      if (!transfer) {
-        if (hungry && std::find(hungry_.begin(), hungry_.end(), hungry) == hungry_.end()) hungry_.push_back(hungry);
-        return false;
-      }
-      bool exhausted = false;
-      const bool taken = transfer->take(block, exhausted);
-      line_.took(*transfer, taken ? block.planned.nbytes : 0, exhausted);
-      // The cursor no longer keeps the transfer going; a block, if there is one, still does.
-      const bool over = exhausted && transfer->release();
-      if (taken) return true;
-      if (!over) continue;
-    }
-    end(transfer);
-  }
+std::pair<std::vector<std::shared_ptr<Lane>>, std::vector<std::shared_ptr<Queue>>> Scheduler::all_lanes() const {
+  std::lock_guard lock(lanes_mutex_);
+  std::vector<std::shared_ptr<Lane>> lanes;
+  for (const auto& [device, kept] : lanes_) lanes.push_back(kept.lane);
+  return {lanes, queues_};
 }
 
 void Scheduler::drop(WorkBlock& block) {
@@ -305,18 +383,10 @@ void Scheduler::drop(WorkBlock& block) {
   if (transfer->release()) end(transfer);
 }
 
-void Scheduler::wake_hungry(bool all) {
-  const size_t kept = all || hungry_.empty() ? 0 : hungry_.size() - 1;
-  while (hungry_.size() > kept) {
-    hungry_.back()->wake();
-    hungry_.pop_back();
-  }
-}
-
 void Scheduler::end(const std::shared_ptr<Transfer>& transfer) {
   transfer->finish();
   if (!transfer->fault() || !transfer->joined()) return leave(transfer);
-  help([self = shared_from_this(), transfer] {
+  transfer->lane()->help([self = shared_from_this(), transfer] {
     self->move_singly(*transfer);
     self->leave(transfer);
   });
@@ -358,18 +428,27 @@ void Scheduler::leave(const std::shared_ptr<Transfer>& transfer) {
   File::Lease lease = transfer->release_file();
   Request& request = transfer->request();
   if (!request.uses_files()) {
-    // Its owner may have dropped the file meanwhile: it is closed now, which may block.
-    if (lease.is_all_that_is_left()) help([held = std::make_shared<File::Lease>(std::move(lease))] {});
+    // Its owner may have dropped the file meanwhile: it is closed now, which may block, and is outstanding until then.
+    if (lease.is_all_that_is_left()) {
+      one_more();
+      transfer->lane()->help([self = shared_from_this(), lane = transfer->lane(),
+                              held = std::make_shared<File::Lease>(std::move(lease))]() mutable {
+        held.reset();
+        self->transfer_over();
+      });
+    }
     lease = {};  // before anybody hears of the end: who then drops the file has closed it
   }
   request.transfer_ended(*transfer, file, std::move(lease));
 }
 
 void Scheduler::transfer_over() {
-  std::lock_guard lock(mutex_);
-  --outstanding_;
-  ++completed_;
-  end_if_abandoned();
+  {
+    std::lock_guard lock(mutex_);
+    --outstanding_;
+    ++completed_;
+    end_if_abandoned();
+  }
   progress_.notify_all();
 }
 
@@ -386,15 +465,17 @@ void Scheduler::one_more() {
 void Scheduler::request_over(const Request& request) {
   if (!request.faults().empty()) statistics_.failed_requests.fetch_add(1, std::memory_order_relaxed);
   std::shared_ptr<Request> kept;  // its end may be that of this scheduler
-  std::lock_guard lock(mutex_);
-  ++completed_;
-  auto found = requests_.find(&request);
-  if (found != requests_.end()) {
-    kept = std::move(found->second);
-    requests_.erase(found);
-    finished_.push_back(request.id());
+  {
+    std::lock_guard lock(mutex_);
+    ++completed_;
+    auto found = requests_.find(&request);
+    if (found != requests_.end()) {
+      kept = std::move(found->second);
+      requests_.erase(found);
+      finished_.push_back(request.id());
+    }
+    end_if_abandoned();
   }
-  end_if_abandoned();
   progress_.notify_all();
 }
 
@@ -489,10 +570,10 @@ bool Scheduler::share(const std::shared_ptr<Transfer>& transfer, std::chrono::mi
   if (!transfer->is_shared()) return true;
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   WorkBlock block;
-  while (take(block, nullptr, transfer.get())) {
+  while (transfer->lane()->queue()->take(block, nullptr, transfer.get())) {
     const Step step = block.transfer->prepare(block, nullptr, statistics_);
     if (step == Step::wait_for_memory) {  // which what hangs may have: nothing that a caller waits for
-      help([self = shared_from_this(), block = std::make_shared<WorkBlock>(std::move(block))] {
+      transfer->lane()->help([self = shared_from_this(), block = std::make_shared<WorkBlock>(std::move(block))] {
         self->drive(*block);
         self->drop(*block);
       });

@@ -1,10 +1,9 @@
-// Keeps the queues of its workers full across all outstanding requests.
+// Who is admitted, what is outstanding, and which lane serves it.
 //
-// Each worker is a thread that owns one engine. Transfers wait in one line (line.h); a worker with room takes the block
-// that is next in it, so blocks spread over workers by themselves, and one request's last blocks fly together with
-// another's.
-//
-// Who wants something moved is admitted first. From then on closing waits for it; who comes later is refused.
+// Who wants something moved is admitted first. From then on closing waits for it; who comes later is refused. Each
+// device has a lane of its own (lane.h), made when a transfer first needs it, and given back when it has not been used
+// for some seconds. In it a worker with room takes the block that is next in line, so blocks spread over workers by
+// themselves, and one request's last blocks fly together with another's.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +22,7 @@
 #include "device/watcher.h"
 #include "engine/engine.h"
 #include "transfer/helpers.h"
-#include "transfer/line.h"
+#include "transfer/lane.h"
 #include "transfer/request.h"
 #include "transfer/statistics.h"
 #include "transfer/transfer.h"
@@ -37,7 +36,9 @@ struct SchedulerOptions {
   uint32_t queue_depth = 128;
   uint32_t worker_count = 1;
   bool single_submit = false;
-  uint32_t copier_count = default_copier_count();  // threads that copy beside the workers
+  uint32_t copier_count = default_copier_count();  // threads that copy beside the workers of a device
+  size_t max_lanes = 16;                           // devices beyond share the lanes of others
+  std::chrono::milliseconds idle_patience{5000};   // after which a lane that nobody uses is given back
 
   // None where workers, callers and the kernel's own work keep all processors busy: on two, blocks that were copied
   // beside the worker made a transfer slower by a tenth, and cost a fifth more. More than memory can serve are no use.
@@ -45,9 +46,9 @@ struct SchedulerOptions {
     return std::min(std::max(std::thread::hardware_concurrency() / 2, 1u) - 1, 3u);
   }
 
-  // Of blocks from and to callers' own memory. With the default sizes less than the queue would hold: eight large
-  // blocks keep a drive as busy (measured: 2.3 GB/s with 32 MiB and with 128), and a small request finds no more before
-  // itself.
+  // Of one worker, in blocks from and to callers' own memory. With the default sizes less than the queue would hold:
+  // eight large blocks keep a drive as busy (measured: 2.3 GB/s with 32 MiB and with 128), and a small request finds no
+  // more before itself.
   uint64_t max_in_flight_nbytes() const {
     const uint64_t all = queue_depth * block_nbytes;
     return large_block_nbytes > block_nbytes ? std::min(all, 8 * large_block_nbytes) : all;
@@ -59,8 +60,6 @@ struct EngineRefusal {
   std::string reason;
 };
 
-class Worker;
-
 class Scheduler : public std::enable_shared_from_this<Scheduler> {
  public:
   // Transfers that may be outstanding at a time; submitters wait beyond.
@@ -71,7 +70,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   ~Scheduler();
 
-  const char* engine_name() const { return engine_name_; }
+  const char* engine_name() const { return engine_kind_->name; }
   const SchedulerOptions& options() const { return options_; }
   Statistics& statistics() { return statistics_; }
 
@@ -91,6 +90,10 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   // Waits until something finishes that was outstanding; false when time is over. True at once if nothing is.
   bool wait_for_progress(std::chrono::milliseconds timeout);
+
+  // That of a device, as File::device() tells it. Where there may be no further lane, another device's.
+  std::shared_ptr<Lane> lane_of(uint64_t device);
+  size_t lane_count() const;
 
   // To be called, with success, before transfers of GPU memory are handed over.
   std::optional<Fault> prepare_for_gpus();
@@ -139,9 +142,6 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // waits for that as well.
   bool close(std::chrono::milliseconds patience);
 
-  // For what may block. Syncs, which may take long and all at once, have threads of their own.
-  void help(Helpers::Job job) { helpers_.post(std::move(job)); }
-  void help_to_sync(Helpers::Job job) { sync_helpers_.post(std::move(job)); }
   // For what takes a processor's time; copying: false where nobody is free to do it.
   void help_to_touch(Helpers::Job job) { touch_helpers_.post(std::move(job)); }
   bool help_to_copy(Helpers::Job job) { return copy_helpers_.offer(std::move(job)); }
@@ -159,9 +159,11 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   bool belongs_to_this_process() const;
 
  private:
+  friend class Lane;
+  friend class Queue;
   friend class Worker;
+  using Transfers = std::vector<std::shared_ptr<Transfer>>;
   explicit Scheduler(const SchedulerOptions& options);
-  std::string start_workers();  // empty, or why not
 
   // Ends threads that have nothing to do any more.
   void stop_workers();
@@ -169,17 +171,24 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void end_if_abandoned();  // with mutex_ held: what was left behind has come back
   bool is_idle() const { return outstanding_ == 0 && requests_.empty(); }  // with mutex_ held
 
-  // The next block in line, or of `only` if that is given. Where there is nothing to take, the worker `hungry`, if
-  // given, will be woken when there is.
-  bool take(WorkBlock& block, Worker* hungry, const Transfer* only);
+  struct KeptLane {
+    std::shared_ptr<Lane> lane;
+    bool used;  // since it was last looked at
+  };
+  using Lanes = std::unordered_map<uint64_t, KeptLane>;
+  std::shared_ptr<Queue> queue_for_a_lane();
+  std::shared_ptr<Lane> take_out_idle(bool unused);  // with lanes_mutex_ held; null: none is idle
+  void give_back(std::shared_ptr<Lane> lane);
+  void look_after_lanes();
+  void share_processors();  // with lanes_mutex_ held
+  std::pair<std::vector<std::shared_ptr<Lane>>, std::vector<std::shared_ptr<Queue>>> all_lanes() const;
+
   void drop(WorkBlock& block);  // settled or abandoned
   Step run_now(WorkBlock& block, Step step);
   Step run_on(WorkBlock& block, Step step);  // to its end, unless a signal came
   bool may_line_up(const std::shared_ptr<Transfer>& transfer);
-  std::vector<bool> enter_order(Request& request, const std::vector<std::shared_ptr<Transfer>>& transfers,
+  std::vector<bool> enter_order(Request& request, const Transfers& transfers,
                                 const std::vector<std::shared_ptr<File>>& last);
-  void line_up(const std::shared_ptr<Transfer>& transfer);
-  void wake_hungry(bool all);    // with mutex_ held
   void drive(WorkBlock& block);  // from its beginning to its end, on this thread; waits for memory
   void finish(WorkBlock& block, Step step);
   void end(const std::shared_ptr<Transfer>& transfer);
@@ -187,26 +196,28 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void leave(const std::shared_ptr<Transfer>& transfer);
 
   const SchedulerOptions options_;
-  const char* engine_name_ = "";
+  const EngineKind* engine_kind_ = nullptr;
   const uint64_t fork_generation_;
   Statistics statistics_;
   std::atomic<uint64_t> last_request_id_{0};
 
   mutable std::mutex mutex_;
   std::condition_variable progress_;
-  Line line_;
-  std::vector<Worker*> hungry_;
   std::unordered_map<const Request*, std::shared_ptr<Request>> requests_;
   std::vector<uint64_t> finished_;
   size_t outstanding_ = 0;
   uint64_t completed_ = 0;
   enum class State { open, refusing, closing, closed, abandoned } state_ = State::open;
-  bool stopping_ = false;  // workers end when there is nothing to do
-  std::vector<std::unique_ptr<Worker>> workers_;
-  std::vector<std::thread> threads_;
+
+  mutable std::mutex lanes_mutex_;
+  std::condition_variable lanes_news_;
+  Lanes lanes_;
+  // Of all lanes; one that only stands here is for the next lane that needs one.
+  std::vector<std::shared_ptr<Queue>> queues_;
+  bool lanes_are_over_ = false;
+  std::thread caretaker_;  // gives lanes back; there is one once there have been two lanes
+
   std::unique_ptr<cuda::Watcher> watcher_;
-  Helpers helpers_;
-  Helpers sync_helpers_;
   Helpers copy_helpers_;
   Helpers touch_helpers_;
 };

@@ -21,24 +21,26 @@ constexpr size_t min_job_sources = 256;
 // Each takes some memory, however short it is.
 constexpr size_t max_sources = 16384;
 
-// The process's long buffers. Those that came back are kept: memory that is fresh from the system costs more than what
-// is copied into it.
+// The process's long buffers. Those that came back are kept, as many as one device may have: memory that is fresh from
+// the system costs more than what is copied into it.
 class Stock {
  public:
   Stock() { kept_.reserve(Stream::max_buffers + together); }
 
   // None: there are as many as there may be. One that is insisted on comes beside them.
-  Stream::Memory take(bool insist) {
+  Stream::Memory take(uint64_t device, bool insist) {
     {
       std::lock_guard lock(mutex_);
-      if (!insist && taken_ >= Stream::max_buffers) return {};
+      size_t& of_device = by_device_[device];
+      if (!insist && (of_device >= Stream::max_buffers || taken_ >= max_taken)) return {};
+      ++of_device;
       ++taken_;
       if (!kept_.empty()) return take_kept();
     }
     auto allocation = Allocation::create(together * Stream::max_buffer_nbytes, Locking::none);
     std::lock_guard lock(mutex_);
     if (!allocation) {
-      --taken_;
+      count_back(device);
       return {};
     }
     for (size_t at = 0; at < together; ++at) {
@@ -47,9 +49,9 @@ class Stock {
     return take_kept();
   }
 
-  void give_back(Stream::Memory memory) {
+  void give_back(uint64_t device, Stream::Memory memory) {
     std::lock_guard lock(mutex_);
-    --taken_;
+    count_back(device);
     if (kept_.size() + taken_ < Stream::max_buffers) {
       kept_.push_back(std::move(memory));
     } else if (!memory.allocation->registered()) {
@@ -62,6 +64,14 @@ class Stock {
   // In one allocation: so long that it is on a huge page.
   static constexpr size_t together = 2;
 
+  // Of all devices together.
+  static constexpr size_t max_taken = 8 * Stream::max_buffers;
+
+  void count_back(uint64_t device) {
+    --taken_;
+    if (auto found = by_device_.find(device); --found->second == 0) by_device_.erase(found);
+  }
+
   Stream::Memory take_kept() {
     auto memory = std::move(kept_.back());
     kept_.pop_back();
@@ -70,6 +80,7 @@ class Stock {
 
   std::mutex mutex_;
   size_t taken_ = 0;
+  std::map<uint64_t, size_t> by_device_;
   std::vector<Stream::Memory> kept_;
 };
 
@@ -91,6 +102,7 @@ void put(char* place, uint32_t value) {
 Stream::Stream(std::shared_ptr<Scheduler> scheduler, std::shared_ptr<File> file, const StreamOptions& options)
     : scheduler_(std::move(scheduler)),
       file_(std::move(file)),
+      lane_(scheduler_->lane_of(file_->device())),
       options_(options),
       buffer_nbytes_(buffer_nbytes_for(options.expected_nbytes)),
       position_(options.offset) {}
@@ -100,7 +112,7 @@ Stream::~Stream() {
 }
 
 Stream::Buffer::~Buffer() {
-  if (of_stock) stock().give_back(std::move(memory));
+  if (of_stock) stock().give_back(device, std::move(memory));
 }
 
 bool Stream::append(char* memory, uint64_t nbytes, std::shared_ptr<cuda::Gate> gate) {
@@ -125,8 +137,9 @@ bool Stream::append(Made made) {
   const uint64_t size = made.bytes.size();
   const auto is_known = [&](int64_t crc) { return crc >= 0 || static_cast<uint64_t>(~crc) < segment_count_; };
   for (const Made::Field& field : made.fields) {
-    const uint64_t nbytes = field.kind == Made::Field::Kind::torch_id ? Made::torch_id_nbytes : 4;
+    const uint64_t nbytes = field.kind == Made::Field::Kind::folded ? Made::folded_nbytes : 4;
     if (nbytes > size || field.position > size - nbytes) return false;
+    if (field.fold.left >= 64 || field.fold.right >= 64) return false;
     if (field.begin > size || field.nbytes > size - field.begin) return false;
     const bool of_segment = field.kind == Made::Field::Kind::segment;
     if (of_segment && field.segment >= segment_count_) return false;
@@ -230,7 +243,7 @@ void Stream::wake() {
 
 void Stream::post() {
   scheduler_->one_more();
-  scheduler_->help([self = shared_from_this()] {
+  lane_->help_stream([self = shared_from_this()] {
     self->run();
     self->scheduler_->transfer_over();
   });
@@ -305,7 +318,7 @@ bool Stream::take_buffer() {
   const bool of_stock = buffer_nbytes_ == max_buffer_nbytes;
   Memory memory;
   if (of_stock) {
-    memory = stock().take(insist);
+    memory = stock().take(file_->device(), insist);
   } else if (auto allocation = Allocation::create(buffer_nbytes_, Locking::none)) {
     char* const data = allocation->data();
     memory = {std::move(allocation), data};
@@ -321,6 +334,7 @@ bool Stream::take_buffer() {
   filling_ = std::make_shared<Buffer>();
   filling_->memory = std::move(memory);
   filling_->of_stock = of_stock;
+  filling_->device = file_->device();
   filling_->begin = filling_->end = position_ % buffer_nbytes_;
   filling_->offset = position_;
   return true;
@@ -491,14 +505,14 @@ void Stream::fill_in(Made& made) const {
     switch (field.kind) {
       case Made::Field::Kind::segment: put(place, segment_crcs_[field.segment]); break;
       case Made::Field::Kind::own: put(place, crc32(0, made.bytes.data() + field.begin, field.nbytes)); break;
-      case Made::Field::Kind::torch_id: {
-        uint64_t seed = 0;
+      case Made::Field::Kind::folded: {
+        uint64_t number = 0;
         for (const int64_t given : field.crcs) {
           const uint64_t crc = given < 0 ? segment_crcs_[static_cast<size_t>(~given)] : static_cast<uint64_t>(given);
-          seed ^= crc + 0x9E3779B9 + (seed << 6) + (seed >> 2);
+          number ^= crc + field.fold.added + (number << field.fold.left) + (number >> field.fold.right);
         }
-        for (uint64_t digit = Made::torch_id_nbytes; digit-- > 0; seed /= 10) {
-          place[digit] = static_cast<char>('0' + seed % 10);
+        for (uint64_t digit = Made::folded_nbytes; digit-- > 0; number /= 10) {
+          place[digit] = static_cast<char>('0' + number % 10);
         }
         break;
       }

@@ -5,7 +5,8 @@
 // order, a segment may contain those of segments before it (Made): headers and directories of archives do.
 //
 // No thread is a stream's own. Whatever may go on (something was appended, a buffer was written, a GPU's copy is over)
-// is done by a job of the scheduler's helpers, one at a time, which never waits for I/O.
+// is done by a job, one at a time, which never waits for I/O: on threads of the device's lane that are for nothing
+// else, so that what computes does not stand behind what closes and syncs files.
 #pragma once
 
 #include <chrono>
@@ -41,9 +42,9 @@ struct StreamOptions {
 struct Made {
   struct Field {
     enum class Kind : uint8_t {
-      segment,   // the CRC-32 of an earlier segment, 32 bits, little-endian
-      own,       // that of [begin, begin + nbytes) of these bytes, with the fields before this one in place
-      torch_id,  // 20 decimal digits: torch's hash (c10::hash_combine) of many CRC-32s
+      segment,  // the CRC-32 of an earlier segment, 32 bits, little-endian
+      own,      // that of [begin, begin + nbytes) of these bytes, with the fields before this one in place
+      folded,   // 20 decimal digits: many CRC-32s made one number of 64 bits, by `fold`
     };
     Kind kind;
     uint64_t position;  // in `bytes`
@@ -51,9 +52,14 @@ struct Made {
     uint64_t begin = 0;
     uint64_t nbytes = 0;
     std::vector<int64_t> crcs = {};  // CRC-32s; negative: ~index of the segment whose it is
+    // One after the other: number ^= crc + added + (number << left) + (number >> right).
+    struct Fold {
+      uint64_t added;
+      uint32_t left, right;
+    } fold = {};
   };
 
-  static constexpr uint64_t torch_id_nbytes = 20;
+  static constexpr uint64_t folded_nbytes = 20;
 
   std::vector<char> bytes;
   std::vector<Field> fields;
@@ -66,7 +72,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   static constexpr uint64_t max_buffer_nbytes = uint64_t{1} << 20;
   static constexpr uint64_t min_buffer_nbytes = uint64_t{64} << 10;
 
-  // Of the longest kind, of all streams of the process; but each stream gets one.
+  // Of the longest kind, of all streams of the process to one device; but each stream gets one.
   static constexpr size_t max_buffers = 56;
   // All but so many are with the drive at once, for the same reason.
   static constexpr size_t spare_buffers = 4;
@@ -151,8 +157,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
     ~Buffer();
 
     Memory memory;
-    bool of_stock = false;  // where it goes back to
-    uint64_t begin = 0;     // of its bytes: as far from its own beginning as theirs is from a multiple of its size
+    bool of_stock = false;  // where it goes back to, and for which device it was taken
+    uint64_t device = 0;
+    uint64_t begin = 0;  // of its bytes: as far from its own beginning as theirs is from a multiple of its size
     uint64_t end = 0;
     uint64_t offset = 0;                            // in the file, of `begin`
     std::deque<Part> parts;                         // not yet copied and summed
@@ -184,6 +191,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   const std::shared_ptr<Scheduler> scheduler_;
   const std::shared_ptr<File> file_;
+  const std::shared_ptr<Lane> lane_;
   const StreamOptions options_;
   const uint64_t fork_generation_ = tensorferry::fork_generation();
   const uint64_t buffer_nbytes_;  // a power of two

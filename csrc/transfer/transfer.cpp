@@ -29,6 +29,9 @@ constexpr uint64_t max_summed_block_nbytes = uint64_t{4} << 20;
 // Shorter pieces are touched as they are written to: another thread would cost more.
 constexpr uint64_t min_touched_nbytes = uint64_t{256} << 10;
 
+// One system call's worth.
+constexpr uint64_t looked_at_nbytes = uint64_t{64} << 20;
+
 // What cuFile asks of offsets and lengths, where the drive asks for less.
 constexpr uint32_t cufile_alignment = 4096;
 
@@ -54,10 +57,11 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   };
   if (!spec.lease) spec.lease = file.lease();
   if (!spec.lease) return refused(Fault{.error_number = EBADF, .operation = "use of a closed file"});
-  auto pool = gates.empty() ? Result(std::shared_ptr<BouncePool>()) : BouncePool::pinned_pool(gates.front()->gpu());
+  auto pool =
+      gates.empty() ? Result(std::shared_ptr<BouncePool>()) : BouncePool::pinned(file.device(), gates.front()->gpu());
   if (!pool) return refused(pool.fault());
   if (!spec.write) {
-    auto size = snapshot ? Result(snapshot->size) : file.size();
+    auto size = snapshot ? Result(snapshot->size) : file.size_for_reading();
     if (!size) return refused(size.fault());
     if (*size && nbytes > **size - std::min(**size, spec.offset)) {
       Fault fault{.error_number = 0, .operation = "read", .path = file.path(), .offset = std::max(spec.offset, **size)};
@@ -67,6 +71,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     }
   }
   std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
+  transfer->lane_ = transfer->request_->scheduler()->lane_of(file.device());
   const TransferSpec& own = transfer->spec_;
   bool direct = file.direct() && nbytes > 0;
   const bool may_be_cached = !snapshot || !snapshot->nothing_cached;
@@ -172,7 +177,7 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
   block.nbytes = planned.io_nbytes;
   if (!planned.direct && !use_buffered_descriptor(block)) return Step::done;
   if (planned.bounced) {
-    auto pool = pinned_pool_ ? pinned_pool_ : BouncePool::process_pool();
+    auto pool = pinned_pool_ ? pinned_pool_ : lane_->pool();
     if (!pool) return fail(block, ENOMEM, false, why_no_memory(BouncePool::process_pool_nbytes()));
     if (!pool->has_room_for(planned.io_nbytes)) {  // chunks to be verified, or the pool has become smaller
       return fail(block, ENOMEM, false,
@@ -209,15 +214,21 @@ Step Transfer::advance(WorkBlock& block, Statistics& statistics) {
   }
 }
 
-// What the page cache holds is copied at once: that touches as well.
-bool Transfer::is_to_be_touched(const WorkBlock& block) const {
-  if (block.resident) return false;
-  bool found = false;
-  spec_.memory.each(block.planned.begin, block.planned.nbytes, [&](const Segments::Piece& piece) {
-    found =
-        found || (piece.in_host() && piece.nbytes >= min_touched_nbytes && is_untouched(piece.memory, piece.nbytes));
-  });
-  return found;
+// What the page cache holds is copied at once: that touches as well. Memory is looked at for several blocks at a time:
+// most often all of it has pages.
+bool Transfer::is_to_be_touched(const WorkBlock& block) {
+  if (block.resident || block.planned.nbytes < min_touched_nbytes) return false;
+  const uint64_t begin = block.planned.begin;
+  const uint64_t end = begin + block.planned.nbytes;
+  std::lock_guard lock(mutex_);
+  if (begin < looked_at_.begin || end > looked_at_.end) {
+    looked_at_ = {begin, std::max(end, std::min(begin + looked_at_nbytes, nbytes())), false};
+    spec_.memory.each(begin, looked_at_.end - begin, [&](const Segments::Piece& piece) {
+      const bool counts = piece.in_host() && piece.nbytes >= min_touched_nbytes;
+      looked_at_.untouched = looked_at_.untouched || (counts && is_untouched(piece.memory, piece.nbytes));
+    });
+  }
+  return looked_at_.untouched;
 }
 
 Step Transfer::touch(WorkBlock& block, Statistics& statistics) {

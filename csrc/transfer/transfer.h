@@ -21,6 +21,7 @@
 #include "file/file.h"
 #include "memory/bounce_pool.h"
 #include "transfer/checksums.h"
+#include "transfer/lane.h"
 #include "transfer/plan.h"
 #include "transfer/request.h"
 #include "transfer/segments.h"
@@ -66,7 +67,8 @@ struct WorkBlock : Block {
   uint32_t station = 0;   // steps behind it
   uint32_t gate = 0;      // whose memory is copied next
   bool direct_descriptor = false;
-  bool resident = false;                 // the page cache holds all of it
+  bool resident = false;  // the page cache holds all of it
+  Line::Class in = Line::normal;
   bool of_gpu = false;                   // its buffer is of the pinned pool
   bool refused = false;                  // by the direct descriptor: the buffered one is to be opened, and takes it
   std::optional<Checksums::Block> sums;  // of all of it, if they were made while it was read
@@ -81,6 +83,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
                                                   uint64_t block_nbytes, const File::Snapshot* snapshot = nullptr);
 
   Request& request() const { return *request_; }
+  const std::shared_ptr<Lane>& lane() const { return lane_; }
   uint64_t nbytes() const { return spec_.memory.nbytes(); }
   bool is_write() const { return spec_.write; }
   const std::shared_ptr<File>& file() const { return spec_.file; }  // null once it has ended
@@ -162,7 +165,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   bool stopped() const { return stopped_.load(std::memory_order_relaxed) || request_->canceled(); }
   Step advance(WorkBlock& block, Statistics& statistics);
   bool has_gpu_piece(WorkBlock& block) const;
-  bool is_to_be_touched(const WorkBlock& block) const;
+  bool is_to_be_touched(const WorkBlock& block);
   Step fail(const WorkBlock& block, int error_number, bool end_of_file, std::string hint = "");
   Step fail_damaged(uint64_t chunk);
   void add_to_sums(Checksums::Block& sums, const WorkBlock& block, uint64_t begin, uint64_t nbytes) const;
@@ -182,6 +185,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
  private:
   TransferSpec spec_;
   std::shared_ptr<Request> request_;
+  std::shared_ptr<Lane> lane_;
   Plan plan_;
   std::shared_ptr<BouncePool> pinned_pool_;  // if there is memory of GPUs
   Residency residency_ = Residency::none;
@@ -190,7 +194,11 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   std::atomic<uint64_t> open_{1};
   std::atomic<uint64_t> moved_nbytes_{0};
   std::atomic<bool> stopped_{false};
-  std::mutex mutex_;  // guards fault_ while blocks are out
+  std::mutex mutex_;  // guards what follows while blocks are out
+  struct LookedAt {
+    uint64_t begin = 0, end = 0;
+    bool untouched = false;
+  } looked_at_;  // the last range of memory, and whether some of it has no pages
   std::optional<Fault> fault_;
   std::map<size_t, Fault> faults_of_items_;
 };

@@ -8,6 +8,8 @@ namespace {
 // Copying to or from bounce buffers takes time in which the drive must not run dry: after this much, what is
 // prepared is handed over and free places are filled. The same after some completions of small blocks.
 constexpr uint64_t copy_between_submits_nbytes = uint64_t{256} << 10;
+// The same while the drive has enough to do.
+constexpr uint64_t copy_while_moving_nbytes = uint64_t{2} << 20;
 constexpr uint32_t settled_between_submits = 8;
 
 // Bounce memory that one worker has in flight. Enough for any drive's bandwidth times latency, small enough to stay
@@ -22,8 +24,8 @@ constexpr uint64_t background_share = 4;
 
 }  // namespace
 
-Worker::Worker(Scheduler& scheduler, std::unique_ptr<Engine> engine)
-    : scheduler_(scheduler), engine_(std::move(engine)), blocks_(scheduler.options().queue_depth) {
+Worker::Worker(Scheduler& scheduler, Queue& queue, std::unique_ptr<Engine> engine)
+    : scheduler_(scheduler), queue_(queue), engine_(std::move(engine)), blocks_(scheduler.options().queue_depth) {
   // The last is taken first, and the first addresses are the warmest.
   for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) free_.push_back(&*block);
 }
@@ -38,64 +40,80 @@ void Worker::run() {
   while (true) {
     take_returned();
     const bool again = fill();
-    if (in_flight_ == 0 && !again && !stalled_) {
-      std::lock_guard lock(scheduler_.mutex_);
-      if (scheduler_.stopping_ && scheduler_.line_.empty()) break;
-    }
+    if (!again && !has_work() && queue_.is_over()) break;
     completed.clear();
     engine_->reap(completed, !again);
+    added_nbytes_ = 0;
     for (Block* block : completed) moving_nbytes_ -= static_cast<WorkBlock&>(*block).planned.io_nbytes;
     uint32_t settled = 0;
     for (Block* block : completed) {
       auto& work = static_cast<WorkBlock&>(*block);
       go_on(work, work.transfer->settle(work, scheduler_.statistics_));
-      if (++settled >= settled_between_submits || copied_since_submit_ >= copy_between_submits_nbytes) {
+      if (++settled >= settled_between_submits || has_copied_enough()) {
         take_returned();
         (void)fill();
-        engine_->submit();
-        copied_since_submit_ = 0;
+        submit();
         settled = 0;
       }
     }
   }
-  BouncePool::forget(this);
 }
 
 bool Worker::fill() {
-  while (stalled_ || !free_.empty()) {
-    WorkBlock* block = stalled_;
+  while (true) {
+    // What waits is tried again, best class first; behind it only better ones are taken.
+    auto limit = Line::class_count;
+    WorkBlock* block = nullptr;
+    for (const auto in : {Line::small, Line::normal, Line::background}) {
+      if (!waiting_[in]) continue;
+      WorkBlock* const waiting = std::exchange(waiting_[in], nullptr);
+      if (begin(*waiting)) {
+        block = waiting;
+        break;
+      }
+      waiting_[in] = waiting;
+      if (limit == Line::class_count) limit = in;
+    }
     if (!block) {
+      if (free_.empty()) return false;
       block = free_.back();
-      if (!scheduler_.take(*block, this, nullptr)) return false;
+      if (!queue_.take(*block, this, nullptr, limit)) return false;
       free_.pop_back();
+      if (!begin(*block)) {
+        waiting_[block->in] = block;
+        continue;
+      }
     }
-    if (is_full_for(*block)) {
-      stalled_ = block;
-      return false;  // goes on with the next completion
-    }
-    stalled_ = nullptr;
-    const Step step = block->transfer->prepare(*block, this, scheduler_.statistics_);
-    if (step == Step::wait_for_memory) {
-      stalled_ = block;
-      return false;
-    }
-    if (step == Step::done) {
-      put_back(*block);
-      continue;
-    }
-    ++in_flight_;
-    in_flight_nbytes_ += block->planned.io_nbytes;
-    if (block->bounce && !block->of_gpu) bounced_in_flight_nbytes_ += block->planned.io_nbytes;
-    took_time_ = false;
-    go_on(*block, step);
     if (took_time_) return true;
-    if (copied_since_submit_ >= copy_between_submits_nbytes) {
+    if (has_copied_enough()) {
       take_returned();
-      engine_->submit();
-      copied_since_submit_ = 0;
+      submit();
     }
   }
-  return false;
+}
+
+bool Worker::has_copied_enough() const {
+  const bool busy = moving_nbytes_ >= added_nbytes_ + copy_while_moving_nbytes;
+  return copied_since_submit_ >= (busy ? copy_while_moving_nbytes : copy_between_submits_nbytes);
+}
+
+void Worker::submit() {
+  engine_->submit();
+  added_nbytes_ = copied_since_submit_ = 0;
+}
+
+bool Worker::begin(WorkBlock& block) {
+  if (is_full_for(block)) return false;  // goes on with the next completion
+  const Step step = block.transfer->prepare(block, this, scheduler_.statistics_);
+  if (step == Step::wait_for_memory) return false;
+  took_time_ = false;
+  if (step == Step::done) {
+    put_back(block);
+    return true;
+  }
+  count(block, true);
+  go_on(block, step);
+  return true;
 }
 
 void Worker::go_on(WorkBlock& block, Step step) {
@@ -126,13 +144,17 @@ void Worker::move(WorkBlock& block) {
   if (first) scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
   if (!block.direct_descriptor && engine_->blocks_on_buffered()) return hand_to_helper(block);
   moving_nbytes_ += block.planned.io_nbytes;
+  added_nbytes_ += block.planned.io_nbytes;
   engine_->add(block);
 }
 
+// Who brings a block back wakes the worker last, when that may have ended already: so it keeps it.
+std::shared_ptr<Worker> Worker::own() { return std::static_pointer_cast<Worker>(shared_from_this()); }
+
 // By another thread, so that the queue stays full. What is in flight bounds how far ahead that goes.
 void Worker::touch(WorkBlock& block) {
-  scheduler_.help_to_touch([this, &block, scheduler = scheduler_.shared_from_this()] {
-    come_back(block, block.transfer->touch(block, scheduler->statistics()));
+  scheduler_.help_to_touch([self = own(), &block, scheduler = scheduler_.shared_from_this()] {
+    self->come_back(block, block.transfer->touch(block, scheduler->statistics()));
   });
 }
 
@@ -141,8 +163,8 @@ void Worker::touch(WorkBlock& block) {
 void Worker::copy(WorkBlock& block) {
   const bool here = block.planned.nbytes <= small_block_nbytes || in_flight_ == 1 || (block.sums && !block.bounce) ||
                     moving_nbytes_ >= enough_moving_nbytes;
-  if (!here && scheduler_.help_to_copy([this, &block, scheduler = scheduler_.shared_from_this()] {
-        come_back(block, block.transfer->copy(block, scheduler->statistics()));
+  if (!here && scheduler_.help_to_copy([self = own(), &block, scheduler = scheduler_.shared_from_this()] {
+        self->come_back(block, block.transfer->copy(block, scheduler->statistics()));
       })) {
     return;
   }
@@ -163,14 +185,14 @@ void Worker::copy_gpu(WorkBlock& block) {
   }
   auto event = transfer.start_copy(block, *copier);
   if (!event) return go_on(block, transfer.copied(block, event.fault(), scheduler_.statistics_));
-  scheduler_.watcher_->add_copy(std::move(*event), [this, &block](const std::optional<Fault>& fault) {
-    come_back(block, block.transfer->copied(block, fault, scheduler_.statistics_));
+  scheduler_.watcher_->add_copy(std::move(*event), [self = own(), &block](const std::optional<Fault>& fault) {
+    self->come_back(block, block.transfer->copied(block, fault, self->scheduler_.statistics_));
   });
 }
 
 void Worker::hand_to_helper(WorkBlock& block) {
-  scheduler_.help([this, &block, scheduler = scheduler_.shared_from_this()] {
-    come_back(block, scheduler->run_now(block, Step::get_over));
+  block.transfer->lane()->help([self = own(), &block, scheduler = scheduler_.shared_from_this()] {
+    self->come_back(block, scheduler->run_now(block, Step::get_over));
   });
 }
 
@@ -194,20 +216,30 @@ void Worker::take_returned() {
 }
 
 // The queue's depth is also a limit in bytes: large blocks must not make others wait longer. Blocks too small for that
-// to matter always find a place, and those in the background leave most of it to others.
+// to matter always find a place. Those in the background have one of their own, a small one where others are under way:
+// they would wait for ever for a place that others leave.
 bool Worker::is_full_for(const WorkBlock& block) const {
   if (block.planned.io_nbytes <= small_block_nbytes) return false;
+  const uint64_t limit = scheduler_.options().max_in_flight_nbytes();
+  if (block.in == Line::background) {
+    const uint64_t own = in_flight_nbytes_ > 0 ? 0 : limit / background_share;
+    return background_in_flight_nbytes_ > 0 && background_in_flight_nbytes_ + block.planned.io_nbytes > own;
+  }
   if (block.planned.bounced && !block.transfer->gates().empty()) return false;  // the pool decides
   if (block.planned.bounced) return bounced_in_flight_nbytes_ >= max_bounced_in_flight_nbytes;
-  const bool background = block.transfer->request().options().background;
-  const uint64_t limit = scheduler_.options().max_in_flight_nbytes() / (background ? background_share : 1);
-  return in_flight_ > 0 && in_flight_nbytes_ + block.planned.io_nbytes > limit;
+  return in_flight_nbytes_ > 0 && in_flight_nbytes_ + block.planned.io_nbytes > limit;
+}
+
+void Worker::count(const WorkBlock& block, bool more) {
+  const auto add = [more](uint64_t& total, uint64_t n) { total = more ? total + n : total - n; };
+  const uint64_t nbytes = block.planned.io_nbytes;
+  in_flight_ = more ? in_flight_ + 1 : in_flight_ - 1;
+  add(block.in == Line::background ? background_in_flight_nbytes_ : in_flight_nbytes_, nbytes);
+  if (block.bounce && !block.of_gpu && block.in != Line::background) add(bounced_in_flight_nbytes_, nbytes);
 }
 
 void Worker::leave(WorkBlock& block) {
-  --in_flight_;
-  in_flight_nbytes_ -= block.planned.io_nbytes;
-  if (block.bounce && !block.of_gpu) bounced_in_flight_nbytes_ -= block.planned.io_nbytes;
+  count(block, false);
   put_back(block);
 }
 

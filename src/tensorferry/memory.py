@@ -176,16 +176,16 @@ def is_lent(buffer: Any) -> bool:
 
 
 def bounce_pool_nbytes() -> int:
-    """Return the size of the process's bounce pool, in bytes."""
+    """Return the size of a bounce pool, in bytes; each device in use has one."""
     return _core.bounce_pool_nbytes()
 
 
 def set_bounce_pool_nbytes(nbytes: int) -> None:
-    """Set the size of the process's bounce pool: the only memory through which unaligned arrays are copied.
+    """Set the size of bounce pools: the only memory through which unaligned arrays are copied.
 
-    The default is 32 MiB, or the environment variable TENSORFERRY_BOUNCE_POOL_NBYTES. Buffers in use are not cut
-    short; the new size holds for the blocks that follow. GPU memory passes through page-locked memory of twice that
-    size, which is there from its first transfer on.
+    The default is 32 MiB, or the environment variable TENSORFERRY_BOUNCE_POOL_NBYTES. Each device in use has a pool, 16
+    devices at most; others share them. Buffers in use are not cut short; the new size holds for the blocks that follow.
+    GPU memory passes through page-locked memory of twice that size, which is there from a device's first transfer on.
 
     Raises
     ------

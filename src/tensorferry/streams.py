@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 # Still to be copied when append() returns, at most. The core has that to do while Python's interpreter is busy.
 MAX_UNCOPIED_NBYTES = 8 << 20
 
+# What kinds of fields are for the core, and how it makes one number of CRC-32s: c10::hash_combine.
+_KINDS = {"segment": "segment", "own": "own", "torch_id": "folded"}
+_TORCH_FOLD = (0x9E3779B9, 6, 2)
+
 # Arrays handed to the core at a time.
 _PORTION_COUNT, _PORTION_NBYTES = 1024, 4 << 20
 
@@ -62,9 +66,9 @@ class Stream:
 
     Notes
     -----
-    All streams of a process together take 56 MiB of buffers, and one more for each stream. On top come the arrays that
-    have been appended and are still to be copied: :meth:`append` returns when that is 8 MiB or less, unless they are
-    kept in memory anyway.
+    All streams of a process to one device take 56 MiB of buffers, and one more for each stream. On top come the arrays
+    that have been appended and are still to be copied: :meth:`append` returns when that is 8 MiB or less, unless they
+    are kept in memory anyway.
     """
 
     def __init__(
@@ -145,7 +149,11 @@ class Stream:
             asked for.
         """
         self._check()
-        self._core.append_made(self._scheduler, data, fields)
+        for field in fields:
+            if field.kind not in _KINDS:
+                raise ValueError(f"kind: {field.kind!r} is none of {', '.join(_KINDS)}")
+        told = [(_KINDS[field.kind], *field[1:], _TORCH_FOLD) for field in fields]
+        self._core.append_made(self._scheduler, data, told)
         if len(data) > MAX_UNCOPIED_NBYTES:
             self._core.wait_for_copies(self._scheduler, MAX_UNCOPIED_NBYTES)
         self._look()

@@ -25,13 +25,14 @@ class Requests {
     line_.add(*transfer);
   }
 
-  // Takes so many blocks, and returns whose they were.
-  std::string take(size_t count) {
+  // Takes so many blocks of classes before `limit`, and returns whose they were. Those of capital letters are four
+  // times as long.
+  std::string take(size_t count, Line::Class limit = Line::class_count) {
     std::string names;
-    while (names.size() < count && !line_.empty()) {
-      const std::shared_ptr<Transfer> transfer = line_.front();
+    while (names.size() < count && line_.has_before(limit)) {
+      const std::shared_ptr<Transfer> transfer = line_.front(limit);
       auto& [name, left] = left_[transfer.get()];
-      const uint64_t nbytes = std::min(left, block_nbytes);
+      const uint64_t nbytes = std::min(left, name < 'a' ? 4 * block_nbytes : block_nbytes);
       left -= nbytes;
       line_.took(*transfer, nbytes, left == 0);
       names += name;
@@ -68,6 +69,25 @@ TEST_CASE("small requests come first, and the others in every seventeenth block"
   const std::string sixteen(16, 's');
   CHECK(line.take(34) == sixteen + "n" + sixteen + "n");
   CHECK(line.take(100) == std::string(8, 's') + "nnnn" + std::string(8, 'g'));
+}
+
+TEST_CASE("what is in the background has a seventeenth of the bytes, though its blocks are longer") {
+  Requests line;
+  line.add('G', 4 * mebibyte, true);
+  line.add('n', 20 * mebibyte);
+  const std::string sixteen(16, 'n');
+  CHECK(line.take(100) == sixteen + "G" + std::string(64, 'n') + "GGG");
+}
+
+TEST_CASE("behind a class that has to wait only better ones are taken") {
+  Requests line;
+  line.add('g', mebibyte, true);
+  line.add('n', 2 * mebibyte);
+  for (int count = 0; count < 20; ++count) line.add('s', 4096);
+  CHECK(line.take(100, Line::small).empty());
+  CHECK(line.take(100, Line::normal) == std::string(20, 's'));
+  CHECK(line.take(100, Line::background) == std::string(8, 'n'));
+  CHECK(line.take(100) == std::string(4, 'g'));
 }
 
 }  // namespace tensorferry

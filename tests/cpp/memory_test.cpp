@@ -1,8 +1,10 @@
 // Allocations and the bounce pool.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <random>
 #include <set>
 #include <thread>
 #include <vector>
@@ -54,10 +56,10 @@ TEST_CASE("buffers never overlap, run out, and come back") {
   auto pool = std::make_shared<BouncePool>(BouncePool::min_nbytes);
   std::vector<BounceBuffer> buffers;
   std::set<char*> units;
-  CountingWaiter waiter;
+  const auto waiter = std::make_shared<CountingWaiter>();
   while (true) {
     const size_t nbytes = (buffers.size() % 3 + 1) * BouncePool::unit_nbytes;
-    auto buffer = pool->try_acquire(nbytes, &waiter);
+    auto buffer = pool->try_acquire(nbytes, waiter.get());
     if (!buffer) break;
     std::memset(buffer.data(), 1, nbytes);
     for (size_t unit = 0; unit < nbytes; unit += BouncePool::unit_nbytes)
@@ -66,23 +68,56 @@ TEST_CASE("buffers never overlap, run out, and come back") {
   }
   CHECK(pool->nbytes_in_use() == units.size() * BouncePool::unit_nbytes);
   CHECK(pool->nbytes_in_use() > BouncePool::min_nbytes - 3 * BouncePool::unit_nbytes);
-  CHECK(waiter.calls == 0);
+  CHECK(waiter->calls == 0);
   buffers.pop_back();
-  CHECK(waiter.calls == 1);  // once for each failed attempt
+  CHECK(waiter->calls == 1);  // once for each failed attempt
   buffers.clear();
-  CHECK(waiter.calls == 1);
+  CHECK(waiter->calls == 1);
   CHECK(pool->nbytes_in_use() == 0);
   CHECK(pool->try_acquire(BouncePool::min_nbytes, nullptr));
 }
 
-TEST_CASE("a waiter that forgot is not called") {
+TEST_CASE("a waiter that is gone is not called") {
   auto pool = std::make_shared<BouncePool>(BouncePool::min_nbytes);
   auto all = pool->try_acquire(BouncePool::min_nbytes, nullptr);
-  CountingWaiter waiter;
-  CHECK_FALSE(pool->try_acquire(1, &waiter));
-  BouncePool::forget(&waiter);
+  auto waiter = std::make_shared<CountingWaiter>();
+  CHECK_FALSE(pool->try_acquire(1, waiter.get()));
+  waiter.reset();
   all.reset();
-  CHECK(waiter.calls == 0);
+  CHECK(pool->nbytes_in_use() == 0);
+}
+
+TEST_CASE("runs that come back in any order are one run again") {
+  auto pool = std::make_shared<BouncePool>(BouncePool::min_nbytes);
+  std::vector<BounceBuffer> buffers;
+  std::mt19937 random(7);
+  for (int round = 0; round < 50; ++round) {
+    while (auto buffer = pool->try_acquire(BouncePool::unit_nbytes * (random() % 5 + 1), nullptr)) {
+      buffers.push_back(std::move(buffer));
+    }
+    std::shuffle(buffers.begin(), buffers.end(), random);
+    buffers.resize(round % 2 ? 0 : buffers.size() / 2);
+    if (buffers.empty()) CHECK(pool->try_acquire(BouncePool::min_nbytes, nullptr));
+  }
+}
+
+TEST_CASE("each device has a pool, made when it is needed and gone with its users; beyond a bound they share") {
+  std::vector<std::shared_ptr<BouncePool>> pools;
+  for (uint64_t device = 100; device < 100 + BouncePool::max_pools; ++device) pools.push_back(BouncePool::of(device));
+  CHECK(std::set(pools.begin(), pools.end()).size() == BouncePool::max_pools);
+  CHECK(BouncePool::of(100) == pools[0]);
+  const auto used = pools[0]->try_acquire(1, nullptr);
+  const auto shared = BouncePool::of(1);
+  CHECK(shared != pools[0]);  // that of which least is in use
+  CHECK(std::count(pools.begin(), pools.end(), shared) == 1);
+  const std::weak_ptr<BouncePool> gone = pools[5];
+  pools.resize(2);
+  CHECK(gone.expired());
+  CHECK(BouncePool::of(1) != shared);
+  BouncePool::set_process_pool_nbytes(2 * BouncePool::min_nbytes);
+  CHECK(pools[0]->replaced());
+  CHECK(BouncePool::of(100)->nbytes() == 2 * BouncePool::min_nbytes);
+  BouncePool::set_process_pool_nbytes(BouncePool::default_nbytes);
 }
 
 TEST_CASE("many threads share a pool") {

@@ -417,7 +417,8 @@ TEST_CASE("a file that is still to be closed is outstanding, though its transfer
 
   std::mutex held;  // by which no helper closes anything
   std::unique_lock lock(held);
-  for (int helper = 0; helper < 8; ++helper) scheduler->help([&] { std::lock_guard wait(held); });
+  for (int helper = 0; helper < 8; ++helper)
+    scheduler->lane_of(file->device())->help([&] { std::lock_guard wait(held); });
   request->seal(*file);
   request->seal();
   CHECK(scheduler->outstanding() == 1);

@@ -37,6 +37,12 @@ class TemporaryDirectory {
   std::vector<std::string> names_;
 };
 
+// As it is, and closed with its last owner among the tests, if it was not before.
+inline std::shared_ptr<Scheduler> closed_at_end(const std::shared_ptr<Scheduler>& scheduler) {
+  if (!scheduler) return nullptr;
+  return {scheduler.get(), [scheduler](Scheduler*) { (void)scheduler->close(milliseconds(60'000)); }};
+}
+
 inline std::shared_ptr<Scheduler> make(const std::string& engine, uint32_t workers = 1, uint32_t depth = 8,
                                        uint64_t block_nbytes = 64 << 10, uint32_t copiers = 0) {
   std::vector<EngineRefusal> refusals;
@@ -46,7 +52,7 @@ inline std::shared_ptr<Scheduler> make(const std::string& engine, uint32_t worke
   options.queue_depth = depth;
   options.block_nbytes = block_nbytes;
   options.copier_count = copiers;
-  auto scheduler = Scheduler::create(options, refusals);
+  auto scheduler = closed_at_end(Scheduler::create(options, refusals));
   if (!scheduler) MESSAGE("skipping ", engine, ": ", refusals.front().reason);
   return scheduler;
 }

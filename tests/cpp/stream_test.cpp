@@ -131,7 +131,8 @@ TEST_CASE("made segments have the checksums of those before them, wherever buffe
     writer.append(payload);
     Made made{.bytes = std::vector<char>(40, 'x'), .fields = {}};
     made.fields.push_back({.kind = Kind::segment, .position = 2, .segment = 0});
-    made.fields.push_back({.kind = Kind::torch_id, .position = 10, .crcs = {17, ~int64_t{0}}});
+    made.fields.push_back(
+        {.kind = Kind::folded, .position = 10, .crcs = {17, ~int64_t{0}}, .fold = {0x9E3779B9, 6, 2}});
     made.fields.push_back({.kind = Kind::own, .position = 36, .begin = 0, .nbytes = 36});
     REQUIRE(writer.stream->append(made));
     writer.begin();
@@ -163,7 +164,7 @@ TEST_CASE("fields that do not fit are refused") {
   const std::vector<Made::Field> bad = {{.kind = Kind::segment, .position = 0, .segment = 0},
                                         {.kind = Kind::own, .position = 7, .begin = 0, .nbytes = 1},
                                         {.kind = Kind::own, .position = 0, .begin = 9, .nbytes = UINT64_MAX},
-                                        {.kind = Kind::torch_id, .position = 0},
+                                        {.kind = Kind::folded, .position = 0},
                                         {.kind = Kind::own, .position = UINT64_MAX}};
   for (const auto& field : bad) {
     CHECK_FALSE(writer.stream->append(Made{.bytes = std::vector<char>(10), .fields = {field}}));
@@ -246,7 +247,7 @@ TEST_CASE("a stream whose job waits for a thread is given up at once, and one wh
     hung.lock();
     std::atomic<int> over = 0;
     for (int helper = 0; helper < 8; ++helper) {
-      scheduler->help([&] {
+      scheduler->lane_of(file->device())->help_stream([&] {
         const std::lock_guard until_released(hung);
         ++over;
       });

@@ -702,19 +702,19 @@ def stream_dropped_while_it_reserves(engine: str, directory: str) -> bool:
 # A stream that is given up while every thread that could go on with it is held
 
 
-def stream_given_up_beside_held_closes(engine: str, directory: str, way: str) -> None:
-    """Give a stream up, in one way or another, while as many closes are held as there are helpers."""
+def stream_given_up_beside_held_ones(engine: str, directory: str, way: str) -> None:
+    """Give a stream up, in one way or another, while as many others are held as there are threads for streams."""
     calls = slow_calls.attached()
     folder = pathlib.Path(directory)
-    count, nbytes = 8, 3_000_001
-    for index in range(count):
-        (folder / f"held{index}").write_bytes(bytes(nbytes))
-    with tensorferry.open(folder / "stream", "w") as file:
-        calls.order(Rule("close", "held", hold=True))
-        reads = [
-            InThread(lambda i=i: tensorferry.read(folder / f"held{i}", bytearray(nbytes)))  # type: ignore[misc]
-            for i in range(count)
-        ]
+    count = 8
+    calls.order(Rule("fallocate", "held", hold=True))
+    with contextlib.ExitStack() as files:
+        others = []
+        for index in range(count):
+            other = files.enter_context(tensorferry.open(folder / f"held{index}", "w"))
+            others.append(other.stream())
+            others[index].append(np.ones(2 << 20, np.uint8))
+        file = files.enter_context(tensorferry.open(folder / "stream", "w"))
         calls.await_held(count)
         array: Any = np.ones(1 << 20, np.uint8)
         kept = weakref.ref(array)
@@ -735,8 +735,8 @@ def stream_given_up_beside_held_closes(engine: str, directory: str, way: str) ->
         assert kept() is None
         assert calls.held() == count
         calls.release()
-        for read in reads:
-            read.result()
+        for other_stream in others:
+            other_stream.finish()
     assert_works(tensorferry.aio_handle(engine=engine), folder)
 
 

@@ -431,10 +431,10 @@ def test_arguments_are_looked_at(
 
 
 @pytest.mark.parametrize("way", ["abort", "drop", "collect"])
-def test_a_stream_is_given_up_though_every_helper_is_held_in_a_close(
+def test_a_stream_is_given_up_though_every_thread_for_streams_is_held(
     run: Run, directory: pathlib.Path, way: str
 ) -> None:
-    run(meetings.stream_given_up_beside_held_closes, directory=directory, way=way)
+    run(meetings.stream_given_up_beside_held_ones, directory=directory, way=way)
 
 
 @pytest.mark.usefixtures("default_engine")

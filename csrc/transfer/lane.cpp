@@ -1,0 +1,151 @@
+#include "transfer/lane.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "base/limits.h"
+#include "base/signals_blocked.h"
+#include "transfer/scheduler.h"
+#include "transfer/worker.h"
+
+namespace tensorferry {
+namespace {
+
+constexpr size_t max_helpers = 8;  // of each kind
+
+}  // namespace
+
+std::string Queue::start(const EngineKind& kind) {
+  const SchedulerOptions& options = scheduler_.options();
+  for (uint32_t index = 0; index < options.worker_count; ++index) {
+    EngineAttempt attempt = kind.create({options.queue_depth, options.single_submit});
+    if (!attempt.engine) return attempt.refusal;
+    workers_.push_back(std::make_shared<Worker>(scheduler_, *this, std::move(attempt.engine)));
+  }
+  SignalsBlocked signals;
+  for (auto& worker : workers_) {
+    try {
+      // The thread keeps the scheduler alive, for the case that close() has to leave it behind.
+      threads_.emplace_back([scheduler = scheduler_.shared_from_this(), own = worker.get()] {
+        (void)::pthread_setname_np(::pthread_self(), "tensorferry");
+        own->run();
+      });
+    } catch (const std::system_error& error) {
+      return std::string("cannot start a thread: ") + error.what() + "; " + why_no_thread();
+    }
+  }
+  return "";
+}
+
+void Queue::add(const std::vector<std::shared_ptr<Transfer>>& transfers) {
+  if (transfers.empty()) return;
+  const bool several = transfers.size() > 1 || transfers.front()->has_many_blocks();
+  std::vector<std::shared_ptr<Worker>> woken;
+  {
+    std::lock_guard lock(mutex_);
+    const Line::Class in = Line::class_of(*transfers.front());
+    for (const auto& transfer : transfers) line_.add(transfer);
+    for (auto one = hungry_.begin(); one != hungry_.end() && (several || woken.empty());) {
+      if (one->limit <= in) {
+        ++one;
+        continue;
+      }
+      woken.push_back(std::move(one->worker));
+      one = hungry_.erase(one);
+    }
+  }
+  for (const auto& worker : woken) worker->wake();
+}
+
+bool Queue::take(WorkBlock& block, Worker* hungry, const Transfer* only, Line::Class limit) {
+  while (true) {
+    std::shared_ptr<Transfer> transfer;
+    {
+      std::lock_guard lock(mutex_);
+      if (only) {
+        transfer = line_.find(*only);
+      } else if (line_.has_before(limit)) {
+        transfer = line_.front(limit);
+      }
+      if (!transfer) {
+        if (hungry) {
+          std::erase_if(hungry_, [&](const Hungry& one) { return one.worker.get() == hungry; });
+          hungry_.push_back({hungry->own(), limit});
+        }
+        return false;
+      }
+      bool exhausted = false;
+      const bool taken = transfer->take(block, exhausted);
+      block.in = line_.took(*transfer, taken ? block.planned.nbytes : 0, exhausted);
+      // The cursor no longer keeps the transfer going; a block, if there is one, still does.
+      const bool over = exhausted && transfer->release();
+      if (taken) return true;
+      if (!over) continue;
+    }
+    scheduler_.end(transfer);
+  }
+}
+
+bool Queue::is_over() const {
+  std::lock_guard lock(mutex_);
+  return stopping_ && line_.empty();
+}
+
+void Queue::stop() {
+  release();
+  for (auto& thread : threads_) thread.join();
+  std::lock_guard lock(mutex_);
+  threads_.clear();
+  hungry_.clear();
+  workers_.clear();
+}
+
+void Queue::abandon() {
+  for (auto& thread : threads_) thread.detach();
+  threads_.clear();
+}
+
+void Queue::release() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  for (auto& worker : workers_) worker->wake();
+}
+
+Lane::Lane(Scheduler& scheduler, uint64_t device)
+    : scheduler_(scheduler),
+      device_(device),
+      jobs_("tensorferry-job", max_helpers),
+      syncs_("tensorferry-job", max_helpers),
+      streams_("tensorferry-job", max_helpers) {}
+
+std::shared_ptr<Queue> Lane::queue() {
+  std::lock_guard lock(mutex_);
+  if (!queue_) queue_ = scheduler_.queue_for_a_lane();
+  return queue_;
+}
+
+std::shared_ptr<BouncePool> Lane::pool() {
+  std::lock_guard lock(mutex_);
+  if (!pool_ || pool_->replaced()) pool_ = BouncePool::of(device_);
+  return pool_;
+}
+
+void Lane::stop() {
+  for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->stop();
+  std::lock_guard lock(mutex_);
+  pool_.reset();  // whoever keeps a closed scheduler keeps no memory
+}
+
+void Lane::abandon() {
+  for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->abandon();
+}
+
+void Lane::release() {
+  for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->release();
+}
+
+}  // namespace tensorferry

@@ -1,0 +1,162 @@
+// What becomes of a call's items: which are moved as one, and which are refused.
+#include "transfer/items.h"
+
+#include <errno.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "scheduling.h"
+#include "transfer/plan.h"
+
+namespace tensorferry {
+namespace {
+
+class Call {
+ public:
+  explicit Call(bool write)
+      : write_(write), file_(open_file(path(write), write)), other_(open_file(path(true), true)) {}
+  ~Call() {
+    if (request_) {
+      request_->cancel();
+      request_->seal();
+    }
+    (void)scheduler_->close(milliseconds(60'000));
+  }
+
+  void add(uint64_t offset, uint64_t nbytes, bool other = false) {
+    const auto& file = other ? other_ : file_;
+    items_.push_back(
+        {file, file->lease(), {reinterpret_cast<uintptr_t>(memory_.data()), nbytes}, offset, items_.size()});
+  }
+
+  // How many items each transfer has, and which are refused.
+  std::vector<size_t> groups() const {
+    std::vector<size_t> found;
+    for (size_t index = 0; index < items_.size();) {
+      const size_t end = std::max(end_of_neighbours(items_, index, write_), index + 1);
+      found.push_back(end - index);
+      index = end;
+    }
+    return found;
+  }
+
+  Prepared prepared() {
+    if (request_) request_->seal();
+    request_ = std::make_shared<Request>(scheduler_, RequestOptions{.write = write_});
+    return prepare(items_, *scheduler_, request_);
+  }
+
+  std::vector<Item> items_;
+
+ private:
+  std::string path(bool written) {
+    auto name = directory_.file(written ? "written" : "read");
+    if (!written) {
+      auto file = open_file(name, true);
+      REQUIRE(::ftruncate(file->descriptor(), 1 << 20) == 0);
+    }
+    return name;
+  }
+
+  const bool write_;
+  TemporaryDirectory directory_;
+  std::vector<char> memory_ = std::vector<char>(1 << 20);
+  std::shared_ptr<Scheduler> scheduler_ = make("threads");
+  std::shared_ptr<File> file_, other_;
+  std::shared_ptr<Request> request_;
+};
+
+using Groups = std::vector<size_t>;
+
+}  // namespace
+
+TEST_CASE("small neighbours are joined, reads over gaps of 16 KiB, and writes only where they touch") {
+  for (const bool write : {false, true}) {
+    CAPTURE(write);
+    Call call(write);
+    call.add(0, 4096);
+    call.add(4096, 100);
+    call.add(4196 + (16 << 10), 100);
+    call.add(4296 + (32 << 10) + 1, 100);
+    CHECK(call.groups() == (write ? Groups{2, 1, 1} : Groups{3, 1}));
+  }
+}
+
+TEST_CASE("what is large, overlaps, goes back, has no bytes, or is of another file is moved by itself") {
+  Call call(false);
+  call.add(0, 100);
+  call.add(50, 100);                         // overlaps
+  call.add(0, 100);                          // goes back
+  call.add(100, 0);                          // has no bytes
+  call.add(100, Plan::min_straight_nbytes);  // is large
+  call.add(200, 100);
+  call.add(300, 100, true);  // is of another file
+  call.add(400, 100);
+  CHECK(call.groups() == Groups(8, 1));
+  call.items_[7].memory.location = Location{0, 0};
+  call.add(500, 100);
+  CHECK(call.groups() == Groups(9, 1));
+}
+
+TEST_CASE("joined items know their positions, and gaps between them have none") {
+  Call call(false);
+  call.add(8192, 100);
+  call.add(8192 + 200, 100);
+  std::swap(call.items_[0].position, call.items_[1].position);
+  const auto found = call.prepared();
+  REQUIRE(found.transfers.size() == 1);
+  const Transfer& transfer = *found.transfers.front();
+  CHECK(transfer.begin() == 8192);
+  CHECK(transfer.nbytes() == 300);
+  CHECK(transfer.index == 0);
+  CHECK(transfer.spec().positions == std::vector<size_t>{1, gap_position, 0});
+}
+
+TEST_CASE("of joined items that do not fit a file only those are refused that do not") {
+  Call call(false);
+  call.add((1 << 20) - 300, 100);
+  call.add((1 << 20) - 200, 100);
+  call.add((1 << 20) - 50, 100);
+  const auto found = call.prepared();
+  CHECK_FALSE(found.fault);
+  CHECK(found.transfers.size() == 2);
+  REQUIRE(found.refused.size() == 1);
+  CHECK(found.refused.front().first == 2);
+  CHECK(found.refused.front().second.end_of_file);
+}
+
+TEST_CASE("what is no single item's fault refuses all, and none for ever: they may be prepared again") {
+  Call call(true);
+  call.add(1, 100);  // an edge, which takes a second descriptor
+  call.add(0, 100, true);
+  if (!call.items_[0].file->direct()) return;
+  struct rlimit before;
+  REQUIRE(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+  const struct rlimit none{0, before.rlim_max};
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &none) == 0);
+  auto found = call.prepared();
+  CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
+  REQUIRE(found.fault);
+  CHECK(found.fault->error_number == EMFILE);
+  CHECK(found.refused.empty());
+  CHECK(found.transfers.empty());
+  found = call.prepared();
+  CHECK_FALSE(found.fault);
+  CHECK(found.transfers.size() == 2);
+}
+
+TEST_CASE("a closed file refuses its items, and no others") {
+  Call call(true);
+  call.add(0, 100);
+  call.add(0, 100, true);
+  call.items_[0].lease = {};
+  while (!call.items_[0].file->retire(milliseconds(1))) {
+  }
+  const auto found = call.prepared();
+  CHECK(found.transfers.size() == 1);
+  REQUIRE(found.refused.size() == 1);
+  CHECK(found.refused.front().first == 0);
+  CHECK(found.refused.front().second.error_number == EBADF);
+}
+
+}  // namespace tensorferry
