@@ -31,11 +31,12 @@ with open(f"{directory}/large", "wb") as file:
     file.truncate(large.nbytes)
 for name, call in calls.items():
     call()  # what is made once in the life of a process
-    if "new" in name:
-        os.unlink(f"{directory}/new")
-    os.access(f"begin {name}", os.F_OK)
-    call()
-    os.access("end", os.F_OK)
+    for _ in range(1 if name == "read a lot" else 5):
+        if "new" in name:
+            os.unlink(f"{directory}/new")
+        os.access(f"begin {name}", os.F_OK)
+        call()
+        os.access("end", os.F_OK)
 """
 
 
@@ -43,7 +44,10 @@ for name, call in calls.items():
 def calls_made(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[Counter[str], Counter[str]]]:
-    """What the calling thread, and what all threads, have called for each kind of transfer."""
+    """What the calling thread, and what all threads, have called for each kind of transfer.
+
+    Of several tries the one with the fewest calls: a thread that waits for another one's lock calls the kernel, too.
+    """
     strace = required.command("strace")
     directory = tmp_path_factory.mktemp("traced")
     log = directory / "log"
@@ -54,7 +58,7 @@ def calls_made(
     if ended.returncode != 0 and "ptrace" in ended.stderr:
         required.missing("tools", f"strace cannot trace here: {ended.stderr}")
     assert ended.returncode == 0, ended.stderr
-    found: dict[str, tuple[Counter[str], Counter[str]]] = {}
+    tries: dict[str, list[tuple[Counter[str], Counter[str]]]] = {}
     now: tuple[Counter[str], Counter[str]] | None = None
     main = ""
     for line in log.read_text(errors="replace").splitlines():
@@ -65,13 +69,14 @@ def calls_made(
             continue
         name = call.partition("(")[0]
         if name in ("access", "faccessat", "faccessat2") and '"begin ' in call:
-            now = found[call.partition('"begin ')[2].partition('"')[0]] = Counter(), Counter()
+            now = Counter(), Counter()
+            tries.setdefault(call.partition('"begin ')[2].partition('"')[0], []).append(now)
         elif name in ("access", "faccessat", "faccessat2") and '"end"' in call:
             now = None
         elif now is not None:
             now[0][name] += thread == main
             now[1][name] += 1
-    return found
+    return {kind: min(every, key=lambda one: one[0].total()) for kind, every in tries.items()}
 
 
 @pytest.mark.parametrize(("kind", "most"), [("write", 8), ("write a new file", 8), ("read", 6)])
