@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Behind these the interpreter looks whether a signal has come.
 _LOOKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION", "RESUME"}
-_LOOKS |= {"JUMP_BACKWARD", "JUMP_ABSOLUTE"}
+_JUMPS = {"JUMP_BACKWARD", "JUMP_ABSOLUTE"}
 
 
 @functools.cache
@@ -29,11 +29,14 @@ def _moments(code: CodeType) -> frozenset[int]:
     def handler_at(offset: int) -> int | None:
         return next((one.target for one in handlers if one.start <= offset < one.end), None)
 
-    return frozenset(
-        after.offset
-        for before, after in itertools.pairwise(dis.get_instructions(code))
-        if before.opname in _LOOKS and handler_at(before.offset) == handler_at(after.offset)
-    )
+    found = set()
+    for before, after in itertools.pairwise(dis.get_instructions(code)):
+        # What stands behind a jump is reached from elsewhere.
+        next_one = before.argval if before.opname in _JUMPS else after.offset
+        looks = before.opname in _LOOKS or before.opname in _JUMPS
+        if looks and handler_at(before.offset) == handler_at(next_one):
+            found.add(next_one)
+    return frozenset(found)
 
 
 def _name(code: CodeType) -> str:

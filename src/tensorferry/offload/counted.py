@@ -71,6 +71,7 @@ class Snapshot:
         self._params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         #: Whether parameters, or their ids, are among the values: what a step does may differ for each.
         self.knows_params = False
+        self._variables = list(_variables_of(type(optimizer)))
         self._note_places()
         for name, root in self._roots():
             self._note(name, root, 0)
@@ -127,7 +128,7 @@ class Snapshot:
                     deque,
                 ):
                     yield f"its class's attribute {name!r}", value
-        for name, place, key in _variables_of(type(self._optimizer)):
+        for name, place, key in self._variables:
             yield name, _variable(place, key)
 
     def _note(self, name: str, value: Any, depth: int) -> None:
@@ -186,7 +187,7 @@ class Snapshot:
             }
             if kept:
                 self._contents[id(kind)] = kind, kept
-        for _, place, name in _variables_of(type(self._optimizer)):
+        for _, place, name in self._variables:
             number = _variable(place, name)
             if isinstance(number, ATOMS):
                 self._numbers.append((place, name, number))

@@ -412,9 +412,8 @@ class Load:
         self._boxes = delivery.Boxes()
         # torch's reader commits each item before it asks for the next one, and planners that do something there may go
         # by that: Megatron's keeps the last item for it.
-        commit: Any = getattr(planner.commit_tensor, "__func__", None)
-        self._one_by_one = (
-            isinstance(planner, LoadPlanner) and commit is not DefaultLoadPlanner.commit_tensor
+        self._one_by_one = isinstance(planner, LoadPlanner) and (
+            getattr(planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor
         )
 
     def begin(self, item: Item, file: DataFile) -> Iterator[Want]:
