@@ -1207,7 +1207,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self._locked():
             residency = self._readable()
             self._settle_and_store(residency)
-            source = Mapped(self._store)
+            source = Mapped(self._store, self._copied())
             mapped = {
                 param: state_of(self._pieces[param], source) for param in self._params_with_state()
             }

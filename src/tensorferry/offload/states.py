@@ -119,11 +119,13 @@ class Mapped:
     """Fields of buckets as tensors mapped from the store: private copies that the system makes page by page.
 
     They stay as they are, whatever is stored later. Small ones share pages, and are copied: `torch.save` would write
-    the page with each, and refuses tensors of several dtypes in one.
+    the page with each, and refuses tensors of several dtypes in one. Copies are read, not mapped: a drive that fails
+    to read raises then, and would end the process as soon as a mapping is touched.
     """
 
-    def __init__(self, store: TensorStore) -> None:
+    def __init__(self, store: TensorStore, small: Copied) -> None:
         self._store = store
+        self._small = small
 
     def joined(
         self, pieces: Sequence[tuple[Bucket, Unit]], fields: Sequence[Field]
@@ -137,12 +139,7 @@ class Mapped:
             return torch.empty(0, dtype=fields[0].dtype, device="cpu")
         if len(pieces) > 1 or fields[0].nbytes >= PACKED_NBYTES:
             return torch.frombuffer(self._store.map(ranges), dtype=fields[0].dtype)
-        [(name, offset, nbytes)] = ranges
-        begin = offset // 4096 * 4096
-        page = torch.frombuffer(
-            self._store.map([(name, begin, offset + nbytes - begin)]), dtype=torch.uint8
-        )
-        return page[offset - begin :].clone().view(fields[0].dtype)
+        return self._small.joined(pieces, fields)
 
 
 class Copied:
