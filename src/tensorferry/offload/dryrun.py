@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # Some optimizers make state late: RAdam's variants and those that keep the last ten gradients.
-_STEPS = 12
+STEPS = 12
 
 # Steps of many operations are tried until state has been the same for so many.
 _MANY_OPERATIONS, _SETTLED_STEPS = 1000, 4
@@ -63,7 +63,7 @@ def dry_run(
     state_of: Callable[[], dict[Any, Any]],
     *,
     answer: bool = True,
-    steps: int = _STEPS,
+    steps: int = STEPS,
 ) -> Found | None:
     """Step one parameter, which has a gradient, without arithmetic.
 

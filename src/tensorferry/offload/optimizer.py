@@ -138,22 +138,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Let the methods of the optimizer itself act on what is offloaded, or raise."""
         own = weakref.ref(self)
 
-        def forwarded(name: str) -> Any:
+        def forwarded(name: str, *arguments: Any, **more: Any) -> Any:
             there = own()
             if there is None:
                 raise RuntimeError(
                     f"{name}(): the offloaded optimizer that this one was made into is gone"
                 )
-            return there._apply(name)
-
-        def of_this(name: str, *arguments: Any, **more: Any) -> Any:
-            there = own()
-            return None if there is None else getattr(there, name)(*arguments, **more)
+            if name in ("train", "eval"):
+                return there._apply(name)
+            return getattr(there, name)(*arguments, **more)
 
         inner = vars(self._inner)
         inner["step"] = refused_step
         for name in ("state_dict", "load_state_dict", "add_param_group"):
-            inner[name] = functools.partial(of_this, name)
+            inner[name] = functools.partial(forwarded, name)
         for name in ("train", "eval"):
             if callable(getattr(type(self._inner), name, None)):
                 inner[name] = functools.partial(forwarded, name)
@@ -340,12 +338,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         self._check_gradients()
         patterns = self._patterns_now()
-        if not self._at_home:
+        stays = patterns == self._patterns
+        if not self._at_home:  # there all parameters are stepped at once, and whole
             self._check_apart()
-        if patterns == self._patterns and not self._pieces_may_stay():
-            self._probe.forget()
-            self._patterns = []
-        if patterns != self._patterns:
+            if stays and not self._pieces_may_stay():
+                self._probe.forget()
+                stays = False
+        if not stays:
             self._plan_anew()
             self._patterns = patterns
 
@@ -371,12 +370,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for param, pieces in self._pieces.items()
             if pieces[0][1].stop is not None and (self._lender.alone or param.grad is not None)
         ]
-        tried: dict[Any, torch.Tensor] = {
+        if not cut:
+            return True
+        of_kind = {
             (self._shapes[param][0], param.dim(), param.dtype, attributes_of(param)): param
             for param in cut
         }
-        tried |= {number: cut[number % len(cut)] for number in ([self._steps] if cut else [])}
-        for param in dict.fromkeys(tried.values()):
+        for param in dict.fromkeys([*of_kind.values(), cut[self._steps % len(cut)]]):
             self._probe.note_begun({param: shape_of_state(self._pieces[param][0][1])})
             if not self._probe.acts_on_elements(param):
                 return False

@@ -30,7 +30,7 @@ from tensorferry.offload.counted import (
     reaches_tensor,
     same,
 )
-from tensorferry.offload.dryrun import MAX_COMPUTED, Found, dry_run, same_trace
+from tensorferry.offload.dryrun import MAX_COMPUTED, STEPS, Found, dry_run, same_trace
 from tensorferry.offload.errors import NotSeparableError
 from tensorferry.offload.lending import Lender, class_method
 from tensorferry.offload.plan import GRANULE, SMALL_NBYTES, flatten, local_of, names_in
@@ -167,8 +167,8 @@ class Probe:
     def acts_on_elements(self, param: torch.Tensor) -> bool:
         """Return whether the next step of a parameter may be done in pieces, as groups and state are now."""
         local = local_of(param)
-        whole = self._tried_dry(param, local.shape, local.stride(), steps=1)
-        piece = self._tried_dry(param, (GRANULE,), (1,), steps=1)
+        whole = self._tried_dry(param, local.shape, local.stride(), now=True)
+        piece = self._tried_dry(param, (GRANULE,), (1,), now=True)
         if whole is None or piece is None:  # it raises: so will the real step
             return True
         return whole.pointwise and piece.pointwise and same_trace(whole.trace, piece.trace)
@@ -195,9 +195,9 @@ class Probe:
         stride: Sequence[int],
         *,
         answer: bool = True,
-        steps: int | None = None,
+        now: bool = False,
     ) -> Found | None:
-        """Step a parameter of this shape without arithmetic: one that moves, or with ``steps`` as its group is now."""
+        """Step a parameter of this shape without arithmetic: one that moves, or one step as its group is ``now``."""
         target = self._lender.target_of(param)
         device = target.device if target.device.type == "cpu" else torch.device("meta")
         # Its memory is never touched, so that it takes none.
@@ -207,9 +207,8 @@ class Probe:
         ):  # on the device meta: no parameter of the user's can be there
             target = torch.nn.Parameter(data)
             target.__dict__.update(vars(param))
-        now = {} if steps is None else {"steps": steps}
         with self._lent(
-            {param: (target, data)}, only=[param], values=False, moving=steps is None
+            {param: (target, data)}, only=[param], values=False, moving=not now
         ) as optimizer:
             target.grad = torch.empty_like(data, dtype=_grad_dtype(param, target))
             with torch.device(data.device) if data.is_meta else contextlib.nullcontext():
@@ -218,7 +217,7 @@ class Probe:
                     target,
                     lambda: optimizer.state.get(target, {}),
                     answer=answer,
-                    **now,
+                    steps=1 if now else STEPS,
                 )
 
     def _stepped_alone(self, param: torch.Tensor) -> dict[Any, Any]:
@@ -344,8 +343,7 @@ class Probe:
         draws = Draws()
         try:
             together, apart = (
-                self._trial(params, each, powers=(0,), only=params, draws=True)
-                for each in ("together", how)
+                self._trial(params, each, now=True, draws=True) for each in ("together", how)
             )
             return same(together, apart) and not draws.were_made()
         except NotSeparableError:
@@ -360,11 +358,13 @@ class Probe:
         tried: Sequence[torch.Tensor],
         how: str,
         *,
-        powers: Sequence[int] = _POWERS,
-        only: Sequence[torch.Tensor] | None = None,
+        now: bool = False,
         draws: bool = False,
     ) -> list[Any]:
-        """Step parameters with small data; return what has become of them, step by step, and the values at the end."""
+        """Step parameters with small data; return what has become of them, step by step, and the values at the end.
+
+        It is one step of these alone, with groups as they are, if ``now``.
+        """
         make = torch.Generator().manual_seed(7)
         lent = {}
         for param in tried:
@@ -372,12 +372,11 @@ class Probe:
             shape = _shrunk(local.shape) if self._shrunk else tuple(local.shape)
             lent[param] = target, _of_magnitudes(_random(shape, target, make, 0.5))
         results: list[Any] = []
-        only = tried if self.gradients == "always" else only
-        now = powers is not _POWERS
+        only = tried if now or self.gradients == "always" else None
         with self._lent(lent, only, draws=draws, moving=not now) as optimizer:
             step = class_method(optimizer)
             all_params = [group["params"] for group in optimizer.param_groups]
-            for number, power in enumerate(powers):
+            for number, power in enumerate(_POWERS[:1] if now else _POWERS):
                 begin = Snapshot(optimizer)
                 grads = [
                     self._gradient(at, number, data, _grad_dtype(param, target), power, make)
@@ -524,7 +523,7 @@ class Probe:
                 for own.grad in grads if native else placed:
                     class_method(optimizer)()
                 state = _pytree.tree_leaves(dict(optimizer.state.get(own, {})))
-            results.append([_of_rank(each) for each in (own.detach(), *state)])
+            results.append([local_of(each) for each in (own.detach(), *state)])
         alike = torch.tensor(int(same(*results)), device=param.device)
         for dimension in range(mesh.ndim):
             group = mesh.get_group(dimension)
@@ -649,10 +648,6 @@ class Probe:
             snapshot.restore()
             if not draws:
                 drawn.undo()
-
-
-def _of_rank(leaf: Any) -> Any:
-    return local_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 class _Uniform(NamedTuple):

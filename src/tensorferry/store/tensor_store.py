@@ -615,8 +615,9 @@ class TensorStore:
                 return
             paths = [directory.path for directory in self._directories]
             remove(paths[0], manifests.PREVIOUS_NAME, sync=self._committed_sync)
+            is_anothers = not self._previous
             self._previous, self._has_previous = [], False
-            if self._has_committed:
+            if is_anothers and self._has_committed:
                 remove_others(paths, self._run, [])
             self._room.reclaim()
 
