@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import tensorferry
+from tensorferry import pipeline
 from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
 from tensorferry.checkpoint.storage import delivery, reading
 from tensorferry.checkpoint.storage import reader as reader_module
@@ -149,8 +150,8 @@ def small_sizes(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small sizes rows go straight to their places, and tensors lie in several runs and slabs."""
     if request.param:
         monkeypatch.setattr(reading, "RUN_NBYTES", 1 << 18)
-        monkeypatch.setattr(reading, "_AHEAD_NBYTES", 1 << 20)
-        monkeypatch.setattr(reading, "_MAX_TRANSFERS", 3)
+        monkeypatch.setattr(reading, "_MEMORY_NBYTES", 1 << 20)
+        monkeypatch.setattr(pipeline, "_MAX_FLYING", 3)
         monkeypatch.setattr(delivery, "_MIN_ROW_NBYTES", 512)
         monkeypatch.setattr(delivery, "_SLAB_NBYTES", 10_000)
 

@@ -165,7 +165,7 @@ def test_many_files_are_not_open_at_once(
 ) -> None:
     state = {f"t{k}": torch.full((k,), float(k)) for k in range(300)}
     save(state, directory, single_file_per_rank=False)
-    monkeypatch.setattr(reading, "_MAX_TRANSFERS", 4)
+    monkeypatch.setattr(reading, "_MAX_FILES", 4)
     most_open = 0
     real = reading.DataFile
 

@@ -22,6 +22,7 @@ from torch.fx.experimental import proxy_tensor
 
 import tensorferry.checkpoint
 import tensorferry.safetensors.torch
+from tensorferry import pipeline
 from tensorferry.offload import (
     MemoryBudgetError,
     WeightsMap,
@@ -849,14 +850,14 @@ def test_interrupted_at_any_moment_the_next_pass_is_right(directory: Path) -> No
     x = torch.randn(1, 600)
     wanted = whole(x)
     model = nn.Sequential(*[nn.Linear(600, 600) for _ in range(5)]).requires_grad_(False)
-    folder = streaming.__file__.rsplit("/", 1)[0]
+    sources = streaming.__file__.rsplit("/", 1)[0], pipeline.__file__
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     with stream_weights(model, directory, memory_budget="4MiB"):
         for number in itertools.count(1, 7):
-            with interrupts.At(number, folder, interrupt) as at, suppress(KeyboardInterrupt):
+            with interrupts.At(number, sources, interrupt) as at, suppress(KeyboardInterrupt):
                 model(x)
             assert torch.equal(model(x), wanted), at.happened_in
             if at.happened_in is None:

@@ -738,19 +738,17 @@ MUTANTS = [
     _mutant(
         "any-number-of-transfers-is-begun",
         "a save or load takes up to 64 MiB beside the state",
-        "src/tensorferry/checkpoint/storage/reading.py",
-        "            self._ahead_nbytes + nbytes > _AHEAD_NBYTES or len(self._transfers) >= _MAX_TRANSFERS\n",
-        "            False\n",
+        "src/tensorferry/pipeline.py",
+        "            if held_nbytes + read.memory_nbytes > self.memory_nbytes:\n",
+        "            if held_nbytes + read.memory_nbytes > 2**60:\n",
         "tests/checkpoint/test_reader.py::test_load_takes_little_memory[True-True]",
     ),
     _mutant(
         "who-fails-waits-for-nothing",
         "memory is the caller's again with the result",
         "src/tensorferry/checkpoint/storage/reading.py",
-        "            for file in self._files:\n                closing.callback(file.file.close)\n"
-        "            for transfer in self._transfers:\n"
-        "                closing.callback(transfer.future.exception)  # waits; the first failure is told\n",
-        "            pass\n",
+        "        self._pipeline.close()\n",
+        "        pass\n",
         "tests/checkpoint/test_reading.py::test_a_load_that_failed_touches_no_tensor_any_more",
     ),
     _mutant(

@@ -26,7 +26,7 @@ LEVELS = (
     ("calls",),
     ("replacement",),
     ("new_file",),
-    ("handles", "gds", "striped"),
+    ("handles", "gds", "striped", "pipeline"),
     ("files",),
     ("streams", "memory"),
     ("transfers",),

@@ -20,8 +20,8 @@ import torch
 
 import safetensors
 import tensorferry
-from tensorferry import StorageError
-from tensorferry.safetensors import SafetensorError, SliceError, ahead, opened, safe_open
+from tensorferry import StorageError, pipeline
+from tensorferry.safetensors import SafetensorError, SliceError, opened, safe_open
 from tensorferry.safetensors.dtypes import DTYPES
 from tests.safetensors.files import (
     assert_same,
@@ -309,7 +309,7 @@ def test_in_whatever_order_tensors_are_asked_for_they_are_the_files(
     many: tuple[pathlib.Path, dict[str, torch.Tensor]], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs in the order of the file, steps back, leaps, tensors asked for again, and writes to what was given."""
-    monkeypatch.setattr(ahead, "_AHEAD_NBYTES", 3 << 20)
+    monkeypatch.setenv("TENSORFERRY_READ_AHEAD", "3MiB")
     path, tensors = many
     order = random.Random(seed)
     with safe_open(path, "pt") as file:
@@ -350,7 +350,7 @@ def test_neighbours_are_read_ahead_and_only_they(
 
 def read_calls(file: Any) -> int:
     """Return how many tensors a handle has, or has on their way, that nobody asked for."""
-    return len(file._ahead._coming) if file._ahead else 0
+    return file._ahead.begun if file._ahead else 0
 
 
 def test_what_is_read_ahead_is_bounded_and_goes_with_the_handle(directory: pathlib.Path) -> None:
@@ -363,7 +363,7 @@ def test_what_is_read_ahead_is_bounded_and_goes_with_the_handle(directory: pathl
         for at in range(8):
             file.get_tensor(names[at])
             assert read_calls(file) * (8 << 20) <= 64 << 20
-        assert read_calls(file) == 8
+        assert read_calls(file) in (7, 8)  # one that is asked for may still be on its way
     descriptors = descriptors_of(path)
     files.pop().__exit__(None, None, None)
     assert descriptors_of(path) == descriptors // 2
@@ -375,7 +375,7 @@ def test_what_is_read_ahead_is_bounded_and_goes_with_the_handle(directory: pathl
 def test_a_tensor_that_is_larger_than_the_bound_is_not_read_ahead(
     many: tuple[pathlib.Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "_AHEAD_NBYTES", 1)
+    monkeypatch.setenv("TENSORFERRY_READ_AHEAD", "1")
     path, tensors = many
     with safe_open(path, "pt", direct="always") as file:
         for name in file.offset_keys():
@@ -533,18 +533,19 @@ def test_threads_that_take_get_each_tensor_once(
 
 
 def test_who_drops_a_loader_wants_no_more(faultfs: FaultFS) -> None:
-    """What is on its way ends; nothing else begins."""
+    """What is on its way is cancelled; nothing else begins."""
     tensors = {f"{at:02}": tensor_of(torch.uint8, (33 << 20) + at) for at in range(6)}
     path = saved(faultfs.path / "large", tensors)
     with counting(path) as read, safe_open(path, "pt", direct="always") as file:
         faultfs.order(Fault("read", hold=True))  # so that none ends before the loader is dropped
         loader = file.prefetch()
-        jobs = loader._jobs[:4]
+        begun = loader._pipeline.held
+        assert 2 <= len(begun) < 6
         del loader
         gc.collect()
         faultfs.release()
-        for job in jobs:
-            job.wait()
+        for read in begun:
+            read.cancel(wait=True)
         done = threading.Event()
         with tensorferry.open(path) as other:
             # Callbacks come by one thread, one after the other.
@@ -558,7 +559,7 @@ def test_who_drops_a_loader_wants_no_more(faultfs: FaultFS) -> None:
 def test_a_loader_that_is_closed_under_who_takes_says_so(path: pathlib.Path) -> None:
     with safe_open(path, "pt", direct="always") as file:
         loader = file.prefetch({name: None for name in file.keys() if "weight" in name})  # noqa: SIM118
-        job = loader._jobs[-1]
+        job = loader._pipeline.held[-1]
         wait = job.wait
 
         def closed_meanwhile() -> None:
@@ -577,7 +578,7 @@ def test_a_forked_child_has_no_loaders_of_its_parents(path: pathlib.Path) -> Non
         held, go_on = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with loader._lock:
+            with loader._pipeline.lock:
                 held.set()
                 go_on.wait()
 
@@ -606,7 +607,7 @@ def test_a_tensor_whose_taking_is_interrupted_can_be_taken_again(
     """With its bytes: arrays that were made and dropped have given back their pages."""
     name = "layers.1.weight"
     expected = tensors[name] if wanted is None else tensors[name][wanted]
-    source = str(pathlib.Path(opened.__file__).parent)
+    source = str(pathlib.Path(opened.__file__).parent), pipeline.__file__
 
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import tensorferry
+from tensorferry import pipeline
 from tensorferry.safetensors import checksums, plans
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.plans import load_files, tensor_parallel_plan
@@ -364,7 +365,7 @@ def test_interrupted_at_any_moment_it_goes_on(directory: Path) -> None:
         found = {}
         with load_files(paths, names, memory_budget="3MiB") as tensors:
             with (
-                interrupts.At(number, plans.__file__, interrupt) as at,
+                interrupts.At(number, (plans.__file__, pipeline.__file__), interrupt) as at,
                 suppress(KeyboardInterrupt),
             ):
                 for name, tensor in tensors:

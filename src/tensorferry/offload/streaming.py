@@ -12,7 +12,6 @@ import contextlib
 import math
 import sys
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from tensorferry.offload import scan
 from tensorferry.offload.absent import absent
 from tensorferry.offload.arena import ALIGN_NBYTES, Arena, rounded
 from tensorferry.offload.errors import MemoryBudgetError
+from tensorferry.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from tensorferry.offload.matching import Matched, Part
     from tensorferry.safetensors.sources import Stored
 
-# So much is asked of the drive ahead: requests take turns there, and what is wanted first should come first.
-_AHEAD_NBYTES = 128 << 20
 # Where torch's tensors begin. Kernels that find them elsewhere add in another order, and give other last bits.
 _TORCH_ALIGN_NBYTES = 64
 
@@ -54,7 +52,7 @@ class Weight:
     stays: bool = False
     at: int | None = None
     placed_to_stay: bool = False
-    readings: list[Future[Any]] = field(default_factory=list)
+    reading: _Reading | None = None
     param: nn.Parameter | None = None
     held: int = 0
     unused: bool = False  # since it was read
@@ -81,11 +79,6 @@ class Weight:
         """The memory it takes."""
         return rounded(self.read_nbytes)
 
-    @property
-    def on_its_way(self) -> bool:
-        """Whether a read of it has not ended."""
-        return not all(reading.done() for reading in self.readings)
-
     def check_place(self) -> None:
         """Raise RuntimeError where the model has something else than what stands for it."""
         for module, name in self.matched.places:
@@ -105,6 +98,22 @@ class Weight:
                 setattr(module, name, tensor)
             else:
                 module._parameters[name] = tensor  # type: ignore[assignment]
+
+
+class _Reading(Read):
+    """A weight on its way to its place."""
+
+    def __init__(self, streaming: Streaming, weight: Weight) -> None:
+        self.nbytes = weight.read_nbytes
+        self._streaming: Streaming | None = streaming
+        self._weight = weight
+
+    def begin(self) -> None:
+        assert self._streaming is not None
+        self.futures = []
+        for part in self._weight.parts:
+            self.futures.append(self._streaming.begin_part(self._weight, part))
+        self._streaming = None  # which has the pipeline that has this
 
 
 @dataclass
@@ -152,10 +161,9 @@ class Streaming:
         self._order = scan.Order(range(len(self._steps)))
         self._frontier = 0  # all steps before this position are here, or on their way
         self._idle: set[Weight] = set()  # have a place, are not held, and need not stay
-        self._flight: deque[Weight] = deque()
+        self._pipeline: Pipeline[_Reading] = Pipeline()
         self._held_steps: list[int] = []
         self._busy = False
-        self._generation = _core.fork_generation()
         total = sum(weight.nbytes for weight in weights)
         self._arena = Arena(min(budget_nbytes // ALIGN_NBYTES * ALIGN_NBYTES, total))
         self._memory = self._allocate()
@@ -163,18 +171,12 @@ class Streaming:
         self._side = cuda.Stream(device) if device.type == "cuda" else None
         if self._side is not None:  # whoever had this memory before
             self._side.wait_stream(cuda.current_stream(device))
-        self._files: dict[str, File] = {}
         self._plan()
 
     def __del__(self) -> None:
         """Be done with what is on its way: else all memory would stay until somebody begins another transfer."""
-        if sys.is_finalizing() or not hasattr(self, "_files") or self.is_of_parent:
-            return
-        for weight in self._flight:
-            for reading in weight.readings:
-                reading.cancel()
-        for file in self._files.values():
-            file.close()
+        if not sys.is_finalizing() and hasattr(self, "_pipeline"):
+            self._pipeline.close(wait=False)
 
     @property
     def memory_nbytes(self) -> int:
@@ -194,7 +196,7 @@ class Streaming:
     @property
     def is_of_parent(self) -> bool:
         """Whether fork() has come between."""
-        return self._generation != _core.fork_generation()
+        return self._pipeline.is_of_parent
 
     # A pass
 
@@ -245,7 +247,7 @@ class Streaming:
             self._need(weights)
             self._read_ahead()
             for weight in weights:
-                if weight.readings:
+                if weight.reading is not None:
                     self._finish(weight)
                 if weight.held == 1:
                     assert weight.param is not None
@@ -278,19 +280,17 @@ class Streaming:
         self._busy = True
         forked = self.is_of_parent
         for weight in self._weights if not forked else ():
-            for reading in weight.readings:
-                reading.cancel()
-        for file in self._files.values():
-            file.close()  # waits, also for what nobody knows of any more
+            if weight.reading is not None:  # the pipeline may not know it yet
+                weight.reading.cancel()
+        if forked:
+            for file in self._pipeline.files.values():
+                file.close()
+        self._pipeline.close()  # files wait, also for what nobody knows of any more
+        self._pipeline = Pipeline()
         for weight in self._weights:
-            if not forked:
-                _wait(weight.readings)
             weight.put(weight.away)
-            weight.param = weight.at = weight.event = None
-            weight.readings = []
+            weight.param = weight.at = weight.event = weight.reading = None
             weight.held = 0
-        self._files.clear()
-        self._flight.clear()
         self._idle.clear()
         self._held_steps.clear()
         self._arena.clear()
@@ -298,7 +298,6 @@ class Streaming:
         self._frontier = 0
         if forked and reopen:
             self._memory = self._allocate()
-        self._generation = _core.fork_generation()
         if not reopen:
             self._memory = torch.empty(0, dtype=torch.uint8)
         self._busy = False
@@ -351,7 +350,7 @@ class Streaming:
                         2 * (self._arena.taken_nbytes + weight.nbytes),
                     )
                 self._drop(max(here, key=lambda one: (not one.stays, self._distance(one))))
-            self._read(weight)
+            self._read(weight, _Reading(self, weight))
 
     def _read_ahead(self) -> None:
         """Begin to read what comes next, as far as there is room for it."""
@@ -362,10 +361,11 @@ class Streaming:
                 weight = self._weights[number]
                 if weight.at is not None:
                     continue
-                if self._in_flight_nbytes() >= _AHEAD_NBYTES or not self._find_place(weight):
+                reading = _Reading(self, weight)
+                if not self._pipeline.has_room(reading) or not self._find_place(weight):
                     return
                 try:
-                    self._read(weight)
+                    self._read(weight, reading)
                 except (OSError, MemoryError):
                     return  # nobody needs it yet: who does is told
             self._frontier += 1
@@ -395,29 +395,27 @@ class Streaming:
         distances = [self._order.distance(step) for step in weight.steps]
         return min((one for one in distances if one is not None), default=math.inf)
 
-    def _in_flight_nbytes(self) -> int:
-        while self._flight and not self._flight[0].on_its_way:
-            self._flight.popleft()
-        return sum(weight.nbytes for weight in self._flight if weight.on_its_way)
-
-    def _read(self, weight: Weight) -> None:
-        assert weight.at is not None
+    def _read(self, weight: Weight, reading: _Reading) -> None:
+        weight.reading = reading
         try:
-            for part in weight.parts:
-                begin = weight.at + part.at
-                place = self._memory[begin : begin + part.end - part.begin]
-                file = self._files.get(part.stored.path) or self._opened(part.stored)
-                with self._after_kernels():
-                    weight.readings.append(file.read_into(place, part.begin))
+            self._pipeline.begin(reading)
         except Exception:
             self._cancel(weight)
             self._give_back(weight)
             raise
         if not weight.held and not weight.stays:
             self._idle.add(weight)
-        self._flight.append(weight)
         weight.unused = not weight.held
         self.counters.read_nbytes += weight.read_nbytes
+
+    def begin_part(self, weight: Weight, part: Part) -> Future[Any]:
+        """Begin to read a part of a weight into its place."""
+        assert weight.at is not None
+        begin = weight.at + part.at
+        place = self._memory[begin : begin + part.end - part.begin]
+        file = self._pipeline.files.get(part.stored.path) or self._opened(part.stored)
+        with self._after_kernels():
+            return file.read_into(place, part.begin)
 
     def _opened(self, stored: Stored) -> File:
         file = tensorferry.open(stored.path)
@@ -426,7 +424,7 @@ class Streaming:
         except BaseException:
             file.close()
             raise
-        self._files[stored.path] = file
+        self._pipeline.files[stored.path] = file
         return file
 
     @contextlib.contextmanager
@@ -440,29 +438,30 @@ class Streaming:
 
     def _finish(self, weight: Weight) -> None:
         """Wait until a weight is here."""
+        reading = weight.reading
+        assert reading is not None
         try:
-            if weight.on_its_way:
-                began = time.perf_counter()
-                self.counters.waits += 1
-                try:
-                    _wait(weight.readings)
-                finally:
+            began = None if reading.done() else time.perf_counter()
+            try:
+                reading.wait()
+            finally:
+                if began is not None:
+                    self.counters.waits += 1
                     self.counters.wait_seconds += time.perf_counter() - began
-            for reading in weight.readings:
-                reading.result()
         except Exception:
             self._cancel(weight)
             self._give_back(weight)
             raise
-        weight.readings = []
+        weight.reading = None
+        self._pipeline.release(reading)
         self._make(weight)
 
     def _cancel(self, weight: Weight) -> None:
         """Have nothing of a weight on its way."""
-        for reading in weight.readings:
-            reading.cancel()
-        _wait(weight.readings)
-        weight.readings = []
+        if weight.reading is not None:
+            weight.reading.cancel(wait=True)
+            self._pipeline.release(weight.reading)
+            weight.reading = None
 
     def _make(self, weight: Weight) -> None:
         assert weight.at is not None
@@ -506,10 +505,3 @@ class Streaming:
         self._idle.discard(weight)
         self._arena.give_back(weight)
         weight.at = None
-
-
-def _wait(readings: list[Future[Any]]) -> None:
-    """Return when all have ended, however."""
-    for reading in readings:
-        with contextlib.suppress(Exception):
-            reading.exception()

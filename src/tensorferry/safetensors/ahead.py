@@ -10,38 +10,59 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tensorferry import _core
+from tensorferry.pipeline import Pipeline, Read, read_ahead_nbytes
 from tensorferry.safetensors.loading import Coming, Source, begin_bytes
 from tensorferry.safetensors.version import Version
 
 if TYPE_CHECKING:
-    from tensorferry.futures import Future
     from tensorferry.safetensors.frameworks import Framework
     from tensorferry.safetensors.header import Tensor
 
-# What is on its way, or there and not asked for: at most so much, and as much as was asked for in order so far.
-_AHEAD_NBYTES = 64 << 20
+# Read ahead at most, beside a limit of bytes: as many as were asked for in order so far, up to the read-ahead.
 _AHEAD_TENSORS = 64
 # Threads that share a handle ask for neighbours in any order. What lies further back is not asked for any more.
 _BEHIND_TENSORS = 8
+
+
+class _Next(Read):
+    """A tensor that follows."""
+
+    def __init__(self, source: Source, tensor: Tensor, framework: Framework) -> None:
+        self.nbytes = tensor.nbytes
+        self.coming: Coming | None = None
+        self._what = source, tensor, tensor.begin, tensor.end, framework
+
+    def begin(self) -> None:
+        self.coming = begin_bytes(*self._what)
+        self.futures = () if self.coming.future is None else (self.coming.future,)
 
 
 class Ahead:
     """What of one file comes next, for a framework. Any number of threads may use it; a forked child needs its own."""
 
     def __init__(self, source: Source, framework: Framework) -> None:
-        self.generation = _core.fork_generation()
         self._source = source
         self._framework = framework
         self._lock = threading.RLock()  # who handles a signal may ask for a tensor, too
         self._tensors: list[Tensor] = []  # in their order, once two of them were asked for
         self._places: dict[str, int] = {}
         self._first: Tensor | None = None
-        self._coming: dict[int, Coming] = {}  # by place
+        self._pipeline: Pipeline[_Next] = Pipeline()
+        self._coming: dict[int, _Next] = {}  # by place; perhaps not begun
         self._version: Version | None = None  # of the file, when the first of them was begun
         self._next = -1  # the place behind the last that was asked for
         self._run_nbytes = 0  # asked for in order
         self._closed = False
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether fork() has come between."""
+        return self._pipeline.is_of_parent
+
+    @property
+    def begun(self) -> int:
+        """How many tensors are here, or on their way, that nobody has asked for."""
+        return sum(read.begun for read in self._coming.values())
 
     def bytes(self, tensor: Tensor) -> Any:
         """Return a tensor's bytes, which nobody else gets unless they are mapped."""
@@ -59,14 +80,18 @@ class Ahead:
     def _in_turn(self, tensor: Tensor, place: int) -> Coming:
         if self._coming and self._version != Version.of(self._source.file):
             self._drop()  # it has been written to: who asks now gets what there is now
-        coming = self._coming.pop(place, None)
-        in_order = coming is not None or place == self._next
+        read = self._coming.pop(place, None)
+        in_order = read is not None or place == self._next
         if not in_order:
             self._drop()
-        self._next = place + 1 if coming is None else max(self._next, place + 1)
+        self._next = place + 1 if read is None else max(self._next, place + 1)
         self._run_nbytes += tensor.nbytes
-        if coming is None:
-            coming = self._begin(tensor)
+        read = read or _Next(self._source, tensor, self._framework)
+        if not read.begun:
+            self._pipeline.begin(read)
+        self._pipeline.release(read)
+        coming = read.coming
+        assert coming is not None
         if in_order and coming.future is not None:
             self._go_ahead(place)
         return coming
@@ -84,18 +109,16 @@ class Ahead:
         """Let go of what nobody has asked for, and read no more ahead; ``wait``: until memory and file are free."""
         with self._lock:
             self._closed = True
-            dropped = self._drop()
-        for future in dropped if wait else ():
-            with contextlib.suppress(Exception):
-                future.exception()
+            pipeline = self._drop()
+        if wait:
+            pipeline.close()
 
-    def _drop(self) -> list[Future[Any]]:
-        dropped, self._coming = self._coming, {}
+    def _drop(self) -> Pipeline[_Next]:
+        dropped, self._pipeline = self._pipeline, Pipeline()
+        self._coming = {}
         self._run_nbytes = 0
-        futures = [coming.future for coming in dropped.values() if coming.future is not None]
-        for future in futures:
-            future._abandon()
-        return futures
+        dropped.close(wait=False)
+        return dropped
 
     def _go_ahead(self, place: int) -> None:
         if min(self._coming, default=place) < place - _BEHIND_TENSORS:
@@ -104,19 +127,17 @@ class Ahead:
             return
         if not self._coming:
             self._version = Version.of(self._source.file)
-        room = min(_AHEAD_NBYTES, self._run_nbytes)
-        room -= sum(self._tensors[at].nbytes for at in tuple(self._coming))
+        pipeline = self._pipeline
+        pipeline.memory_nbytes = min(read_ahead_nbytes(), self._run_nbytes)
         for at in range(place + 1, min(place + 1 + _AHEAD_TENSORS, len(self._tensors))):
-            if at in self._coming:
-                continue
             tensor = self._tensors[at]
-            room -= tensor.nbytes
-            if room < 0:
-                return
-            try:
-                self._coming[at] = self._begin(tensor)
-            except Exception:  # who asks for it will meet it
-                return
+            if tensor.nbytes > pipeline.memory_nbytes:
+                break
+            if at not in self._coming:
+                self._coming[at] = _Next(self._source, tensor, self._framework)
+                pipeline.add(self._coming[at])
+        with contextlib.suppress(Exception):  # who asks for it will meet it
+            pipeline.advance()
 
     def _begin(self, tensor: Tensor) -> Coming:
         return begin_bytes(self._source, tensor, tensor.begin, tensor.end, self._framework)

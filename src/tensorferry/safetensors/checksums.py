@@ -12,13 +12,13 @@ import errno
 import json
 import os
 import pathlib
-from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import tensorferry
 from tensorferry._core import crc32
 from tensorferry.checksums import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES, Checksums
 from tensorferry.errors import StorageError
+from tensorferry.pipeline import Pipeline, Read
 from tensorferry.replacement import Replacement
 from tensorferry.safetensors import header, small
 from tensorferry.safetensors.errors import SafetensorError, shortened
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tensorferry.files import File
-    from tensorferry.futures import Future
 
 SUFFIX = ".crc32"
 
@@ -38,7 +37,7 @@ CHUNK_NBYTES = 256 << 10
 """What is read too much, at most, at each end of a part that is verified."""
 
 _VERSION = 1
-_BATCH_NBYTES, _BATCHES = 32 << 20, 2  # on their way at a time; nothing of them comes to Python
+_BATCH_NBYTES = 32 << 20  # read at a time; nothing of it comes to Python
 _CRC_DIGITS = 8
 _OTHER_NBYTES = 4096  # of the JSON, beside the chunks' digits
 
@@ -227,44 +226,48 @@ def chunk_crcs(
         Of its chunks, or why it cannot be read; what cannot be read is narrowed down to chunks.
     """
     batch_nbytes = max(1, _BATCH_NBYTES // chunk_nbytes) * chunk_nbytes
-    ahead: deque[_Batch] = deque()
-    for begin in range(0, nbytes, batch_nbytes):
-        ahead.append(_started(file, begin, min(begin + batch_nbytes, nbytes), chunk_nbytes))
-        if len(ahead) >= _BATCHES:
-            yield from _ended(file, ahead.popleft(), chunk_nbytes)
-    while ahead:
-        yield from _ended(file, ahead.popleft(), chunk_nbytes)
+    batches = (
+        _Batch(file, begin, min(begin + batch_nbytes, nbytes), chunk_nbytes)
+        for begin in range(0, nbytes, batch_nbytes)
+    )
+    with Pipeline(batches) as pipeline:
+        for batch in iter(pipeline.first, None):
+            yield from batch.crcs()
+            pipeline.release(batch)
 
 
-class _Batch(NamedTuple):
-    begin: int
-    end: int
-    sums: Checksums
-    future: Future[object]
+class _Batch(Read):
+    """Chunks next to each other."""
 
+    def __init__(self, file: File, begin: int, end: int, chunk_nbytes: int) -> None:
+        self.nbytes = end - begin
+        self._file = file
+        self._range = begin, end
+        self._chunk_nbytes = chunk_nbytes
+        self._sums = Checksums(chunk_nbytes)
 
-def _started(file: File, begin: int, end: int, chunk_nbytes: int) -> _Batch:
-    sums = Checksums(chunk_nbytes)
-    # A number is passed over, but for its checksums; there must be an array, if one of no bytes.
-    wanted: list[int | bytearray] = [end - begin, bytearray()]
-    return _Batch(begin, end, sums, file.read_into(wanted, begin, checksums=sums))
+    def begin(self) -> None:
+        # A number is passed over, but for its checksums; there must be an array, if one of no bytes.
+        wanted: list[int | bytearray] = [self.nbytes, bytearray()]
+        self.futures = (self._file.read_into(wanted, self._range[0], checksums=self._sums),)
 
-
-def _ended(
-    file: File, batch: _Batch, chunk_nbytes: int
-) -> Iterator[tuple[int, int, list[int] | OSError]]:
-    try:
-        batch.future.result()
-    except OSError as error:
-        count = -(-(batch.end - batch.begin) // chunk_nbytes)
-        if count <= 1:
-            yield batch.begin, batch.end, error
-            return
-        middle = batch.begin + count // 2 * chunk_nbytes
-        for begin, end in ((batch.begin, middle), (middle, batch.end)):
-            yield from _ended(file, _started(file, begin, end, chunk_nbytes), chunk_nbytes)
-    else:
-        yield batch.begin, batch.end, batch.sums.chunks
+    def crcs(self) -> Iterator[tuple[int, int, list[int] | OSError]]:
+        begin, end = self._range
+        chunk_nbytes = self._chunk_nbytes
+        try:
+            self.wait()
+        except OSError as error:
+            count = -(-self.nbytes // chunk_nbytes)
+            if count <= 1:
+                yield begin, end, error
+                return
+            middle = begin + count // 2 * chunk_nbytes
+            for part in ((begin, middle), (middle, end)):
+                batch = _Batch(self._file, *part, chunk_nbytes)
+                batch.begin()
+                yield from batch.crcs()
+        else:
+            yield begin, end, self._sums.chunks
 
 
 def _changed(path: str) -> SafetensorError:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tensorferry import _core
+from tensorferry.pipeline import Pipeline, Read
 from tensorferry.safetensors.ahead import Ahead
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize_of, nbytes_of
@@ -21,7 +18,6 @@ from tensorferry.safetensors.loading import (
     checked_direct,
     load_tensor,
     path_of,
-    wait,
 )
 from tensorferry.safetensors.slicing import (
     WINDOW_NBYTES,
@@ -40,12 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from types import TracebackType
 
-    from tensorferry.futures import Future
     from tensorferry.safetensors.header import Tensor
 
-# What a prefetch has on its way at a time, in loads of neighbours of so many bytes, or of one tensor.
-_LOAD_NBYTES = 64 << 20
-_LOADS_AHEAD = 4
+# What a prefetch reads at a time: neighbours of so many bytes, or one tensor.
+_LOAD_NBYTES = 32 << 20
 
 
 class TensorMeta:
@@ -158,7 +152,7 @@ class safe_open:  # noqa: N801
         ahead = self._ahead
         if ahead is None:
             raise SafetensorError("File is closed")  # by another thread, just now
-        if ahead.generation != _core.fork_generation():
+        if ahead.is_of_parent:
             # What a forked child's parent reads is not its own.
             self._ahead = ahead = Ahead(source, framework)
         data = ahead.bytes(tensor)
@@ -229,7 +223,7 @@ class safe_open:  # noqa: N801
 
     def _end_ahead(self, *, wait: bool) -> None:
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.generation == _core.fork_generation():
+        if ahead is not None and not ahead.is_of_parent:
             ahead.close(wait=wait)
 
     def __repr__(self) -> str:
@@ -367,29 +361,37 @@ def _picked_from_file(
     data = framework.empty(nbytes_of(selection.shape, itemsize))
     result = framework.plain(data, itemsize, selection.shape)
     rows = result.reshape(-1, *selection.shape[split:])
-
-    def deliver(batch: list[Window], slab: Any, future: Future[Any]) -> None:
-        wait(future)
-        elements = framework.plain(slab, itemsize, (slab.shape[0] // itemsize,))
-        at = 0
-        for window in batch:
-            wanted = (positions[split][window.first : window.stop], *positions[split + 1 :])
-            rows[window.row, window.first : window.stop] = _picked(
-                elements, wanted, strides[split:], at, framework
-            )
-            at += window.nbytes // itemsize
-
-    before: tuple[list[Window], Any, Future[Any]] | None = None
-    for batch in _batches(plan.windows):
-        slab = framework.empty(sum(window.nbytes for window in batch))
-        segments, begin = _segments(batch, slab)
-        future = source.file.read_into(segments, tensor.begin + begin)
-        if before is not None:
-            deliver(*before)
-        before = batch, slab, future
-    if before is not None:
-        deliver(*before)
+    slabs = (_Slab(source, tensor, batch, framework) for batch in _batches(plan.windows))
+    with Pipeline(slabs, memory_nbytes=2 * WINDOW_NBYTES) as pipeline:
+        for slab in pipeline:
+            elements = framework.plain(slab.data, itemsize, (slab.nbytes // itemsize,))
+            at = 0
+            for window in slab.windows:
+                wanted = (positions[split][window.first : window.stop], *positions[split + 1 :])
+                rows[window.row, window.first : window.stop] = _picked(
+                    elements, wanted, strides[split:], at, framework
+                )
+                at += window.nbytes // itemsize
     return result
+
+
+class _Slab(Read):
+    """Windows that are read together."""
+
+    def __init__(
+        self, source: Source, tensor: Tensor, windows: list[Window], framework: Framework
+    ) -> None:
+        self.windows = windows
+        self.nbytes = sum(window.nbytes for window in windows)
+        self.data: Any = None
+        self._source = source
+        self._tensor = tensor
+        self._framework = framework
+
+    def begin(self) -> None:
+        self.data = self._framework.empty(self.nbytes)
+        segments, begin = _segments(self.windows, self.data)
+        self.futures = (self._source.file.read_into(segments, self._tensor.begin + begin),)
 
 
 def _batches(windows: Iterator[Window]) -> Iterator[list[Window]]:
@@ -438,18 +440,15 @@ def _picked(
 class PrefetchLoader:
     """Tensors of a file that are on their way; made by :meth:`safe_open.prefetch`. Any number of threads may use it.
 
-    Each tensor is handed out once, by :meth:`take` or by iterating. At most 256 MiB, or four tensors if these are
-    larger, are on their way at a time; what has come stays here until it is taken, or this is closed.
+    Each tensor is handed out once, by :meth:`take` or by iterating. At most 64 MiB, or two tensors if these are larger,
+    are on their way at a time (the environment variable TENSORFERRY_READ_AHEAD); what has come stays here until it is
+    taken, or this is closed.
     """
 
     def __init__(
         self, source: Source, plan: Mapping[str, Any] | None, framework: Framework
     ) -> None:
         self._source = source
-        self._framework = framework
-        self._lock = threading.RLock()
-        self._closed = False
-        self._generation = _core.fork_generation()
         tensors = source.header.tensors
         if plan is None:
             plan = dict.fromkeys(tensors)
@@ -463,11 +462,10 @@ class PrefetchLoader:
         wanted.sort(key=lambda tensor: (tensor.begin, tensor.end))
         self._names = [tensor.name for tensor in wanted]
         self._left = dict.fromkeys(self._names)  # an ordered set: what was not handed out
-        self._jobs = [_Job(source, group, plan, framework) for group in _groups(wanted, plan)]
-        self._job_of = {name: job for job in self._jobs for name in job.names}
-        self._waiting = deque(self._jobs)
-        self._begun: list[_Job] = []
-        self._advance()
+        jobs = [_Job(source, group, plan, framework) for group in _groups(wanted, plan)]
+        self._job_of = {name: job for job in jobs for name in job.names}
+        self._pipeline = Pipeline(jobs, by_itself=True)
+        self._pipeline.advance()
 
     def names(self) -> list[str]:
         """Return the names that are, or were, handed out, in the order of their bytes."""
@@ -486,8 +484,9 @@ class PrefetchLoader:
         StorageError
             It could not be read.
         """
-        self._check_process()
-        with self._lock:
+        pipeline = self._pipeline
+        pipeline.check_process("this loader")
+        with pipeline.lock:
             self._check_open()
             job = self._job_of.get(name)
             if job is None:
@@ -500,12 +499,15 @@ class PrefetchLoader:
                 )
             del self._left[name]
         try:
-            self._advance(job)
+            with pipeline.lock:
+                self._check_open()
+                if not job.begun:
+                    pipeline.begin(job)
             job.wait()
             self._check_open()
             return job.take(name)
         except BaseException:
-            with self._lock:
+            with pipeline.lock:
                 if job.has(name):
                     self._left[name] = None  # Ctrl-C: to be taken again
                 self._check_open()  # what was cancelled by closing says so
@@ -514,31 +516,24 @@ class PrefetchLoader:
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Return names and tensors that were not taken yet, in the order of their bytes."""
         for name in self._names:
-            self._check_process()
-            with self._lock:
+            self._pipeline.check_process("this loader")
+            with self._pipeline.lock:
                 self._check_open()
                 if name not in self._left:
                     continue
             try:
                 tensor = self.take(name)
             except SafetensorError:
-                if name in self._left or self._closed:
+                if name in self._left or self._pipeline.closed:
                     raise
                 continue  # another thread took it meanwhile
             yield name, tensor
 
     def close(self) -> None:
         """Stop loading, and let go of what was not taken. What was taken stays."""
-        if self._generation != _core.fork_generation():
-            return
-        with self._lock:
-            self._closed = True
-            self._waiting.clear()
-            begun, self._begun = self._begun, []
+        self._pipeline.close(wait=False)
+        if self._pipeline.closed:
             self._job_of.clear()
-            self._jobs.clear()
-        for job in begun:
-            job.cancel()
 
     def __enter__(self) -> PrefetchLoader:
         return self
@@ -551,41 +546,12 @@ class PrefetchLoader:
     ) -> None:
         self.close()
 
-    def _check_process(self) -> None:
-        # A forked child cannot have the lock either, if another thread had it.
-        if self._generation != _core.fork_generation():
-            raise RuntimeError(
-                "this loader was made before fork(): its parent process reads (remedy: make one here)"
-            )
-
     def _check_open(self) -> None:
-        if self._closed:
+        if self._pipeline.closed:
             raise SafetensorError("prefetch loader closed", self._source.path)
 
-    def _advance(self, wanted: _Job | None = None) -> None:
-        """Begin as many loads as may be on their way, and one that is waited for."""
-        with self._lock:
-            self._begun = [job for job in self._begun if not job.done()]
-            if wanted is not None and not wanted.begun:
-                self._check_open()
-                with contextlib.suppress(ValueError):  # Ctrl-C has left it nowhere
-                    self._waiting.remove(wanted)
-                self._begin(wanted)
-            while self._waiting and len(self._begun) < _LOADS_AHEAD:
-                self._begin(self._waiting.popleft())
 
-    def _begin(self, job: _Job) -> None:
-        job.begin()
-        if not job.done():
-            self._begun.append(job)
-            future = job.future
-            assert future is not None
-            # It does not keep the loader: who drops it wants no more.
-            advance = weakref.WeakMethod(self._advance)
-            future.add_done_callback(lambda _: (method := advance()) and method())
-
-
-class _Job:
+class _Job(Read):
     """A part of a prefetch: whole neighbours, or something of one tensor."""
 
     def __init__(
@@ -596,7 +562,7 @@ class _Job:
         framework: Framework,
     ) -> None:
         self.names = [tensor.name for tensor in tensors]
-        self.begun = False
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
         self._source = source
         self._tensors = tensors
         self._framework = framework
@@ -610,33 +576,23 @@ class _Job:
             if self._index is not None:
                 select(self._index, shape, source.path, tensor.name)
 
-    @property
-    def future(self) -> Future[Any] | None:
-        """The transfer, when it has begun and is one."""
-        return None if self._coming is None else self._coming.future
-
     def begin(self) -> None:
         """Begin to load; what goes wrong is told to who waits."""
         try:
             if self._index is None:
                 load = Load(self._source, self._tensors, self._framework)
-                self._coming = Coming(load.future, load.result)
+                coming = Coming(load.future, load.result)
             else:
-                self._coming = begin_slice(
-                    self._source, self._tensors[0], self._index, self._framework
-                )
+                coming = begin_slice(self._source, self._tensors[0], self._index, self._framework)
+            self._coming = coming
+            self.futures = () if coming.future is None else (coming.future,)
         except Exception as error:
             self._refusal = error
-        self.begun = True
-
-    def done(self) -> bool:
-        return self.future is None or self.future.done()
 
     def wait(self) -> None:
         if self._refusal is not None:
             raise self._refusal
-        if self.future is not None:
-            self.future.result()  # others may wait for it as well
+        super().wait()  # others may wait for it as well
 
     def take(self, name: str) -> Any:
         """Return one of the tensors, when all have come."""
@@ -648,6 +604,7 @@ class _Job:
                     self.wait()
                 coming, self._coming = self._coming, None
                 assert coming is not None
+                self.futures = ()  # they keep the memory
                 arrays = coming.result()
                 self._arrays = arrays if self._index is None else {name: arrays}
             return self._arrays.pop(name)
@@ -655,10 +612,6 @@ class _Job:
     def has(self, name: str) -> bool:
         """Return whether the tensor has not been taken, whatever keeps it from coming."""
         return self._arrays is None or name in self._arrays
-
-    def cancel(self) -> None:
-        if self.future is not None:
-            self.future.cancel()
 
 
 def _groups(tensors: list[Tensor], plan: Mapping[str, Any]) -> Iterator[list[Tensor]]:

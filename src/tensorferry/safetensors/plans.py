@@ -18,15 +18,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
 from tensorferry import _core
 from tensorferry.checksums import Checksums
+from tensorferry.pipeline import Pipeline, Read
 from tensorferry.safetensors import checksums
 from tensorferry.safetensors.dtypes import numpy_dtype, torch_dtype, torch_shape
 from tensorferry.safetensors.errors import SafetensorError, shortened
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tensorferry.files import File
-    from tensorferry.futures import Future
     from tensorferry.safetensors.checksums import FileChecksums
     from tensorferry.safetensors.sources import Source, Stored
 
@@ -53,8 +52,6 @@ _GROUP_PARTS = 1024
 _GAP_NBYTES = 64 << 10
 # Rows from here on are read one by one: their first and last pages are less than a tenth more.
 _LONG_ROW_NBYTES = 10 * 2 * _PAGE_NBYTES
-# So much is asked of the drive ahead, where the budget allows: requests take turns, and what is first should come so.
-_AHEAD_NBYTES = 128 << 20
 
 _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 
@@ -138,7 +135,9 @@ def load_files(
             )
     paths = {part.stored.path: part.stored.file_nbytes for part in parts} if verify else {}
     kept = {path: checksums.read(path, file_nbytes) for path, file_nbytes in paths.items()}
-    return Tensors(_groups(parts, min(budget_nbytes, _GROUP_NBYTES)), budget_nbytes, kept)
+    shared = _Files(kept)
+    groups = _groups(parts, min(budget_nbytes, _GROUP_NBYTES), shared)
+    return Tensors(groups, budget_nbytes, shared)
 
 
 def tensor_parallel_plan(
@@ -199,56 +198,36 @@ def tensor_parallel_plan(
 
 
 class Tensors(Iterator[tuple[str, Any]]):
-    """The tensors of :func:`load_files`. Close it, or use it in a ``with`` block, where it is not read to its end.
+    """The tensors of :func:`load_files`. Close it, or use it in a ``with`` block, where it is not read to its end."""
 
-    Attributes
-    ----------
-    nbytes_read : int
-        How much has been asked of the files so far.
-    """
-
-    def __init__(
-        self,
-        groups: list[_Group],
-        budget_nbytes: int,
-        sums: Mapping[str, FileChecksums],
-    ) -> None:
-        self.nbytes_read = 0
-        self._sums = sums
-        self._groups = groups
-        self._budget_nbytes = budget_nbytes
-        self._first = 0  # group that has something to give
-        self._next = 0  # group to begin
-        self._flying = 0  # group that may not be there yet; all before are
-        # Of each group, what all before it take.
-        costs = (group.cost_nbytes for group in groups)
-        self._before_nbytes = list(itertools.accumulate(costs, initial=0))
+    def __init__(self, groups: list[_Group], budget_nbytes: int, files: _Files) -> None:
+        self._pipeline = Pipeline(groups, memory_nbytes=budget_nbytes)
+        self._pipeline.files = files.opened
+        self._files = files
         self._ready: tuple[_Group, int, str, Any] | None = None
-        self._files: dict[tuple[str, bool], File] = {}
-        self._closed = False
-        self._lock = threading.RLock()
-        self._generation = _core.fork_generation()
+
+    @property
+    def nbytes_read(self) -> int:
+        """How much has been asked of the files so far."""
+        return self._pipeline.nbytes_read
 
     def __iter__(self) -> Tensors:
         return self
 
     def __next__(self) -> tuple[str, Any]:
-        if self._generation != _core.fork_generation():
-            raise RuntimeError(
-                "these tensors were begun before fork(): they are read by the parent process"
-            )
-        with self._lock:
-            if self._closed:
+        pipeline = self._pipeline
+        pipeline.check_process("this iterator over tensors")
+        with pipeline.lock:
+            if pipeline.closed:
                 raise StopIteration
             # Ctrl-C may come between any two of these: what is done twice then has the same result.
             try:
                 if self._ready is None:
-                    self._pass_over_given()
-                    self._begin_groups()
-                    if self._first == len(self._groups):
+                    self._go_on()
+                    if (oldest := pipeline.first()) is None:
                         self.close()
                         raise StopIteration
-                    self._ready = self._taken()
+                    self._ready = oldest.taken()
             except Exception:
                 self.close()
                 raise
@@ -256,27 +235,24 @@ class Tensors(Iterator[tuple[str, Any]]):
             group.parts[index].memory = None
             group.given = index + 1
             with contextlib.suppress(Exception):  # the next call meets it again
-                self._pass_over_given()
-                self._begin_groups()
+                self._go_on()
             self._ready = None
             return name, tensor
 
+    def _go_on(self) -> None:
+        """Release what has been given, and begin what there is room for."""
+        pipeline = self._pipeline
+        before = pipeline.oldest
+        while (group := pipeline.oldest) is not None and group.given == len(group.parts):
+            pipeline.release(group)
+        pipeline.advance()
+        if pipeline.oldest is not before:
+            self._files.close_all_but(group.path for group in pipeline.held)
+
     def close(self) -> None:
         """End what is on its way, wait for it, and close the files."""
-        if self._generation != _core.fork_generation():
-            return
-        with self._lock:
-            self._closed = True
-            self._cancel()
-            for file in self._files.values():
-                file.close()
-            for group in self._groups:
-                for future in group.futures:
-                    with contextlib.suppress(Exception):
-                        future.exception()
-            self._files.clear()
-            self._groups = []
-            self._ready = None
+        self._pipeline.close()
+        self._ready = None
 
     def __enter__(self) -> Tensors:
         return self
@@ -289,65 +265,28 @@ class Tensors(Iterator[tuple[str, Any]]):
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_groups", None) and self._generation == _core.fork_generation():
-            self._cancel()  # the core keeps memory and files until it has done
 
-    def _cancel(self) -> None:
-        for group in self._groups[self._first : self._next]:
-            for future in group.futures:
-                future.cancel()
+class _Files:
+    """Files that groups read, open as long as one of them does, and their checksums."""
 
-    def _taken(self) -> tuple[_Group, int, str, Any]:
-        group = self._groups[self._first]
-        for future in group.futures:
-            future.result()
-        part = group.parts[group.given]
-        return group, group.given, part.stored.tensor.name, part.finished()
+    def __init__(self, sums: Mapping[str, FileChecksums]) -> None:
+        self.sums = sums
+        self.opened: dict[Any, File] = {}
 
-    def _pass_over_given(self) -> None:
-        while self._first < self._next:
-            group = self._groups[self._first]
-            if group.given < len(group.parts):
-                return
-            group.futures = []
-            self._first += 1
-            if self._first == len(self._groups) or self._groups[self._first].path != group.path:
-                self._close_files()
-
-    def _begin_groups(self) -> None:
-        """Begin to read what there is room for; always the first one, which has room when all before has been given."""
-        while self._next < len(self._groups):
-            group = self._groups[self._next]
-            if self._first < self._next:
-                first = self._groups[self._first]
-                given_nbytes = self._before_nbytes[self._first] + first.given_nbytes
-                needed_nbytes = self._before_nbytes[self._next + 1] - given_nbytes
-                if needed_nbytes > self._budget_nbytes or self._in_flight_nbytes() >= _AHEAD_NBYTES:
-                    return
-            group.begin(self._file(group), self._sums.get(group.path))
-            self._next += 1
-            self.nbytes_read += group.read_nbytes
-
-    def _in_flight_nbytes(self) -> int:
-        while self._flying < self._next and self._groups[self._flying].done():
-            self._flying += 1
-        flying = self._groups[self._flying : self._next]
-        return sum(group.read_nbytes for group in flying if not group.done())
-
-    def _file(self, group: _Group) -> File:
-        file = self._files.get((group.path, group.cached))
+    def file(self, stored: Stored, *, cached: bool) -> File:
+        key = stored.path, cached
+        file = self.opened.get(key)
         if file is None:
-            file = tensorferry.open(group.path, direct=False if group.cached else "auto")
-            self._files[group.path, group.cached] = file
-            group.parts[0].stored.check(file)
+            file = tensorferry.open(stored.path, direct=False if cached else "auto")
+            self.opened[key] = file
+            stored.check(file)
         return file
 
-    def _close_files(self) -> None:
-        begun = {group.path for group in self._groups[self._first : self._next + 1]}
-        for path, cached in list(self._files):
-            if path not in begun:
-                self._files.pop((path, cached)).close()
+    def close_all_but(self, paths: Iterable[str]) -> None:
+        if len(self.opened) > 1:
+            wanted = set(paths)
+            for key in [key for key in self.opened if key[0] not in wanted]:
+                self.opened.pop(key).close()
 
 
 @dataclass(eq=False)
@@ -442,35 +381,39 @@ class _Part:
         return rows.contiguous().view(self.shape)[self.basic]
 
 
-@dataclass(eq=False)
-class _Group:
+class _Group(Read):
     """Parts that are read together."""
 
-    parts: list[_Part]
-    futures: list[Future[Any]] = field(default_factory=list)
-    given: int = 0
-
-    def __post_init__(self) -> None:
-        first = self.parts[0]
+    def __init__(self, parts: list[_Part], files: _Files) -> None:
+        self.parts = parts
+        self.given = 0  # how many of them
+        self._files = files
+        first = parts[0]
         self.path = first.stored.path
-        costs = (part.cost_nbytes for part in self.parts)
+        costs = (part.cost_nbytes for part in parts)
         self._before_nbytes = list(itertools.accumulate(costs, initial=0))
-        self.cost_nbytes = self._before_nbytes[-1]
-        self.read_nbytes = sum(part.read_nbytes for part in self.parts)
+        self.nbytes = sum(part.read_nbytes for part in parts)
         # Short rows cannot be read without what is between them, which other ranks of a node want: they share it.
-        self.cached = first.count > 1 and self.read_nbytes > 1.1 * first.nbytes
+        self._cached = first.count > 1 and self.nbytes > 1.1 * first.nbytes
+
+    @property
+    def memory_nbytes(self) -> int:
+        return self._before_nbytes[-1]
 
     @property
     def given_nbytes(self) -> int:
-        """Memory of what has been given."""
         return self._before_nbytes[self.given]
 
-    def done(self) -> bool:
-        """Return whether all has come, or failed."""
-        return all(future.done() for future in self.futures)
+    def taken(self) -> tuple[_Group, int, str, Any]:
+        """Return the next tensor, when all have come: the group, its number in it, its name, and itself."""
+        self.wait()
+        part = self.parts[self.given]
+        return self, self.given, part.stored.tensor.name, part.finished()
 
-    def begin(self, file: File, kept: FileChecksums | None) -> None:
+    def begin(self) -> None:
         """Begin to read, and to verify where there are checksums."""
+        file = self._files.file(self.parts[0].stored, cached=self._cached)
+        kept = self._files.sums.get(self.path)
         pieces: list[tuple[int, Any]] = []
         for part in self.parts:
             if not part.nbytes:
@@ -529,7 +472,7 @@ def _gap(nbytes: int) -> list[int]:
     return [nbytes] if nbytes else []
 
 
-def _groups(parts: list[_Part], limit_nbytes: int) -> list[_Group]:
+def _groups(parts: list[_Part], limit_nbytes: int, files: _Files) -> list[_Group]:
     """Return parts in groups: small neighbours, none of which keeps another one's memory alive, together."""
     groups: list[_Group] = []
     together: list[_Part] = []
@@ -542,15 +485,15 @@ def _groups(parts: list[_Part], limit_nbytes: int) -> list[_Group]:
             or nbytes + part.cost_nbytes > limit_nbytes
             or len(together) == _GROUP_PARTS
         ):
-            groups.append(_Group(together))
+            groups.append(_Group(together, files))
             together, nbytes = [], 0
         if small:
             together.append(part)
             nbytes += part.cost_nbytes
         else:
-            groups.append(_Group([part]))
+            groups.append(_Group([part], files))
     if together:
-        groups.append(_Group(together))
+        groups.append(_Group(together, files))
     return groups
 
 

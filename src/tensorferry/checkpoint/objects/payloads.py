@@ -25,6 +25,7 @@ from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.objects.skeleton import MARK_NBYTES
 from tensorferry.checkpoint.zipformat import zips
 from tensorferry.checksums import Checksums
+from tensorferry.pipeline import Pipeline, Read, read_ahead_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +38,6 @@ _PAGE_NBYTES = 4096
 _LARGE_NBYTES = 1 << 20
 # Small ones are read together up to this.
 _RUN_NBYTES = 4 << 20
-# Payloads are read so far ahead of their use: what they take beyond the result where that is on another device.
-_AHEAD_NBYTES = 256 << 20
 
 # Where zipfile looks for the end of the directory.
 _TAIL_NBYTES = 65557
@@ -208,16 +207,14 @@ class Payloads:
     """
 
     def __init__(self, directory: Directory) -> None:
-        self._runs = list(_runs(directory))
+        file = tensorferry.open(directory.own_path)
+        self._runs = list(_runs(directory, file))
         self._run_of = {
-            record: (index, k)
-            for index, run in enumerate(self._runs)
-            for k, record in enumerate(run.records)
+            record: (run, k) for run in self._runs for k, record in enumerate(run.records)
         }
-        self._begun = 0  # of the runs
-        self._taken = 0
-        self._ahead_nbytes = 0
-        self._file = tensorferry.open(directory.own_path)
+        # What payloads take beyond the result where that is on another device.
+        self._pipeline = Pipeline(self._runs, memory_nbytes=read_ahead_nbytes())
+        self._pipeline.files[directory] = file
 
     def take(self, record: Record) -> Any:
         """Return a payload once it is read and verified. It can be taken once.
@@ -229,43 +226,35 @@ class Payloads:
         StorageError
             It could not be read.
         """
-        index, k = self._run_of.pop(record)
-        while self._taken <= index:
-            self._ahead_nbytes -= self._runs[self._taken].nbytes
-            self._taken += 1
-        while self._begun <= index or (
-            self._begun < len(self._runs) and self._ahead_nbytes < _AHEAD_NBYTES
-        ):
-            run = self._runs[self._begun]
-            run.begin_reading(self._file)
-            self._ahead_nbytes += run.nbytes
-            self._begun += 1
-        return self._runs[index].take(k)
+        run, k = self._run_of.pop(record)
+        while not run.passed and (oldest := self._pipeline.first()) is not None:
+            oldest.passed = True
+            self._pipeline.release(oldest)
+        self._pipeline.advance()
+        return run.take(k)
 
     def __enter__(self) -> Payloads:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for run in self._runs[: self._begun]:
-            run.forget()
-        self._file.close()
+        self._pipeline.close()
 
 
-class _Run:
+class _Run(Read):
     """Records next to each other that are read at once."""
 
-    def __init__(self, directory: Directory, records: list[Record]) -> None:
+    def __init__(self, directory: Directory, records: list[Record], file: tensorferry.File) -> None:
         self.records = records
         self.nbytes = records[-1].end - records[0].header
+        self.passed = False
         self._directory = directory
+        self._file = file
         self._headers: list[bytearray] = []
         self._payloads: list[torch.Tensor | None] = []
         self._sums = Checksums(segments=True)
-        self._read: tensorferry.Future | None = None
         self._is_checked = False
 
-    def begin_reading(self, file: tensorferry.File) -> None:
-        """Have all records read."""
+    def begin(self) -> None:
         segments: list[Any] = []
         at = self.records[0].header
         for record in self.records:
@@ -274,14 +263,14 @@ class _Run:
             # Between them is the checksum that torch writes behind data.
             segments += [record.header - at, self._headers[-1], self._payloads[-1]]
             at = record.end
-        self._read = file.read_into(segments, self.records[0].header, checksums=self._sums)
+        offset = self.records[0].header
+        self.futures = (self._file.read_into(segments, offset, checksums=self._sums),)
 
     def take(self, index: int) -> Any:
         """Return the storage for a record when all of them are here and verified."""
-        if self._read is not None:
-            self._read.result()
-            self._read = None
         if not self._is_checked:
+            self.wait()
+            self.futures = ()  # it keeps all payloads
             crcs = self._sums.segments[2::3]
             for record, header, crc in zip(self.records, self._headers, crcs, strict=True):
                 self._directory.check_header(record, memoryview(header))
@@ -290,11 +279,6 @@ class _Run:
         payload, self._payloads[index] = self._payloads[index], None  # it may go to another device
         assert payload is not None
         return payload.untyped_storage()
-
-    def forget(self) -> None:
-        """Wait for what is on its way; nobody will ask for what failed."""
-        if self._read is not None:
-            self._read.exception()
 
 
 def _memory_for(record: Record) -> torch.Tensor:
@@ -306,16 +290,16 @@ def _memory_for(record: Record) -> torch.Tensor:
     return torch.frombuffer(memoryview(memory)[start : start + record.nbytes], dtype=torch.uint8)
 
 
-def _runs(directory: Directory) -> Iterator[_Run]:
+def _runs(directory: Directory, file: tensorferry.File) -> Iterator[_Run]:
     together: list[Record] = []
     for record in directory.payloads:
         large = record.nbytes >= _LARGE_NBYTES
         if together and (large or record.end - together[0].header > _RUN_NBYTES):
-            yield _Run(directory, together)
+            yield _Run(directory, together, file)
             together = []
         if large:
-            yield _Run(directory, [record])
+            yield _Run(directory, [record], file)
         else:
             together.append(record)
     if together:
-        yield _Run(directory, together)
+        yield _Run(directory, together, file)

@@ -18,15 +18,14 @@ transfer, and tells the sinks.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
-from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import tensorferry
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checksums import Checksums
 from tensorferry.errors import ChecksumError
+from tensorferry.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.storage.metadata import FileChecksums
 
 RUN_NBYTES = 8 << 20
-# So much is asked of the core at a time, by so many transfers at most; no more is in slabs, no more files are open.
-_AHEAD_NBYTES = 24 << 20
-_MAX_TRANSFERS = 128
+# Reads that have begun have no more temporary memory (slabs); and so many files are open.
+_MEMORY_NBYTES = 24 << 20
+_MAX_FILES = 128
 # Unwanted bytes in a row that are read rather than begin another transfer, where checksums do not ask for more.
 GAP_NBYTES = 64 << 10
 
@@ -174,13 +173,52 @@ class DataFile:
         return CheckpointError(reason, self.path, names=names, begin=begin, end=end)
 
 
-class _Transfer(NamedTuple):
-    file: DataFile
-    begin: int
-    end: int
-    wants: list[tuple[Want, int]]  # and which of the segments it is
-    sums: Checksums | None
-    future: tensorferry.Future
+class _Run(Read):
+    """Wants that one transfer reads."""
+
+    def __init__(self, file: DataFile, begin: int, end: int, wants: list[Want]) -> None:
+        self.file = file
+        self.nbytes = end - begin
+        self._begin = begin
+        self._wants = wants
+        self._places: list[int] = []  # which of the segments each want is
+        self._takes_crcs = any(want.sink.takes_crc for want in wants)
+        self._sums: Checksums | None = None
+
+    def begin(self) -> None:
+        begin, end = self._begin, self._begin + self.nbytes
+        segments: list[Any] = []
+        at = begin
+        for want in self._wants:
+            if want.begin > at:
+                segments.append(want.begin - at)
+            self._places.append(len(segments))
+            memory = want.sink.memory(want.begin, want.end)
+            segments.append(want.end - want.begin if memory is None else memory)
+            at = want.end
+        if end > at:
+            segments.append(end - at)
+        if all(isinstance(segment, int) for segment in segments):
+            segments.append(bytearray())  # gaps alone would be refused
+        self._sums = self.file.sums(begin, end, of_wants=self._takes_crcs)
+        self.futures = (self.file.file.read_into(segments, begin, checksums=self._sums),)
+
+    def deliver(self) -> None:
+        """Tell those who wanted it that it is there."""
+        self.file.check(self._begin, self._begin + self.nbytes, self._sums)
+        crcs = self._sums.segments if self._sums is not None and self._takes_crcs else None
+        for want, index in zip(self._wants, self._places, strict=True):
+            want.sink.arrived(want.begin, want.end, crcs[index] if crcs else 0)
+
+
+class _End(Read):
+    """The end of a file: all that was wanted of it has come."""
+
+    def __init__(self, file: DataFile) -> None:
+        self.file = file
+
+    def begin(self) -> None:
+        pass
 
 
 class Reading:
@@ -190,30 +228,28 @@ class Reading:
     ----------
     file_done : function without arguments, optional
         Called when all that was wanted of a file has come.
-
-    Attributes
-    ----------
-    nbytes_read : int
-        How much has been asked of the files so far.
     """
 
     def __init__(self, file_done: Callable[[], object] = lambda: None) -> None:
-        self.nbytes_read = 0
         self._file_done = file_done
-        self._files: deque[DataFile] = deque()  # the last one is that of the wants
+        self._file: DataFile | None = None  # that of the wants
         # What is to come of each source of wants, by where that begins; numbers keep heapq from comparing wants.
         self._waiting: list[tuple[int, int, Want, Iterator[Want]]] = []
         self._count = 0
-        self._transfers: deque[_Transfer] = deque()
-        self._ahead_nbytes = 0
+        self._pipeline: Pipeline[_Run | _End] = Pipeline(memory_nbytes=_MEMORY_NBYTES)
+
+    @property
+    def nbytes_read(self) -> int:
+        """How much has been asked of the files so far."""
+        return self._pipeline.nbytes_read
 
     def begin_file(self, file: DataFile) -> None:
         """Say of which file the next wants are. It is closed when it is done."""
-        self.advance()
-        self._files.append(file)
-        while self._transfers and len(self._files) > _MAX_TRANSFERS:
+        self._pipeline.files[file] = file.file
+        self._end_file()
+        self._file = file
+        while len(self._pipeline.files) > _MAX_FILES:
             self._complete()
-        self._close_files(keep=file)
 
     def add(self, wants: Iterator[Want]) -> None:
         """Want bytes of the present file, given in the order in which they begin."""
@@ -224,7 +260,7 @@ class Reading:
     def advance(self, limit: int | None = None) -> None:
         """Begin to read what is wanted and cannot be in a run with what begins at ``limit``, or all."""
         while self._waiting and (
-            limit is None or self._waiting[0][0] < self._files[-1].run_begin(limit)
+            limit is None or self._waiting[0][0] < self._present.run_begin(limit)
         ):
             self._read(self._next_wants())
 
@@ -237,13 +273,13 @@ class Reading:
             Something of it is damaged, or could not be read.
         """
         self.advance()
-        while self._transfers:
+        while self._pipeline.oldest is not None:
             self._complete()
 
     def finish(self) -> None:
         """Do so, and close the files."""
+        self._end_file()
         self.drain()
-        self._close_files()
 
     def __enter__(self) -> Reading:
         return self
@@ -254,17 +290,22 @@ class Reading:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with contextlib.ExitStack() as closing:  # all of it, also where Ctrl-C comes again
-            for file in self._files:
-                closing.callback(file.file.close)
-            for transfer in self._transfers:
-                closing.callback(transfer.future.exception)  # waits; the first failure is told
-            self._transfers.clear()
-            self._files.clear()
+        self._pipeline.close()
+
+    @property
+    def _present(self) -> DataFile:
+        assert self._file is not None
+        return self._file
+
+    def _end_file(self) -> None:
+        self.advance()
+        if self._file is not None:
+            self._begin(_End(self._file))
+            self._file = None
 
     def _next_wants(self) -> list[Want]:
         """Take the first wants, up to a place that no run crosses."""
-        stop = self._files[-1].run_begin(self._waiting[0][0]) + self._files[-1].run_nbytes
+        stop = self._present.run_begin(self._waiting[0][0]) + self._present.run_nbytes
         found = []
         while self._waiting and self._waiting[0][0] < stop:
             _, number, want, wants = self._waiting[0]
@@ -283,7 +324,7 @@ class Reading:
 
     def _read(self, wants: list[Want]) -> None:
         """Begin to read runs of wants, which come in the order in which they begin."""
-        file = self._files[-1]
+        file = self._present
         run: list[Want] = []
         twice: list[Want] = []  # bytes that another want has as well: read again
         end = run_begin = run_end = 0
@@ -293,64 +334,38 @@ class Reading:
                 twice.append(want)
                 continue
             if run and begin > run_end + file.gap_nbytes:
-                self._start(file, run_begin, run_end, run)
+                self._begin(_Run(file, run_begin, run_end, run))
                 run = []
             if not run:
                 run_begin = begin
             run.append(want)
             end, run_end = want.end, stop
         if run:
-            self._start(file, run_begin, run_end, run)
+            self._begin(_Run(file, run_begin, run_end, run))
         if twice:
             self._read(twice)
 
-    def _start(self, file: DataFile, begin: int, end: int, wants: list[Want]) -> None:
-        nbytes = end - begin
-        while self._transfers and (
-            self._ahead_nbytes + nbytes > _AHEAD_NBYTES or len(self._transfers) >= _MAX_TRANSFERS
-        ):
+    def _begin(self, read: _Run | _End) -> None:
+        """Begin a read when there is room for it, and deliver what has come meanwhile."""
+        pipeline = self._pipeline
+        pipeline.add(read)
+        while not pipeline.advance():
             self._complete()
-        segments: list[Any] = []
-        places = []
-        at = begin
-        for want in wants:
-            if want.begin > at:
-                segments.append(want.begin - at)
-            places.append((want, len(segments)))
-            memory = want.sink.memory(want.begin, want.end)
-            segments.append(want.end - want.begin if memory is None else memory)
-            at = want.end
-        if end > at:
-            segments.append(end - at)
-        if all(isinstance(segment, int) for segment in segments):
-            segments.append(bytearray())  # gaps alone would be refused
-        sums = file.sums(begin, end, of_wants=any(want.sink.takes_crc for want in wants))
-        future = file.file.read_into(segments, begin, checksums=sums)
-        self._transfers.append(_Transfer(file, begin, end, places, sums, future))
-        self.nbytes_read += nbytes
-        self._ahead_nbytes += nbytes
-        while self._transfers and self._transfers[0].future.done():
+        while (oldest := pipeline.oldest) is not None and oldest.done():
             self._complete()
 
     def _complete(self) -> None:
-        """Wait for the oldest transfer, and tell those who wanted it."""
-        file, begin, end, wants, sums, future = self._transfers[0]
-        failure = future.exception()
-        self._transfers.popleft()
-        self._ahead_nbytes -= end - begin
-        if failure is not None:
-            raise file.explained(failure)
-        file.check(begin, end, sums)
-        takes_crcs = any(want.sink.takes_crc for want, _ in wants)
-        crcs = sums.segments if sums is not None and takes_crcs else None
-        for want, index in wants:
-            want.sink.arrived(want.begin, want.end, crcs[index] if crcs else 0)
-        self._close_files(keep=self._files[-1])
-
-    def _close_files(self, keep: DataFile | None = None) -> None:
-        """Close files of which nothing is on its way."""
-        needed = self._transfers[0].file if self._transfers else keep
-        while self._files and self._files[0] is not needed:
-            self._files[0].file.close()
-            self._files.popleft()
+        """Wait for the oldest read, and deliver it."""
+        oldest = self._pipeline.oldest
+        assert oldest is not None
+        if isinstance(oldest, _End):
+            self._pipeline.release(oldest)
+            self._pipeline.files.pop(oldest.file).close()
             self._file_done()
+            return
+        try:
+            oldest.wait()
+        except Exception as error:
+            raise oldest.file.explained(error) from None
+        self._pipeline.release(oldest)
+        oldest.deliver()
