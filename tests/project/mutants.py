@@ -44,6 +44,11 @@ _STRIPED = (
     "and no file of it ends before its share of the whole"
 )
 
+_AHEAD = (
+    "a reader delivers every read, in order, whatever interrupts it, "
+    "and has no more on its way than the read-ahead"
+)
+
 _EXACT = "an offloaded optimizer's result is that in memory, bit for bit, or it is refused"
 
 _WRITTEN = "what users write into an offloaded optimizer's state, or into a parameter beside its master, counts"
@@ -737,7 +742,7 @@ MUTANTS = [
     ),
     _mutant(
         "read-ahead-without-a-limit",
-        "a reader delivers every read, in order, whatever interrupts it, and has no more on its way than the read-ahead",
+        _AHEAD,
         "src/tensorferry/pipeline.py",
         "            and self._read_end - flying[0]._read_before < self._ahead_nbytes\n",
         "",
@@ -745,7 +750,7 @@ MUTANTS = [
     ),
     _mutant(
         "an-interrupted-read-is-passed-over",
-        "a reader delivers every read, in order, whatever interrupts it, and has no more on its way than the read-ahead",
+        _AHEAD,
         "src/tensorferry/pipeline.py",
         "                read = self._waiting[0]\n",
         "                read = self._waiting.popleft()\n",
@@ -753,7 +758,7 @@ MUTANTS = [
     ),
     _mutant(
         "closing-leaves-reads-on-their-way",
-        "a reader delivers every read, in order, whatever interrupts it, and has no more on its way than the read-ahead",
+        _AHEAD,
         "src/tensorferry/pipeline.py",
         "            for read in reads:\n                read.cancel()\n",
         "            reads = []\n",

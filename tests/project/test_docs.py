@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from tools import throughput_picture
+from tools import api_page, throughput_picture
 
 import tensorferry
 from tensorferry.tuning import gpus
@@ -134,3 +134,12 @@ def test_the_picture_shows_the_figures_of_the_table() -> None:
     measured = throughput_picture.rows(page)
     assert [row.ours for row in measured] == [False, False, False, True, True]
     assert throughput_picture.PICTURE.read_text() == throughput_picture.picture(measured)
+
+
+def test_the_api_page_has_all_that_docstrings_say() -> None:
+    """Remedy: ``python -m tools.api_page``."""
+    pytest.importorskip("torch")
+    text = api_page.PAGE.read_text()
+    assert api_page.page(text) == text
+    for package in ("checkpoint", "safetensors", "store", "offload", "deepspeed"):
+        assert f"<!-- names of tensorferry.{package} -->" in text
