@@ -33,7 +33,6 @@ from tensorferry.sizes import checked_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from tensorferry.files import File
     from tensorferry.futures import Future
@@ -290,12 +289,7 @@ class Pipeline(Generic[_Read]):
     def __enter__(self) -> Pipeline[_Read]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -34,7 +34,6 @@ from tensorferry.safetensors.slicing import (
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
-    from types import TracebackType
 
     from tensorferry.safetensors.header import Tensor
 
@@ -203,12 +202,7 @@ class safe_open:  # noqa: N801
         self._open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Other threads, slices and loaders that are at it have a reference of their own. The last one to go closes the
         # file: this is it, if what is read ahead has ended before.
         source, self._source = self._source, None
@@ -538,12 +532,7 @@ class PrefetchLoader:
     def __enter__(self) -> PrefetchLoader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_open(self) -> None:

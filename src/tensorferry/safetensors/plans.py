@@ -36,8 +36,6 @@ from tensorferry.safetensors.sources import stored_tensors
 from tensorferry.sizes import checked_nbytes
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from tensorferry.files import File
     from tensorferry.safetensors.checksums import FileChecksums
     from tensorferry.safetensors.sources import Source, Stored
@@ -257,12 +255,7 @@ class Tensors(Iterator[tuple[str, Any]]):
     def __enter__(self) -> Tensors:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

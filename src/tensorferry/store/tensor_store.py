@@ -60,7 +60,6 @@ from tensorferry.transfers import direct_mode, kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from tensorferry.files import Priority
     from tensorferry.runtime import AnyScheduler
@@ -832,12 +831,7 @@ class TensorStore:
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

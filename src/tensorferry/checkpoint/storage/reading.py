@@ -29,7 +29,6 @@ from tensorferry.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
     from tensorferry.checkpoint.storage.metadata import FileChecksums
 
@@ -284,12 +283,7 @@ class Reading:
     def __enter__(self) -> Reading:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pipeline.close()
 
     @property
