@@ -21,7 +21,7 @@ LEVELS = (
     ("cli",),
     ("tuning",),
     ("deepspeed", "checkpoint", "offload"),
-    ("safetensors", "store"),
+    ("safetensors", "store", "npy"),
     ("",),  # the package itself, which gathers what users call
     ("calls",),
     ("replacement",),

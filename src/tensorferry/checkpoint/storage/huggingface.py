@@ -615,6 +615,23 @@ def scan(
     return tensors, places
 
 
+def of_payloads(
+    path: str, payloads: Mapping[str, Payload], identity: Version
+) -> tuple[dict[str, TensorStorageMetadata], SafetensorsFiles]:
+    """Return the whole tensors of a file of another format, as :func:`scan` does, and their data."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, Place] = {}
+    for name, payload in payloads.items():
+        begin, nbytes, dtype, sizes, order, _, conj, neg = payload
+        size, origin = torch.Size(sizes), torch.Size([0] * len(sizes))
+        places[MetadataIndex(name, origin)] = Place(
+            path, size, dtype, begin, nbytes, identity, order, conj, neg
+        )
+        chunk = ChunkStorageMetadata(origin, size)
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
+    return tensors, SafetensorsFiles(places)
+
+
 def headers_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Return a shape of torch's as headers have it."""
     bits = dtypes.DTYPES[dtype].bits
