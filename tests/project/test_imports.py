@@ -32,7 +32,7 @@ LEVELS = (
     ("transfers",),
     ("runtime",),
     ("profiled", "futures", "arrays", "checksums"),
-    ("profiles", "stats"),
+    ("profiles", "stats", "publication"),
     ("settings", "mounts", "errors", "sizes", "libraries", "file_locks", "warned", "reprs"),
     ("_core",),
 )

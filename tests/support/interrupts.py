@@ -44,9 +44,11 @@ def _name(code: CodeType) -> str:
 
 
 class At:
-    """Within the block ``action`` is called once: at moment ``number`` of code in files under ``path``."""
+    """Within the block ``action`` is called once: at moment ``number`` of code in files under ``path``, or several."""
 
-    def __init__(self, number: int, path: str, action: Callable[[], object]) -> None:
+    def __init__(
+        self, number: int, path: str | tuple[str, ...], action: Callable[[], object]
+    ) -> None:
         self.count = 0
         self.happened_in: str | None = None
         self._number = number

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.errors import StorageError
 from tensorferry.file_locks import lock_directory
-from tensorferry.replacement import Replacement, make_directory, sync_directory
+from tensorferry.publication import make_directory, sync_directory
+from tensorferry.replacement import Replacement
 from tensorferry.runtime import descriptor_limit
 from tensorferry.safetensors import index, sources
 from tensorferry.safetensors.checksums import SUFFIX

@@ -17,7 +17,7 @@ from tensorferry.arrays import memory_or_segments
 from tensorferry.errors import StorageError
 from tensorferry.files import chosen_scheduler, in_background, positive
 from tensorferry.futures import Future
-from tensorferry.replacement import check_renames
+from tensorferry.publication import check_renames
 from tensorferry.runtime import (
     automatic_scheduler,
     close_scheduler,

@@ -48,7 +48,7 @@ from tensorferry.checkpoint.storage.reading import DataFile, Reading
 from tensorferry.checkpoint.storage.writer import all_of, done, is_of_state, note_staged
 from tensorferry.checkpoint.zipformat.blobs import Payload
 from tensorferry.checkpoint.zipformat.ranges import is_inside
-from tensorferry.replacement import make_directory
+from tensorferry.publication import make_directory
 from tensorferry.safetensors import dtypes, header, index, sources
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import Entry

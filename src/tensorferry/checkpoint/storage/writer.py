@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 import tensorferry
-from tensorferry import _core
+from tensorferry import _core, publication
 from tensorferry.arrays import check_storage, is_plain
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
@@ -204,7 +204,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             )
             self._of_thread.save = None
             return super().prepare_local_plan(plan)
-        commit.make_directory(directory)
+        publication.make_directory(directory)
         if self._alone() is not None:
             commit.refuse_beside_all(directory)
         own = copy.copy(self)
@@ -221,7 +221,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         save.saver = Saver(save.directory, self._alone())
         if not save.saver.reaches_all:  # FUSE, for one
             is_there = metadata_path(save.directory, self._alone()).exists()
-            commit.check_renames(save.directory, replaced=is_there)
+            publication.check_renames(save.directory, replaced=is_there)
         with contextlib.suppress(OSError), save.saver.alone() as alone:
             if alone:
                 commit.remove_leftovers(save.directory, rank=self._alone())
@@ -417,7 +417,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             while unfinished:
                 finish_oldest()
             if self.sync_files:
-                commit.sync_directory(directory)
+                publication.sync_directory(directory)
             self.last_save = meter.finish()
             plain_objects.warn_of(refusals or {}, "FileSystemReader")
         except BaseException:
@@ -442,7 +442,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             )
             all_of(results, plan)
             if self.sync_files:
-                commit.sync_directory(directory)
+                publication.sync_directory(directory)
         except BaseException as error:
             if generation == _core.fork_generation():  # else they are the parent's
                 watched.give_up()
