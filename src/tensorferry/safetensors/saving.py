@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tensorferry.arrays import memory_of
 from tensorferry.replacement import Replacement
 from tensorferry.safetensors import checksums
-from tensorferry.safetensors.dtypes import DTYPES
+from tensorferry.safetensors.dtypes import DTYPES, header_shape
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.header import build
 from tensorferry.transfers import checked_path
@@ -172,7 +172,7 @@ class TensorSpec:
 
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
         self.dtype = _dtype_of(dtype)
-        self.shape = list(_logical(shape, self.dtype))
+        self.shape = list(header_shape(shape, self.dtype))
         self.data_ptr = operator.index(data_ptr)
         self.data_len = operator.index(data_len)
 
@@ -256,7 +256,7 @@ def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[E
         dtype = _dtype_of(
             str(value.dtype).removeprefix("torch.") if ours is not None else value.dtype.name, name
         )
-        shape = _logical(value.shape, dtype, name)
+        shape = header_shape(value.shape, dtype, name)
         entries.append(Entry(name, dtype, shape, value))
     return entries
 
@@ -413,16 +413,6 @@ def _dtype_of(known_as: str, name: str | None = None) -> str:
             f'Unknown dtype "{known_as}". Supported dtypes: {supported}', name=name
         )
     return dtype.name
-
-
-def _logical(shape: Iterable[int], dtype: str, name: str | None = None) -> tuple[int, ...]:
-    """Return a shape as headers have it: torch keeps two elements of F4 in one."""
-    sizes = tuple(map(int, shape))
-    if DTYPES[dtype].bits >= 8:
-        return sizes
-    if not sizes:
-        raise SafetensorError(f"a tensor of {dtype} must have a dimension", name=name)
-    return (*sizes[:-1], sizes[-1] * 8 // DTYPES[dtype].bits)
 
 
 def aliases(state: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) -> dict[str, str]:

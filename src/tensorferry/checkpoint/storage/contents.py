@@ -95,7 +95,52 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
-class Contents:
+class Located:
+    """Data files, and where in them lies what plans ask for. A subclass says where one item lies, and opens files."""
+
+    def open(self, name: str) -> DataFile:
+        """Open a data file."""
+        raise NotImplementedError
+
+    def item(self, request: ReadItem) -> Item:
+        """Return where what is asked for lies."""
+        raise NotImplementedError
+
+    def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
+        """Return the items of each data file, in the order in which they lie there."""
+        by_file: dict[str, list[Item]] = {}
+        with uncollected():
+            for request in requests:
+                item = self.item(request)
+                by_file.setdefault(item.info.relative_path, []).append(item)
+        self._parse(by_file)
+        for items in by_file.values():
+            items.sort(key=operator.attrgetter("begin"))
+        return by_file
+
+    def read(
+        self,
+        reading: Reading,
+        by_file: dict[str, list[Item]],
+        begin: Callable[[Item, DataFile], Iterator[Want]],
+    ) -> None:
+        """Read items; of each, ``begin`` is asked what it wants of the file shortly before that is read."""
+        for name, items in by_file.items():
+            file = self.open(name)
+            reading.begin_file(file)
+            for item in items:
+                file.require(item.info.offset + item.info.length)
+                _check_slice(item, file)
+            for item in items:
+                reading.advance(item.begin)
+                reading.add(begin(item, file))
+        reading.finish()
+
+    def _parse(self, by_file: dict[str, list[Item]]) -> None:
+        """Find the payloads of items that have none yet."""
+
+
+class Contents(Located):
     """What the metadata says of data files.
 
     Parameters
@@ -182,36 +227,11 @@ class Contents:
         )
         return tuple(dict.fromkeys(fqn for _, fqn in places))
 
-    def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
-        """Return the items of each data file, in the order in which they lie there."""
-        by_file: dict[str, list[Item]] = {}
-        with uncollected():
-            for request in requests:
-                info = self._info(request.storage_index)
-                payload = self._payload(request, info) if _is_tensor(request) else None
-                by_file.setdefault(info.relative_path, []).append(Item(request, info, payload))
-        self._parse(by_file)
-        for items in by_file.values():
-            items.sort(key=operator.attrgetter("begin"))
-        return by_file
-
-    def read(
-        self,
-        reading: Reading,
-        by_file: dict[str, list[Item]],
-        begin: Callable[[Item, DataFile], Iterator[Want]],
-    ) -> None:
-        """Read items; of each, ``begin`` is asked what it wants of the file shortly before that is read."""
-        for name, items in by_file.items():
-            file = self.open(name)
-            reading.begin_file(file)
-            for item in items:
-                file.require(item.info.offset + item.info.length)
-                _check_slice(item, file)
-            for item in items:
-                reading.advance(item.begin)
-                reading.add(begin(item, file))
-        reading.finish()
+    def item(self, request: ReadItem) -> Item:
+        """Return where what is asked for lies, as far as the metadata says it."""
+        info = self._info(request.storage_index)
+        payload = self._payload(request, info) if _is_tensor(request) else None
+        return Item(request, info, payload)
 
     def transformed(self, requests: Sequence[ReadItem]) -> list[ReadItem]:
         """Return those items that went through extensions, which torch has to undo."""

@@ -77,7 +77,7 @@ def find(path: str, **_options: object) -> Found:
     tensors, places = huggingface.scan(held.tensors)
     others = [f"{METADATA}.{key}" for key in sorted(held.differing)]
     metadata = {key: text for key, text in held.metadata.items() if key not in held.differing}
-    return Found(tensors, huggingface.SafetensorsFiles(places), others, metadata)
+    return Found(tensors, huggingface.PlacedTensors(places), others, metadata)
 
 
 def write(found: Found, folder: Path, shard_nbytes: int, progress: Listener | None) -> Throughput:
