@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from tensorferry import _core, futures
 from tensorferry.errors import StorageError
+from tensorferry.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 from tensorferry.warned import warn
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 # Settings given: a scheduler. None given: it may be several that look like one.
 AnyScheduler: TypeAlias = "_core.Scheduler | ProfiledScheduler"
-
-DEFAULT_BLOCK_NBYTES = 1 << 20
-DEFAULT_QUEUE_DEPTH = 128
 
 # Blocks of large requests, unless a block size was chosen: half the processor time, and some speed on fast drives.
 _LARGE_BLOCK_NBYTES = 4 << 20

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core, runtime
 from tensorferry.arrays import collect_segments, is_several, moved
+from tensorferry.checks import one_of
 from tensorferry.errors import memory_moved
 from tensorferry.reprs import once_made
 from tensorferry.runtime import patiently, warn_of_left_behind, with_descriptors
@@ -150,8 +151,7 @@ class Stream:
         """
         self._check()
         for field in fields:
-            if field.kind not in _KINDS:
-                raise ValueError(f"kind: {field.kind!r} is none of {', '.join(_KINDS)}")
+            one_of(field.kind, "kind", _KINDS)
         told = [(_KINDS[field.kind], *field[1:], _TORCH_FOLD) for field in fields]
         self._core.append_made(self._scheduler, data, told)
         if len(data) > MAX_UNCOPIED_NBYTES:

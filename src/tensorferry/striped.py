@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tensorferry import _core, runtime
 from tensorferry.arrays import AnyMemory, memory_or_segments, moved
+from tensorferry.checks import integer
 from tensorferry.errors import ShortReadError, StorageError, first_of, memory_moved
 from tensorferry.files import (
     File,
@@ -25,7 +26,6 @@ from tensorferry.files import (
     chosen_scheduler,
     how_to_open,
     in_background,
-    positive,
 )
 from tensorferry.futures import Future, Pending
 from tensorferry.runtime import automatic_scheduler, patiently, with_descriptors
@@ -607,12 +607,7 @@ def checked_stripe(stripe_nbytes: int | None) -> int:
     """Return a size of stripes that can be used."""
     if stripe_nbytes is None:
         return DEFAULT_STRIPE_NBYTES
-    stripe_nbytes = positive(stripe_nbytes, "stripe_nbytes", MAX_STRIPE_NBYTES)
-    if stripe_nbytes % STRIPE_GRANULARITY != 0:
-        raise ValueError(
-            f"stripe_nbytes: {stripe_nbytes} is no multiple of {STRIPE_GRANULARITY}, which drives want"
-        )
-    return stripe_nbytes
+    return integer(stripe_nbytes, "stripe_nbytes", 1, MAX_STRIPE_NBYTES, STRIPE_GRANULARITY)
 
 
 def _identity(file: File) -> tuple[int, int]:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import tensorferry
+from tensorferry.checks import checked_nbytes
 from tensorferry.offload import scan
 from tensorferry.offload.errors import MemoryBudgetError
 from tensorferry.offload.matching import WHOLE, match, matched, told, users
 from tensorferry.offload.streaming import Streaming, Weight
 from tensorferry.safetensors.sources import stored_tensors
-from tensorferry.sizes import checked_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorferry
 from tensorferry import _core
+from tensorferry.checks import checked_nbytes
 from tensorferry.checksums import Checksums
 from tensorferry.safetensors import checksums
 from tensorferry.safetensors.dtypes import numpy_dtype, torch_dtype, torch_shape
@@ -33,7 +34,6 @@ from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.frameworks import torch_device
 from tensorferry.safetensors.slicing import select, strides_of
 from tensorferry.safetensors.sources import stored_tensors
-from tensorferry.sizes import checked_nbytes
 
 if TYPE_CHECKING:
     from types import TracebackType

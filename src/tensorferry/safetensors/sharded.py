@@ -20,6 +20,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tensorferry.checks import decimal_nbytes
 from tensorferry.errors import StorageError
 from tensorferry.file_locks import lock_directory
 from tensorferry.publication import make_directory, sync_directory
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 SINGLE_NAME, INDEX_NAME = index.SINGLE_NAME, index.INDEX_NAME
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # What os.link() says where there are no links, or there is no file.
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOENT)
 _DESCRIPTORS = 2  # of each file that has no place yet
@@ -101,7 +101,7 @@ def save_sharded(
     meanwhile must have opened its files before. Of two saves to one directory at the same time the one that ends last
     counts; each is whole. (On file systems without flock() on directories, such as NFS, they are not told apart.)
     """
-    limit = shard_nbytes(max_shard_nbytes)
+    limit = decimal_nbytes(max_shard_nbytes, "max_shard_nbytes")
     checked_metadata(metadata)
     own = {"format": "pt" if _is_torchs(state) else "np", **(metadata or {})}
     if _is_torchs(state):
@@ -144,23 +144,6 @@ def shard_names(count: int) -> list[str]:
     if count == 1:
         return [SINGLE_NAME]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def shard_nbytes(limit: int | str) -> int:
-    """Return what a size such as 5000000 or "5MB" (of 10**6) says, as huggingface_hub reads it."""
-    if isinstance(limit, str):
-        number, unit = limit.strip()[:-2], limit.strip()[-2:].upper()
-        try:
-            nbytes = int(float(number) * _UNITS[unit])
-        except (KeyError, ValueError, OverflowError):
-            raise ValueError(
-                f"max_shard_nbytes: {limit!r} is no size such as 5GB or 500MB"
-            ) from None
-    else:
-        nbytes = limit
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
-        raise ValueError(f"max_shard_nbytes: {limit!r} is no positive number of bytes")
-    return nbytes
 
 
 def index_of(weight_map: Mapping[str, str], total_nbytes: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import operator
 import os
 import pathlib
 import threading
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensorferry import _core
 from tensorferry.arrays import memory_or_segments
+from tensorferry.checks import integer
 from tensorferry.errors import StorageError
-from tensorferry.files import chosen_scheduler, in_background, positive
+from tensorferry.files import chosen_scheduler, in_background
 from tensorferry.futures import Future
 from tensorferry.publication import check_renames
 from tensorferry.runtime import (
@@ -131,7 +131,10 @@ class TensorStore:
     ) -> None:
         paths = _checked_directories(directories)
         shares = _checked_weights(weights, len(paths))
-        self._set_up(bool(checksums), _checked_segment(segment_nbytes))
+        self._set_up(
+            bool(checksums),
+            integer(segment_nbytes, "segment_nbytes", 1, MAX_SEGMENT_NBYTES, GRANULARITY),
+        )
         mode = direct_mode(direct)
         for path in paths:
             self._made_in += make_directory(path)
@@ -422,20 +425,18 @@ class TensorStore:
         self._enter(writing=True)
         sizes: dict[str, int] | None = None
         if isinstance(nbytes, Mapping):
-            sizes = {
-                name: _checked_nbytes(size, f"nbytes[{name!r}]") for name, size in nbytes.items()
-            }
+            sizes = {name: integer(size, f"nbytes[{name!r}]", 0) for name, size in nbytes.items()}
             total, largest = (
                 sum(map(self._room.rounded, sizes.values())),
                 max(sizes.values(), default=0),
             )
         else:
-            total = largest = _checked_nbytes(nbytes, "nbytes")
+            total = largest = integer(nbytes, "nbytes", 0)
             largest = min(largest, self._segment_nbytes)
         if in_flight_nbytes is None:
             slack = max(2 * self._segment_nbytes * len(self._directories), largest)
             in_flight_nbytes = min(slack, total)
-        slack = _checked_nbytes(in_flight_nbytes, "in_flight_nbytes")
+        slack = integer(in_flight_nbytes, "in_flight_nbytes", 0)
         self._room.reclaim()
         with self._lock:
             self._check_open()
@@ -491,8 +492,8 @@ class TensorStore:
                     f"ranges: one of {sizes[-1]} bytes, no multiple of the page, is not the last"
                 )
             pieces, info = self._settled(name)
-            offset = _checked_nbytes(offset, "offset")
-            nbytes = _checked_nbytes(nbytes, "nbytes")
+            offset = integer(offset, "offset", 0)
+            nbytes = integer(nbytes, "nbytes", 0)
             if offset % mmap.PAGESIZE != 0 or nbytes == 0 or offset + nbytes > info.nbytes:
                 raise ValueError(
                     f"ranges: {nbytes} bytes at {offset} of tensor {name!r}, which has {info.nbytes}, cannot be "
@@ -979,22 +980,6 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]
     return shares
 
 
-def _checked_segment(segment_nbytes: int) -> int:
-    segment_nbytes = positive(segment_nbytes, "segment_nbytes", MAX_SEGMENT_NBYTES)
-    if segment_nbytes % GRANULARITY != 0:
-        raise ValueError(f"segment_nbytes: {segment_nbytes} is no multiple of {GRANULARITY}")
-    return segment_nbytes
-
-
 def _checked_name(name: str) -> None:
     if not isinstance(name, str):
         raise TypeError(f"name: {name!r} is no text")
-
-
-def _checked_nbytes(nbytes: int, name: str) -> int:
-    if isinstance(nbytes, bool) or not hasattr(nbytes, "__index__"):
-        raise TypeError(f"{name}: {nbytes!r} is no integer")
-    nbytes = operator.index(nbytes)
-    if nbytes < 0:
-        raise ValueError(f"{name}: {nbytes} is negative")
-    return nbytes

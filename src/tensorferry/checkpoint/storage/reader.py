@@ -32,6 +32,7 @@ from tensorferry.checkpoint.storage.metadata import (
 )
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.storage.reading import Reading
+from tensorferry.checks import one_of
 from tensorferry.file_locks import read_directory
 from tensorferry.reprs import once_made
 from tensorferry.warned import warn
@@ -105,8 +106,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         broadcast: sharing.Broadcast = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if verify not in _LEVELS:
-            raise ValueError(f"verify: {verify!r} is none of {', '.join(_LEVELS)}")
+        one_of(verify, "verify", _LEVELS)
         path = hooks.first_folder(self, FileSystemReader, path)
         super().__init__(path, *(() if _extension_registry is None else (_extension_registry,)))
         self.nbytes_read = 0

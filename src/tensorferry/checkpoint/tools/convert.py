@@ -14,7 +14,8 @@ from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import assembly, huggingface
 from tensorferry.checkpoint.tools.formats import FORMATS, format_of
-from tensorferry.safetensors import index, sharded
+from tensorferry.checks import decimal_nbytes, one_of
+from tensorferry.safetensors import index
 from tensorferry.safetensors.saving import refuse_directory, replacing
 
 if TYPE_CHECKING:
@@ -79,9 +80,8 @@ def convert(
     names of tied weights that they have are names of the same bytes.
     """
     written = {each.name: each for each in FORMATS if each.marks}
-    if to not in {"auto", *written}:
-        raise ValueError(f"to: {to!r} is none of {', '.join(['auto', *written])}")
-    limit = sharded.shard_nbytes(max_shard_nbytes)
+    one_of(to, "to", ("auto", *written))
+    limit = decimal_nbytes(max_shard_nbytes, "max_shard_nbytes")
     checked_listener(progress)
     path, place = os.fsdecode(source), Path(os.fsdecode(target))
     source_format = format_of(path)
