@@ -17,10 +17,10 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorferry import _core
 from tensorferry.errors import StorageError, first_of
 from tensorferry.files import File
 from tensorferry.new_file import NewFile
+from tensorferry.processes import Owned
 from tensorferry.publication import (
     check_renames,
     new_name,
@@ -62,7 +62,7 @@ _OWN_FILES = "/proc/self/fd"
 _LOOKS_MAX = 100
 
 
-class Place(abc.ABC):
+class Place(Owned, abc.ABC):
     """A path, and the file that is to have it; :class:`Replacement` and :class:`WholeFile` say how it is written.
 
     A context manager: the file takes its place at the end of the block, or not at all if that raises.
@@ -103,7 +103,7 @@ class Place(abc.ABC):
         self._own_path = self._linked = ""
         self._sync = sync
         self._finished = False
-        self._generation = _core.fork_generation()
+        self._belong_here()
         self._directory = self._descriptor = -1
         self._opened = False
         try:
@@ -251,11 +251,6 @@ class Place(abc.ABC):
                 if error.errno not in _NOT_BESIDE:
                     raise
         return removed
-
-    @property
-    def is_parents(self) -> bool:
-        """Whether this is a forked child: it may close what it has inherited, no more."""
-        return self._generation != _core.fork_generation()
 
     def _give_up(self) -> None:
         if self.is_parents or not self._opened:

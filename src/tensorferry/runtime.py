@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from tensorferry import _core, futures
 from tensorferry.errors import StorageError
+from tensorferry.processes import in_forked_children
 from tensorferry.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 from tensorferry.warned import warn
 
@@ -269,10 +270,10 @@ def _leave() -> None:
     futures.leave()
 
 
+@in_forked_children
 def _forget_lock() -> None:
     global _lock
     _lock = threading.Lock()  # another thread may have held it at fork
 
 
 atexit.register(_leave)
-os.register_at_fork(after_in_child=_forget_lock)

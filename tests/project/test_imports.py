@@ -33,7 +33,17 @@ LEVELS = (
     ("runtime",),
     ("profiled", "futures", "arrays", "checksums"),
     ("profiles", "stats", "publication"),
-    ("settings", "mounts", "errors", "checks", "libraries", "file_locks", "warned", "reprs"),
+    (
+        "settings",
+        "mounts",
+        "errors",
+        "checks",
+        "processes",
+        "libraries",
+        "file_locks",
+        "warned",
+        "reprs",
+    ),
     ("_core",),
 )
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}

@@ -16,13 +16,13 @@ import json
 import os
 import secrets
 import time
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.checks import decimal_nbytes
 from tensorferry.errors import StorageError
 from tensorferry.file_locks import lock_directory
+from tensorferry.processes import lock_descriptors, when_dropped
 from tensorferry.publication import make_directory, sync_directory
 from tensorferry.replacement import Replacement
 from tensorferry.runtime import descriptor_limit
@@ -168,7 +168,7 @@ class Model:
         self._sync = sync
         self._files: dict[str, Replacement] = {}
         # One that nobody commits or aborts keeps no descriptors and no space.
-        weakref.finalize(self, _abort, self._files).atexit = False
+        when_dropped(self, _abort, self._files)
         make_directory(self._directory)
 
     @property
@@ -381,7 +381,7 @@ def _turn(directory: Path) -> Iterator[None]:
         Somebody stays there for long.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    _descriptors.add(descriptor)
+    lock_descriptors.add(descriptor)
     try:
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         while lock_directory(descriptor) is False:
@@ -395,24 +395,7 @@ def _turn(directory: Path) -> Iterator[None]:
             time.sleep(_POLL_SECONDS)
         yield
     finally:
-        if descriptor in _descriptors:  # a forked child has closed it
-            _descriptors.discard(descriptor)
-            # Closing is not enough while a child that was forked without Python's knowledge has it open.
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
-
-
-_descriptors: set[int] = set()
-
-
-def _forget_after_fork() -> None:
-    for descriptor in _descriptors:
-        os.close(descriptor)  # the parent's keeps the lock
-    _descriptors.clear()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
+        lock_descriptors.unlock(descriptor, lambda: fcntl.flock(descriptor, fcntl.LOCK_UN))
 
 
 def _abort(files: dict[str, Replacement]) -> None:

@@ -17,6 +17,7 @@ from tensorferry.checks import integer
 from tensorferry.errors import StorageError
 from tensorferry.files import chosen_scheduler, in_background
 from tensorferry.futures import Future
+from tensorferry.processes import Owned
 from tensorferry.publication import check_renames
 from tensorferry.runtime import (
     automatic_scheduler,
@@ -73,7 +74,7 @@ DEFAULT_SEGMENT_NBYTES = 64 << 20
 MAX_SEGMENT_NBYTES = 1 << 40
 
 
-class TensorStore:
+class TensorStore(Owned):
     """Named tensors in files of one directory or several.
 
     Any number of threads may use it, and any number of transfers may be on their way. Stores are context managers.
@@ -115,6 +116,10 @@ class TensorStore:
     A signal handler or a finalizer that calls a store which its thread is in the middle of calling gets a
     ``RuntimeError``, unless it only deletes or asks for names.
     """
+
+    _refusal = (
+        "this store was made before fork(): it is the parent process's; make another one here"
+    )
 
     def __init__(
         self,
@@ -206,7 +211,7 @@ class TensorStore:
         self._closing = threading.RLock()
         self._compacting = threading.RLock()  # taken before _committing, and that before _lock
         self._committing = threading.RLock()
-        self._generation = _core.fork_generation()
+        self._belong_here()
         self._checksums = checksums
         self._segment_nbytes = segment_nbytes
         self._writable = True
@@ -765,7 +770,7 @@ class TensorStore:
 
         Where nothing moves for 60 seconds it gives up, with a ``RuntimeWarning``; arrays stay referenced all the same.
         """
-        if self._is_parents():
+        if self.is_parents:
             self._closed = True  # the files are the parent's
             return
         self._refuse_in_the_middle()
@@ -886,10 +891,6 @@ class TensorStore:
             if transfer.done():
                 self._pending.pop(transfer, None)
 
-    def _is_parents(self) -> bool:
-        """Return whether this is a forked child: files, locks and transfers are the parent's."""
-        return self._generation != _core.fork_generation()
-
     def _enter(self, *, writing: bool = False) -> None:
         """Begin a call that changes, or needs, more than a table of names."""
         self._check_open(writing=writing)
@@ -925,10 +926,7 @@ class TensorStore:
             compaction.start(self)
 
     def _check_open(self, *, writing: bool = False) -> None:
-        if self._is_parents():
-            raise RuntimeError(
-                "this store was made before fork(): it is the parent process's; make another one here"
-            )
+        self._check_process()
         if self._closed:
             raise ValueError(f"the store {[one.path for one in self._directories]!r} is closed")
         if writing and not self._writable:

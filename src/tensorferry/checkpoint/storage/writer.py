@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 import tensorferry
-from tensorferry import _core, publication
+from tensorferry import publication
 from tensorferry.arrays import check_storage, is_plain
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
@@ -432,7 +432,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     ) -> list[WriteResult]:
         """Have torch write the files, whose threads and streams would hide failures."""
         directory, watched = self._directory(), WatchedFileSystem(self.sync_files)
-        generation = _core.fork_generation()
+        here = os.getpid()
         own = copy.copy(self)
         own.path, own.fs = directory, watched
         plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
@@ -444,7 +444,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             if self.sync_files:
                 publication.sync_directory(directory)
         except BaseException as error:
-            if generation == _core.fork_generation():  # else they are the parent's
+            if here == os.getpid():  # else they are the parent's
                 watched.give_up()
                 for path in watched.written:
                     with contextlib.suppress(OSError):  # what failed before is what matters
