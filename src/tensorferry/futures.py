@@ -259,7 +259,10 @@ class Future(Owned, Generic[_T_co]):
         self._check_process()
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        _listener_of(loop).add(self._request, waiter)
+        listener = _listeners.get(loop)
+        if listener is None:
+            listener = _listeners[loop] = _LoopListener(loop)
+        listener.add(self._request, waiter)
         return waiter
 
     async def _ended(self) -> None:
@@ -352,13 +355,6 @@ class _LoopListener:
 _listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopListener] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def _listener_of(loop: asyncio.AbstractEventLoop) -> _LoopListener:
-    listener = _listeners.get(loop)
-    if listener is None:
-        listener = _listeners[loop] = _LoopListener(loop)
-    return listener
 
 
 class _CallbackThread:

@@ -208,7 +208,8 @@ class Place(Owned, abc.ABC):
     def _create(self, mode: int) -> int:
         """Return the descriptor of a new file."""
         flags, at = os.O_RDWR | os.O_CLOEXEC, self._directory
-        if _has_own_files():
+        # Without /proc a file without a name cannot be opened again, or get one.
+        if Path(_OWN_FILES).exists():
             try:
                 return os.open(".", flags | os.O_TMPFILE, mode, dir_fd=at)
             except OSError as error:
@@ -457,7 +458,11 @@ def _keep_rights(descriptor: int, path: str, old: os.stat_result) -> None:
             except OSError:  # the new group is among the others of the old file
                 mode &= ~stat.S_IRWXG | (mode & stat.S_IRWXO) << 3
     try:
-        _keep_acl(descriptor, path)
+        acl, own = _acl_of(path), _acl_of(descriptor)  # a directory may give one to new files
+        if acl is not None:
+            os.setxattr(descriptor, _ACL, acl)
+        elif own is not None:
+            os.removexattr(descriptor, _ACL)
     except OSError:  # with an ACL these bits were not the group's, but the most that it gives
         mode &= ~stat.S_IRWXG
     try:
@@ -468,14 +473,6 @@ def _keep_rights(descriptor: int, path: str, old: os.stat_result) -> None:
             raise
 
 
-def _keep_acl(descriptor: int, path: str) -> None:
-    old, new = _acl_of(path), _acl_of(descriptor)  # a directory may give one to new files
-    if old is not None:
-        os.setxattr(descriptor, _ACL, old)
-    elif new is not None:
-        os.removexattr(descriptor, _ACL)
-
-
 def _acl_of(file: str | int) -> bytes | None:
     try:
         return os.getxattr(file, _ACL)
@@ -483,8 +480,3 @@ def _acl_of(file: str | int) -> bytes | None:
         if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
             raise
         return None
-
-
-def _has_own_files() -> bool:
-    """Return whether /proc is there, by which alone a file without a name can be opened again, and get one."""
-    return Path(_OWN_FILES).exists()

@@ -443,12 +443,13 @@ class _Call:
         # What is cut gets into line with all that is written to it, or another one's write would come in between.
         # All of it: what goes by another name of the file would else be cut off, or come after the cut.
         if self._truncate or self._replaced:
-            while end < len(paths) and self._is_same_file(paths[end], paths[end - 1]):
+            while end < len(paths) and self._file_of(end) == self._file_of(end - 1):
                 end += 1
         return end
 
-    def _is_same_file(self, one: Path, other: Path) -> bool:
-        return self._files.get(one, one) == self._files.get(other, other)
+    def _file_of(self, at: int) -> object:
+        path = self._batch.paths[at]
+        return self._files.get(path, path)
 
     def _submit(self, begin: int, end: int) -> None:
         """Submit some of the items, or halves of them where descriptors are short."""
@@ -483,7 +484,9 @@ class _Call:
                 scheduler = serving
             opened[path] = file
         # Of a file with items on both sides of the end all space is reserved at once.
-        continued = self._continued(end)
+        paths = self._batch.paths
+        is_cut = end < len(paths) and paths[end] == paths[end - 1]
+        continued = paths[end] if is_cut else None
         begins = continued is not None and (self._begun is None or self._begun[0] != continued)
         if continued is not None and begins and self._write:
             opened[continued] = self._reserved(continued, opened[continued], begin)
@@ -531,13 +534,6 @@ class _Call:
             if error.errno in _DESCRIPTOR_ERRORS:
                 raise
             return error.with_traceback(None)
-
-    def _continued(self, end: int) -> Path | None:
-        """Return the path with items on both sides of a position."""
-        paths = self._batch.paths
-        if end >= len(paths) or paths[end] != paths[end - 1]:
-            return None
-        return paths[end]
 
     def _reserved(
         self, path: Path, file: _core.File | StorageError, begin: int

@@ -139,7 +139,10 @@ class Folder:
         return problems
 
     def _is_linked(self, path: Path, links: list[tuple[Path, Path]]) -> bool:
-        return path.is_symlink() or any(_leads_into(path, *link) for link in links)
+        return path.is_symlink() or any(
+            link.parent != path and target.is_relative_to(os.path.realpath(path))
+            for link, target in links
+        )
 
     def _links(self) -> list[tuple[Path, Path]]:
         """Return the symbolic links here and in checkpoints, with what they lead to."""
@@ -201,7 +204,3 @@ def _set_aside_unless_used(path: Path, prefix: str = _REMOVED) -> bool:
     finally:
         saver.leave()
     return False
-
-
-def _leads_into(directory: Path, link: Path, target: Path) -> bool:
-    return link.parent != directory and target.is_relative_to(os.path.realpath(directory))

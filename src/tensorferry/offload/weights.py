@@ -165,7 +165,9 @@ class WeightStream:
         self._streaming = Streaming(self._weights, steps, budget_nbytes - fixed_nbytes, device)
         self._total_nbytes = sum(one.nbytes for one in found)
         try:
-            _read_fixed(fixed, device)
+            for one in fixed:
+                tensor = _read(one, device)
+                _put_fixed(one, tensor if one.buffer else nn.Parameter(tensor, requires_grad=False))
             self._take_over(modules)
         except BaseException:
             self.close()
@@ -420,12 +422,6 @@ class WeightsMap(Mapping[str, torch.Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored  # without reading it
-
-
-def _read_fixed(fixed: list[Matched], device: torch.device) -> None:
-    for one in fixed:
-        tensor = _read(one, device)
-        _put_fixed(one, tensor if one.buffer else nn.Parameter(tensor, requires_grad=False))
 
 
 def _put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:

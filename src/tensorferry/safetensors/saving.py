@@ -427,7 +427,12 @@ def aliases(state: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) 
     for names in shared(state):
         if len(names) < 2:
             continue
-        whole = {name for name in names if has_its_storage(state[name])}
+        whole = {
+            name
+            for name in names
+            if (storage := state[name].untyped_storage()).data_ptr() == state[name].data_ptr()
+            and storage.nbytes() == state[name].nbytes
+        }
         if not whole:
             raise RuntimeError(
                 "Error while trying to find names to remove to save state dict, but found no suitable name to keep for "
@@ -472,10 +477,3 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
         (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
     )
     return begin, begin + (int(steps) + 1) * tensor.element_size()
-
-
-def has_its_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is all of its memory."""
-    storage = tensor.untyped_storage()
-    nbytes = tensor.numel() * tensor.element_size()
-    return tensor.data_ptr() == storage.data_ptr() and nbytes == storage.nbytes()

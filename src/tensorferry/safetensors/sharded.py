@@ -135,15 +135,12 @@ def split(entries: Iterable[Entry], limit: int) -> dict[str, list[Entry]]:
         nbytes += entry.nbytes
     if current or not shards:
         shards.append(current)
-    names = shard_names(len(shards))
-    return dict(zip(names, shards, strict=True))
-
-
-def shard_names(count: int) -> list[str]:
-    """Return what the files of a model are called."""
-    if count == 1:
-        return [SINGLE_NAME]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if len(shards) == 1:
+        return {SINGLE_NAME: shards[0]}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
+    }
 
 
 def index_of(weight_map: Mapping[str, str], total_nbytes: int) -> str:

@@ -67,7 +67,9 @@ class Partial:
             self._made_in += folder.make_directory(str(partial))
             with contextlib.suppress(FileNotFoundError):
                 lock = _Lock(partial)
-                if lock.held is not False and lock.is_of(partial):
+                # Whether the directory still has this name.
+                is_there = os.path.samestat(os.fstat(lock.descriptor), partial.stat())
+                if lock.held is not False and is_there:
                     self._locks.append(lock)
                     return
             self._partial.pop()
@@ -150,16 +152,12 @@ class _Lock:
     """A lock on a directory (flock(2)), until this object goes; None in ``held`` where there are no such locks."""
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.held = lock_directory(self._descriptor)
+        self.descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.held = lock_directory(self.descriptor)
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
-
-    def is_of(self, directory: Path) -> bool:
-        """Return whether the directory still has this name."""
-        return os.path.samestat(os.fstat(self._descriptor), directory.stat())
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
 
 
 def _remove_leftovers(directory: Path) -> None:

@@ -297,7 +297,8 @@ class TensorStore(Owned):
         StorageError
             There is no space (ENOSPC), or a file cannot be made; what was stored before is still there.
         """
-        _checked_name(name)
+        if not isinstance(name, str):
+            raise TypeError(f"name: {name!r} is no text")
         background = in_background(priority)
         self._enter(writing=True)
         array, memory = memory_or_segments(array, writable=False)
@@ -555,7 +556,7 @@ class TensorStore(Owned):
                     if not segment.sync_failed and partial.link(segment, at, name):
                         frozen.append(segment)
                     else:
-                        partial.copy(segment, contents.pieces_in(number), at, name)
+                        partial.copy(segment, contents.pieces_in[number], at, name)
                 self._sync(frozen)
                 self._room.freeze(frozen)
                 partial.finish(contents.manifest(self._run, len(paths), segments))
@@ -871,7 +872,9 @@ class TensorStore(Owned):
         """Go back to what was there before a write."""
         if self._names.get(name) is not version:
             return
-        before = kept_or_pending(version.previous)
+        before = version.previous  # the newest version, from here back, that has not failed
+        while before is not None and before.write is None and before.pieces is None:
+            before = before.previous
         if before is None:
             self._names.pop(name, None)
         else:
@@ -942,13 +945,6 @@ class _Mapped:
         self.pieces = pieces
 
 
-def kept_or_pending(version: Version | None) -> Version | None:
-    """Return the newest version, from one back, that has not failed."""
-    while version is not None and version.write is None and version.pieces is None:
-        version = version.previous
-    return version
-
-
 def _joined(thread: threading.Thread, seconds: float) -> bool:
     thread.join(seconds)
     return not thread.is_alive()
@@ -976,8 +972,3 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]
         if not (share > 0 and math.isfinite(share)):
             raise ValueError(f"weights[{at}]: {share} is not positive")
     return shares
-
-
-def _checked_name(name: str) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"name: {name!r} is no text")

@@ -187,14 +187,10 @@ class Contents(Located):
                 if not pathlib.Path(self._folder).exists():
                     why = "the checkpoint has been removed since its metadata was read"
                     error.strerror = f"{error.strerror}; {why}"
-                elif self._was_replaced(name):
+                elif self._named_now is not None and name not in self._named_now:
                     why = "another save has replaced the checkpoint since its metadata was read: load again"
                     error.strerror = f"{error.strerror}; {why}"
             raise
-
-    def _was_replaced(self, name: str) -> bool:
-        """Return whether a file that is missing is one that present metadata does not name any more."""
-        return self._named_now is not None and name not in self._named_now
 
     @functools.cached_property
     def _named_now(self) -> set[str] | None:
@@ -374,11 +370,13 @@ class Contents(Located):
 
     def _parse(self, by_file: dict[str, list[Item]]) -> None:
         """Find the payloads of those tensors of which the metadata does not say where they are."""
-        unknown = {
-            name: blobs_of_file
-            for name, items in by_file.items()
-            if (blobs_of_file := _unknown_blobs(items))
-        }
+        unknown: dict[str, dict[tuple[int, int], list[Item]]] = {}  # by place of the blob
+        for name, items in by_file.items():
+            for item in items:
+                transformed = getattr(item.info, "transform_descriptors", None)
+                if item.payload is None and _is_tensor(item.request) and not transformed:
+                    place = item.info.offset, item.info.length
+                    unknown.setdefault(name, {}).setdefault(place, []).append(item)
         if not unknown:
             return
         with Reading() as reading:
@@ -432,16 +430,6 @@ def _check_slice(item: Item, file: DataFile) -> None:
         file.path,
         names=(request.storage_index.fqn,),
     )
-
-
-def _unknown_blobs(items: list[Item]) -> dict[tuple[int, int], list[Item]]:
-    """Return the tensors without a payload, by (offset, length) of the blob."""
-    found: dict[tuple[int, int], list[Item]] = {}
-    for item in items:
-        transformed = getattr(item.info, "transform_descriptors", None)
-        if item.payload is None and _is_tensor(item.request) and not transformed:
-            found.setdefault((item.info.offset, item.info.length), []).append(item)
-    return found
 
 
 def _ends(offset: int, length: int) -> list[tuple[int, int]]:

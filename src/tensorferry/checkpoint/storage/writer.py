@@ -554,7 +554,7 @@ def _write_tensor(
     if archive is None:
         kept = False
         tensor = tensor.cpu()
-        if tensor.layout is torch.strided and not _has_own_storage(tensor):
+        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # with no more storage than it needs, as torch does
         content, archive = _bytes_and_archive(tensor)
     if content is None or archive is None:
@@ -589,7 +589,3 @@ def _bytes_and_archive(
         return content, tensor_archive(tensor.dtype, tensor.size(), tensor.stride())
     except UnknownArchiveError:
         return content, None
-
-
-def _has_own_storage(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

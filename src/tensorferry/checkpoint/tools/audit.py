@@ -173,7 +173,13 @@ class _Audit(Audit):
     ) -> None:
         file = contents.open(name, damaged=self.problem)
         if contents.has_checksums(name):
-            self._check_chunks(file)
+            everything = Memory(Delivery(file.nbytes, count=self.meter.add))
+            with Reading() as reading:
+                reading.begin_file(file)
+                if file.nbytes:
+                    reading.add(iter([Want(0, file.nbytes, everything)]))
+                reading.finish()
+            self.report.nbytes += file.nbytes
             return
         try:
             end = 0
@@ -186,15 +192,6 @@ class _Audit(Audit):
                 self.report.unverified.append(f"bytes {end} to {file.nbytes} of {name}")
         finally:
             file.file.close()
-
-    def _check_chunks(self, file: DataFile) -> None:
-        everything = Memory(Delivery(file.nbytes, count=self.meter.add))
-        with Reading() as reading:
-            reading.begin_file(file)
-            if file.nbytes:
-                reading.add(iter([Want(0, file.nbytes, everything)]))
-            reading.finish()
-        self.report.nbytes += file.nbytes
 
     def _check_blob(
         self, contents: Contents, file: DataFile, index: MetadataIndex, info: _StorageInfo
