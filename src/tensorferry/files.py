@@ -35,7 +35,6 @@ from tensorferry.transfers import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from types import TracebackType
 
     from tensorferry.arrays import Array
     from tensorferry.checksums import Checksums
@@ -189,20 +188,10 @@ class Transferring(abc.ABC):
         """
         return self._start(array, offset, priority, checksums, write=True, sync=sync)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         try:
             for future in self._pending.living():
                 await future._ended()

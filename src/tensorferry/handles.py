@@ -28,7 +28,6 @@ from tensorferry.warned import warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -518,12 +517,7 @@ class aio_handle:  # noqa: N801  DeepNVMe's name
         self._scheduler.check_usable()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

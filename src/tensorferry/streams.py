@@ -17,7 +17,6 @@ from tensorferry.transfers import MAX_FILE_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from types import TracebackType
 
     from tensorferry.checksums import Checksums
 
@@ -223,17 +222,12 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if not self._open and not self._unheard:
             return
         try:
             if kind is None:
-                _ = self.finish() if self._open else self.wait()
+                (self.finish if self._open else self.wait)()
                 return
         except BaseException:  # Ctrl-C: the arrays are let go of all the same
             self.abort()

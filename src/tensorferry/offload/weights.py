@@ -22,7 +22,6 @@ from tensorferry.safetensors.sources import stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from tensorferry.offload.matching import Matched
     from tensorferry.safetensors.sources import Source
@@ -233,12 +232,7 @@ class WeightStream:
             raise ValueError("this stream of weights is closed")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _steps(

@@ -41,7 +41,6 @@ from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from types import TracebackType
 
     from tensorferry.checksums import Checksums
     from tensorferry.safetensors.saving import Entry
@@ -240,12 +239,7 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
     def _set_aside(self, old: _Old, *, one_file: bool) -> bool:

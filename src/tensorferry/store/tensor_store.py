@@ -61,7 +61,6 @@ from tensorferry.transfers import direct_mode, kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from tensorferry.files import Priority
     from tensorferry.runtime import AnyScheduler
@@ -839,12 +838,7 @@ class TensorStore(Owned):
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
