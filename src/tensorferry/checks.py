@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+import os
+import re
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+Path: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
+Direct: TypeAlias = "bool | Literal['auto']"
+
+# Offsets are signed 64-bit numbers in the kernel.
+MAX_FILE_NBYTES = (1 << 63) - 1
+
+# pathlib makes one slash of two: of those only known ones are told from a folder whose name ends with a colon.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(s3|gs|gcs|hf|az|abfss?|hdfs|https?|ftp|file):/")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -110,3 +121,61 @@ def decimal_nbytes(size: int | str, name: str) -> int:
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
         raise ValueError(f"{name}: {size!r} is no positive number of bytes")
     return nbytes
+
+
+def direct_mode(direct: Direct) -> str:
+    """Return the core's name of what a caller says of O_DIRECT."""
+    if direct == "auto":
+        return "auto"
+    if direct is True:
+        return "always"
+    if direct is False:
+        return "never"
+    raise ValueError(f'direct: {direct!r} is none of "auto", True and False')
+
+
+def checked_path(path: Path, name: str = "path") -> str:
+    """Return a path as text, which os.fsencode() turns back into its bytes."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"{name}: {path!r} is no path")
+    text = os.fsdecode(path)
+    if ":/" in text and _URL.match(text):
+        raise ValueError(
+            f"{name}: {path!r} is a URL, and only local files are read and written (remedy: a local folder, or one "
+            "where the storage is mounted)"
+        )
+    if "\0" in text:
+        raise ValueError(f"{name}: {path!r} has a null character")
+    if not text.isascii():
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name}: {path!r} is no path: {error}") from None
+    return text
+
+
+def kept_path(path: Path, name: str = "path") -> str:
+    """Return the absolute path of what is used after the call: the process may change its directory meanwhile."""
+    text = checked_path(path, name)
+    return text if text.startswith("/") else f"{os.getcwd()}/{text}"  # noqa: PTH109 (a fifth of the time)
+
+
+def checked_descriptor(descriptor: int, name: str = "path") -> int:
+    """Return a descriptor, which is no bool and fits a C int."""
+    if isinstance(descriptor, bool):
+        raise TypeError(f"{name}: {descriptor!r} is neither a path nor a descriptor")
+    if not -1 << 31 <= descriptor < 1 << 31:
+        raise ValueError(f"{name}: {descriptor} is no descriptor")
+    return descriptor
+
+
+def checked_offset(offset: int, nbytes: int, name: str = "offset") -> int:
+    """Return an offset that a file can have, with `nbytes` behind it."""
+    if not hasattr(offset, "__index__"):
+        raise TypeError(f"{name}: {offset!r} is no integer")
+    offset = offset.__index__()
+    if offset < 0:
+        raise ValueError(f"{name}: {offset} is negative")
+    if offset + nbytes > MAX_FILE_NBYTES:
+        raise ValueError(f"{name}: {offset} + {nbytes} bytes is beyond what a file can hold")
+    return offset

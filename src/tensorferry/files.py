@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from tensorferry import _core
 from tensorferry.arrays import memory_or_segments
-from tensorferry.checks import one_of, positive
+from tensorferry.checks import (
+    Direct,
+    Path,
+    checked_offset,
+    checked_path,
+    direct_mode,
+    one_of,
+    positive,
+)
 from tensorferry.futures import Pending
 from tensorferry.runtime import (
     AnyScheduler,
@@ -22,16 +30,7 @@ from tensorferry.runtime import (
 )
 from tensorferry.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 from tensorferry.streams import Stream
-from tensorferry.transfers import (
-    Direct,
-    Path,
-    checked_offset,
-    checked_path,
-    direct_mode,
-    set_size,
-    start,
-    transfer,
-)
+from tensorferry.transfers import set_size, start, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -23,13 +23,13 @@ from numpy.lib import format as npy_format
 
 import tensorferry
 from tensorferry._core import crc32_combine
+from tensorferry.checks import kept_path
 from tensorferry.safetensors.slicing import read_plan, select, strides_of
-from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tensorferry.transfers import Path
+    from tensorferry.checks import Path
 
 __all__ = ["Array", "FormatError", "NumpyFile"]
 

@@ -17,6 +17,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorferry.checks import kept_path
 from tensorferry.errors import StorageError, first_of
 from tensorferry.files import File
 from tensorferry.new_file import NewFile
@@ -29,18 +30,17 @@ from tensorferry.publication import (
     sync_directory,
     sync_open_directory,
 )
-from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from typing_extensions import Self
 
+    from tensorferry.checks import Direct
+    from tensorferry.checks import Path as AnyPath
     from tensorferry.checksums import Checksums
     from tensorferry.files import Priority
     from tensorferry.futures import Future
-    from tensorferry.transfers import Direct
-    from tensorferry.transfers import Path as AnyPath
 
 # What file systems without nameless files say.
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core, runtime
 from tensorferry.arrays import collect_segments, is_several, moved
-from tensorferry.checks import one_of
+from tensorferry.checks import MAX_FILE_NBYTES, one_of
 from tensorferry.errors import memory_moved
 from tensorferry.reprs import once_made
 from tensorferry.runtime import patiently, warn_of_left_behind, with_descriptors
-from tensorferry.transfers import MAX_FILE_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tensorferry import _core, runtime
 from tensorferry.arrays import AnyMemory, memory_or_segments, moved
-from tensorferry.checks import integer
+from tensorferry.checks import Direct, Path, checked_offset, checked_path, direct_mode, integer
 from tensorferry.errors import ShortReadError, StorageError, first_of, memory_moved
 from tensorferry.files import (
     File,
@@ -30,14 +30,7 @@ from tensorferry.files import (
 from tensorferry.futures import Future, Pending
 from tensorferry.runtime import automatic_scheduler, patiently, with_descriptors
 from tensorferry.stats import summed_stats
-from tensorferry.transfers import (
-    Direct,
-    Path,
-    checked_offset,
-    checked_path,
-    direct_mode,
-    transfer,
-)
+from tensorferry.transfers import transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

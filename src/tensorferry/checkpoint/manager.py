@@ -28,9 +28,8 @@ from tensorferry.checkpoint.storage import plain_objects
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.together import Ranks, plain_failures
-from tensorferry.checks import integer
+from tensorferry.checks import integer, kept_path
 from tensorferry.reprs import once_made
-from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     import types

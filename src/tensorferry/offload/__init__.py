@@ -19,8 +19,8 @@ from tensorferry.store import TensorStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tensorferry.checks import Path
     from tensorferry.offload.optimizer import Commit, StepDevice
-    from tensorferry.transfers import Path
 
 __all__ = [
     "MemoryBudgetError",

@@ -46,8 +46,8 @@ from tensorferry.processes import Interrupts, Owned
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from tensorferry.checks import Path
     from tensorferry.store import TensorStore
-    from tensorferry.transfers import Path
 
 # Below, steps are too short for a warning to matter.
 _WORTH_TELLING_NBYTES = 64 << 20

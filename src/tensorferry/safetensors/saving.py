@@ -18,21 +18,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.arrays import memory_of
+from tensorferry.checks import checked_path
 from tensorferry.replacement import Replacement
 from tensorferry.safetensors import checksums
 from tensorferry.safetensors.dtypes import DTYPES, header_shape
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.header import build
-from tensorferry.transfers import checked_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     import torch
 
+    from tensorferry.checks import Path
     from tensorferry.checksums import Checksums
     from tensorferry.new_file import NewFile
-    from tensorferry.transfers import Path
 
 # What torch and NumPy (with ml_dtypes as well) call the format's dtypes.
 _NAMES = {

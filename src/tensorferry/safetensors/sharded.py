@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensorferry.checks import decimal_nbytes
+from tensorferry.checks import decimal_nbytes, kept_path
 from tensorferry.errors import StorageError
 from tensorferry.file_locks import lock_directory
 from tensorferry.processes import lock_descriptors, when_dropped
@@ -37,14 +37,13 @@ from tensorferry.safetensors.saving import (
     without_duplicates,
     write_entries,
 )
-from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from tensorferry.checks import Path as AnyPath
     from tensorferry.checksums import Checksums
     from tensorferry.safetensors.saving import Entry
-    from tensorferry.transfers import Path as AnyPath
 
 SINGLE_NAME, INDEX_NAME = index.SINGLE_NAME, index.INDEX_NAME
 

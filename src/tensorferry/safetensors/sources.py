@@ -20,11 +20,11 @@ import pathlib
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import tensorferry
+from tensorferry.checks import Path, kept_path
 from tensorferry.safetensors import header, index
 from tensorferry.safetensors.dtypes import DTYPES, header_shape
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.version import Version
-from tensorferry.transfers import Path, kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

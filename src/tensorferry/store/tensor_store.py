@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensorferry import _core
 from tensorferry.arrays import memory_or_segments
-from tensorferry.checks import integer
+from tensorferry.checks import direct_mode, integer, kept_path
 from tensorferry.errors import StorageError
 from tensorferry.files import chosen_scheduler, in_background
 from tensorferry.futures import Future
@@ -57,15 +57,14 @@ from tensorferry.store.segments import (
 from tensorferry.store.snapshots import Partial
 from tensorferry.store.tensors import TensorInfo, info_of, new_array
 from tensorferry.store.transfers import Read, Transfer, Version, Write, told
-from tensorferry.transfers import direct_mode, kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from tensorferry.checks import Direct, Path
     from tensorferry.files import Priority
     from tensorferry.runtime import AnyScheduler
     from tensorferry.store.segments import Piece, Segment
-    from tensorferry.transfers import Direct, Path
 
 _Result = TypeVar("_Result")
 

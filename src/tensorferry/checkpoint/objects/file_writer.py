@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tensorferry.replacement import Replacement
 
 if TYPE_CHECKING:
-    from tensorferry.transfers import Path
+    from tensorferry.checks import Path
 
 # Space is reserved so far ahead: a file that grows with each write takes direct writes one at a time only.
 _RESERVE_NBYTES = 256 << 20

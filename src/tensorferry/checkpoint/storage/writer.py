@@ -41,10 +41,10 @@ from tensorferry.checkpoint.zipformat.archive import (
     plain_bytes,
     tensor_archive,
 )
+from tensorferry.checks import checked_path, kept_path
 from tensorferry.new_file import NewFile, RawNewFile
 from tensorferry.reprs import once_made
 from tensorferry.runtime import descriptor_limit
-from tensorferry.transfers import checked_path, kept_path
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
