@@ -6,19 +6,11 @@ import os
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from tensorferry.arrays import memory_of, memory_or_segments
+from tensorferry.checks import Direct, Path, checked_offset, checked_path, direct_mode
 from tensorferry.files import File, in_background
 from tensorferry.runtime import default_scheduler
 from tensorferry.striped import StripedFile
-from tensorferry.transfers import (
-    Direct,
-    Path,
-    checked_items,
-    checked_offset,
-    checked_path,
-    direct_mode,
-    transfer,
-    transfer_many,
-)
+from tensorferry.transfers import checked_items, transfer, transfer_many
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -6,6 +6,7 @@ import operator
 from typing import TYPE_CHECKING
 
 from tensorferry import _core
+from tensorferry.checks import integer
 from tensorferry.reprs import once_made
 
 if TYPE_CHECKING:
@@ -58,11 +59,7 @@ class Checksums:
         straight: bool = False,
     ) -> None:
         if chunk_nbytes is not None:
-            chunk_nbytes = operator.index(chunk_nbytes)
-            if not MIN_CHUNK_NBYTES <= chunk_nbytes <= MAX_CHUNK_NBYTES:
-                raise ValueError(
-                    f"chunk_nbytes: {chunk_nbytes} is not between {MIN_CHUNK_NBYTES} and {MAX_CHUNK_NBYTES}"
-                )
+            chunk_nbytes = integer(chunk_nbytes, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES)
         elif not segments:
             raise ValueError("chunk_nbytes, segments: neither asks for a checksum")
         elif expected is not None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import abc
-import operator
 import threading
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from tensorferry import _core
 from tensorferry.arrays import memory_or_segments
+from tensorferry.checks import (
+    Direct,
+    Path,
+    checked_offset,
+    checked_path,
+    direct_mode,
+    one_of,
+    positive,
+)
 from tensorferry.futures import Pending
 from tensorferry.runtime import (
-    DEFAULT_BLOCK_NBYTES,
-    DEFAULT_QUEUE_DEPTH,
     AnyScheduler,
     close_scheduler,
     default_scheduler,
@@ -22,17 +28,9 @@ from tensorferry.runtime import (
     warn_of_left_behind,
     with_descriptors,
 )
+from tensorferry.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 from tensorferry.streams import Stream
-from tensorferry.transfers import (
-    Direct,
-    Path,
-    checked_offset,
-    checked_path,
-    direct_mode,
-    set_size,
-    start,
-    transfer,
-)
+from tensorferry.transfers import set_size, start, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -534,16 +532,5 @@ def chosen_scheduler(
 
 def in_background(priority: Priority) -> bool:
     """Return whether a transfer comes after all that are not in the background."""
-    if priority not in ("normal", "background"):
-        raise ValueError(f'priority: {priority!r} is neither "normal" nor "background"')
+    one_of(priority, "priority", ("normal", "background"))
     return priority == "background"
-
-
-def positive(value: int, name: str, maximum: int = (1 << 31) - 1) -> int:
-    """Return an argument that must be an integer from 1 on."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: {value!r} is no integer")
-    value = operator.index(value)
-    if not 1 <= value <= maximum:
-        raise ValueError(f"{name}: {value} is not between 1 and {maximum}")
-    return value

@@ -14,6 +14,7 @@ from errno import ECANCELED
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from tensorferry import _core
+from tensorferry.processes import Owned, in_forked_children
 from tensorferry.warned import line_of_caller, warn
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Request(Protocol):
         """Have a queue told when the request, or one more of several, is done."""
 
 
-class Future(Generic[_T_co]):
+class Future(Owned, Generic[_T_co]):
     """The outcome of a transfer on its way: ``Future[T]`` gives a ``T``. Await it, or ask :meth:`result`.
 
     It keeps the array alive until the transfer is done. Read the array, or change what is being written, only then.
@@ -73,12 +74,12 @@ class Future(Generic[_T_co]):
         "_cancelling",
         "_check",
         "_exception",
-        "_generation",
         "_keep",
         "_request",
         "_settled",
     )
     _request: Request
+    _refusal = "this transfer was begun before fork(): it ends in the parent process, and nobody tells this one"
 
     def __init__(self, array: _T_co, keep: object) -> None:
         self._array = array
@@ -90,7 +91,7 @@ class Future(Generic[_T_co]):
         self._settled = False
         self._exception: StorageError | None = None
         self._check: Callable[[], StorageError | None] | None = None
-        self._generation = _core.fork_generation()
+        self._belong_here()
 
     def _start(
         self, request: Request, check: Callable[[], StorageError | None] | None = None
@@ -258,7 +259,10 @@ class Future(Generic[_T_co]):
         self._check_process()
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        _listener_of(loop).add(self._request, waiter)
+        listener = _listeners.get(loop)
+        if listener is None:
+            listener = _listeners[loop] = _LoopListener(loop)
+        listener.add(self._request, waiter)
         return waiter
 
     async def _ended(self) -> None:
@@ -308,12 +312,6 @@ class Future(Generic[_T_co]):
         if exception is not None and not self._was_cancelled(exception):
             warn(f"nobody asked for this transfer's outcome: {exception}", self._begun_at)
 
-    def _check_process(self) -> None:
-        if self._generation != _core.fork_generation():
-            raise RuntimeError(
-                "this transfer was begun before fork(): it ends in the parent process, and nobody tells this one"
-            )
-
 
 # Futures whose outcome nobody has asked for; the interpreter may leave before they are collected.
 _unseen: weakref.WeakSet[Future] = weakref.WeakSet()
@@ -357,13 +355,6 @@ class _LoopListener:
 _listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopListener] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def _listener_of(loop: asyncio.AbstractEventLoop) -> _LoopListener:
-    listener = _listeners.get(loop)
-    if listener is None:
-        listener = _listeners[loop] = _LoopListener(loop)
-    return listener
 
 
 class _CallbackThread:
@@ -441,15 +432,13 @@ def leave() -> None:
         _unseen.discard(future)
 
 
+@in_forked_children
 def _forget_parent() -> None:
     global _lock, _settling, _unseen, _listeners
     # Another thread may have held them at fork.
     _lock, _settling = threading.Lock(), threading.RLock()
     _unseen = weakref.WeakSet()  # the parent warns
     _listeners = weakref.WeakKeyDictionary()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
 
 
 class Pending:

@@ -24,6 +24,7 @@ from tensorferry.handles import (
     aio_handle,
 )
 from tensorferry.memory import elements_like, gpu_in_use
+from tensorferry.processes import in_forked_children
 from tensorferry.runtime import start_scheduler
 
 if TYPE_CHECKING:
@@ -258,12 +259,10 @@ _pins: dict[int, _Pin] = {}
 _lock = threading.Lock()
 
 
+@in_forked_children
 def _forget_lock() -> None:
     global _lock
     _lock = threading.Lock()  # another thread may have held it at fork
-
-
-os.register_at_fork(after_in_child=_forget_lock)
 
 
 def _pin(memory: Memory, pinner: object, by_cufile: bool) -> None:

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
 from tensorferry.arrays import LEGACY_STREAM, Memory, memory_of
+from tensorferry.checks import Path, checked_offset, kept_path, positive
 from tensorferry.errors import StorageError, first_of
-from tensorferry.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH, positive
+from tensorferry.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH
 from tensorferry.memory import elements_like, free_locked_tensor, is_pinned, locked_tensor
 from tensorferry.runtime import (
-    DEFAULT_BLOCK_NBYTES,
-    DEFAULT_QUEUE_DEPTH,
     AnyScheduler,
     automatic_scheduler,
     close_scheduler,
     default_scheduler,
     make_scheduler,
 )
-from tensorferry.transfers import Path, checked_offset, kept_path, start, transfer
+from tensorferry.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
+from tensorferry.transfers import start, transfer
 from tensorferry.warned import warn
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from tensorferry import _core, arrays
 from tensorferry.arrays import memory_of
+from tensorferry.checks import integer
 from tensorferry.warned import warn
 
 if TYPE_CHECKING:
@@ -132,10 +133,7 @@ def elements_like(num_elem: int, example: Any) -> tuple[int, Any]:
     """Return a number of elements and the dtype of an example, checked, for :func:`locked_tensor`."""
     if example is None:
         raise TypeError("example_tensor: an example is needed for the dtype")
-    if isinstance(num_elem, bool) or not hasattr(num_elem, "__index__"):
-        raise TypeError(f"num_elem: {num_elem!r} is no integer")
-    if num_elem < 0:
-        raise ValueError(f"num_elem: {num_elem} is negative")
+    num_elem = integer(num_elem, "num_elem", 0)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(example, torch.dtype):
         raise TypeError(

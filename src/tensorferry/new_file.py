@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorferry import _core
 from tensorferry.files import File
+from tensorferry.processes import Owned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ class FileSummary:
     chunk_crcs: bytes
 
 
-class NewFile:
+class NewFile(Owned):
     """A file that is written from its beginning to its end, by one thread.
 
     Parameters
@@ -62,6 +62,10 @@ class NewFile:
     After any failure call :meth:`abort`.
     """
 
+    _refusal = (
+        "this was begun before fork(): the parent process writes it, and a child must begin its own"
+    )
+
     def __init__(
         self,
         file: str | File,
@@ -72,7 +76,7 @@ class NewFile:
         self._made = isinstance(file, str)
         self._file = File(file, "x") if isinstance(file, str) else file
         self._checksums = checksums
-        self._generation = _core.fork_generation()
+        self._belong_here()
         self._stream: Stream | None = None
         try:
             self._stream = self._file.stream(nbytes_reserved=reserve_nbytes, checksums=checksums)
@@ -150,7 +154,7 @@ class NewFile:
 
         A forked child leaves it to its parent.
         """
-        if self._generation != _core.fork_generation():
+        if self.is_parents:
             return
         with contextlib.ExitStack() as whatever_happens:  # Ctrl-C among it
             if self._made:
@@ -160,10 +164,7 @@ class NewFile:
                 self._stream.abort()
 
     def _open(self) -> Stream:
-        if self._generation != _core.fork_generation():
-            raise RuntimeError(
-                "this was begun before fork(): the parent process writes it, and a child must begin its own"
-            )
+        self._check_process()
         assert self._stream is not None
         return self._stream
 

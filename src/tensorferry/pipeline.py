@@ -28,8 +28,8 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tensorferry import _core
-from tensorferry.sizes import checked_nbytes
+from tensorferry.checks import checked_nbytes
+from tensorferry.processes import Owned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -113,7 +113,7 @@ class Read:
 _Read = TypeVar("_Read", bound=Read)
 
 
-class Pipeline(Generic[_Read]):
+class Pipeline(Owned, Generic[_Read]):
     """Reads, some of them on their way; a context manager. Any number of threads may use it.
 
     Iterating gives reads in their order, each when all of it has come, and releases it when the next one is asked for.
@@ -140,6 +140,10 @@ class Pipeline(Generic[_Read]):
         Whether it is closed: nothing begins any more.
     """
 
+    _refusal = (
+        "these reads were begun before fork(): the parent process reads (remedy: begin anew here)"
+    )
+
     def __init__(
         self,
         reads: Iterable[_Read] = (),
@@ -147,7 +151,7 @@ class Pipeline(Generic[_Read]):
         memory_nbytes: int | None = None,
         by_itself: bool = False,
     ) -> None:
-        self._generation = _core.fork_generation()
+        self._belong_here()
         self._held: deque[_Read] = deque()  # begun and not released, in the order of beginning
         self.lock = threading.RLock()  # a signal handler may use the pipeline, too
         self.files: dict[Any, File] = {}
@@ -160,18 +164,6 @@ class Pipeline(Generic[_Read]):
         self._waiting: deque[_Read] = deque()  # not begun; the front may be, after an interruption
         self._flying: deque[_Read] = deque()  # begun; the front is not known to have ended
         self._read_end = self._held_end = 0  # sums over all that began
-
-    @property
-    def is_of_parent(self) -> bool:
-        """Whether fork() has come between: the parent reads, and a lock may be held by a thread that is not here."""
-        return self._generation != _core.fork_generation()
-
-    def check_process(self, what: str) -> None:
-        """Raise RuntimeError in a forked child; ``what`` names the object in the message."""
-        if self.is_of_parent:
-            raise RuntimeError(
-                f"{what} was made before fork(): its parent process reads (remedy: make one here)"
-            )
 
     def add(self, read: _Read) -> None:
         """Have a read begin after those before, as soon as there is room."""
@@ -268,7 +260,7 @@ class Pipeline(Generic[_Read]):
 
     def close(self, *, wait: bool = True) -> None:
         """Cancel what is on its way and close the files; ``wait`` until memory is free. A forked child does nothing."""
-        if self.is_of_parent:
+        if self.is_parents:
             return
         with self.lock:
             self.closed = True
@@ -294,7 +286,7 @@ class Pipeline(Generic[_Read]):
 
     def __del__(self) -> None:
         # A finalizer takes no lock and waits for nothing: the core keeps memory and files until it has done.
-        if not self.is_of_parent:
+        if not self.is_parents:
             for read in tuple(self._held):
                 if not read._released:
                     read.cancel()

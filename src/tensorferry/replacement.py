@@ -12,37 +12,38 @@ import abc
 import contextlib
 import errno
 import os
-import secrets
 import stat
-import time
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorferry import _core
+from tensorferry.checks import kept_path
 from tensorferry.errors import StorageError, first_of
 from tensorferry.files import File
-from tensorferry.mounts import mount_of
 from tensorferry.new_file import NewFile
-from tensorferry.transfers import kept_path
+from tensorferry.processes import Owned
+from tensorferry.publication import (
+    check_renames,
+    new_name,
+    rename,
+    storage_errors,
+    sync_directory,
+    sync_open_directory,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
+    from tensorferry.checks import Direct
+    from tensorferry.checks import Path as AnyPath
     from tensorferry.checksums import Checksums
     from tensorferry.files import Priority
     from tensorferry.futures import Future
-    from tensorferry.transfers import Direct
-    from tensorferry.transfers import Path as AnyPath
 
 # What file systems without nameless files say.
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
-# What fsync() of a directory says where there is none, as for the core.
-_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-
 # Nothing is called so, or no file, or nothing can be: a longer name than the file system takes.
 _NOT_BESIDE = (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG)
 
@@ -52,11 +53,6 @@ _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 # What file systems say that have no permissions, or keep them to themselves.
 _NO_PERMISSIONS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-# What FUSE may say of a file that is still open, which it can be for a while after close(2).
-_STILL_OPEN = (errno.EPERM, errno.EACCES, errno.EBUSY, errno.EOPNOTSUPP, errno.ETXTBSY)
-_STILL_OPEN_SECONDS = 2.0
-_POLL_SECONDS = 0.002
-
 _ACL = "system.posix_acl_access"
 _OWN_FILES = "/proc/self/fd"
 
@@ -65,7 +61,7 @@ _OWN_FILES = "/proc/self/fd"
 _LOOKS_MAX = 100
 
 
-class Place(abc.ABC):
+class Place(Owned, abc.ABC):
     """A path, and the file that is to have it; :class:`Replacement` and :class:`WholeFile` say how it is written.
 
     A context manager: the file takes its place at the end of the block, or not at all if that raises.
@@ -106,7 +102,7 @@ class Place(abc.ABC):
         self._own_path = self._linked = ""
         self._sync = sync
         self._finished = False
-        self._generation = _core.fork_generation()
+        self._belong_here()
         self._directory = self._descriptor = -1
         self._opened = False
         try:
@@ -197,12 +193,7 @@ class Place(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.commit()
         else:
@@ -211,14 +202,15 @@ class Place(abc.ABC):
     def _create(self, mode: int) -> int:
         """Return the descriptor of a new file."""
         flags, at = os.O_RDWR | os.O_CLOEXEC, self._directory
-        if _has_own_files():
+        # Without /proc a file without a name cannot be opened again, or get one.
+        if Path(_OWN_FILES).exists():
             try:
                 return os.open(".", flags | os.O_TMPFILE, mode, dir_fd=at)
             except OSError as error:
                 if error.errno not in _NO_NAMELESS_FILES:
                     raise
         check_renames(Path(self.target).parent, replaced=Path(self.target).exists())
-        self._name = _new_name()
+        self._name = new_name()
         return os.open(self._name, flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=at)
 
     def _take_place(self, *, sync_names: bool) -> None:
@@ -229,7 +221,7 @@ class Place(abc.ABC):
         else:
             # No name may be in the way of link(), so the old one is not given at once. With a directory given, link()
             # follows the symbolic link that /proc shows.
-            self._name = _new_name()
+            self._name = new_name()
             os.link(self._own_path, self._name, src_dir_fd=directory, dst_dir_fd=directory)
             if self._sync:
                 # That it has a name at all: ext2, which has no journal, would call the file deleted.
@@ -242,7 +234,7 @@ class Place(abc.ABC):
         self._name = None
         self._remove_beside()  # somebody may have written one meanwhile
         if self._sync and sync_names:
-            _sync(directory)
+            sync_open_directory(directory)
 
     def _remove_beside(self) -> list[Path]:
         removed = []
@@ -254,11 +246,6 @@ class Place(abc.ABC):
                 if error.errno not in _NOT_BESIDE:
                     raise
         return removed
-
-    @property
-    def is_parents(self) -> bool:
-        """Whether this is a forked child: it may close what it has inherited, no more."""
-        return self._generation != _core.fork_generation()
 
     def _give_up(self) -> None:
         if self.is_parents or not self._opened:
@@ -418,129 +405,10 @@ def write_whole(
 @contextlib.contextmanager
 def _collected(failures: list[StorageError], path: AnyPath) -> Iterator[None]:
     try:
-        yield
+        with storage_errors(path):
+            yield
     except StorageError as error:
         failures.append(error)
-    except OSError as error:  # of Python's own calls for names
-        name = os.fsdecode(path if error.filename is None else error.filename)
-        failures.append(StorageError(error.errno, error.strerror or str(error), name))
-
-
-def rename(source: AnyPath, target: AnyPath, *, directory: int | None = None) -> None:
-    """Give a file another name, in the place of what has it; both may be in an open directory.
-
-    On FUSE what has just been closed may count as open for a while: the kernel tells the server later.
-    """
-    deadline = time.monotonic() + _STILL_OPEN_SECONDS
-    while True:
-        try:
-            os.replace(source, target, src_dir_fd=directory, dst_dir_fd=directory)
-        except OSError as error:
-            late = error.errno not in _STILL_OPEN or time.monotonic() > deadline
-            where = Path(os.fsdecode(target)).parent
-            if directory is not None:
-                where = Path(f"{_OWN_FILES}/{directory}") / "."
-            if late or not _is_fuse(where):
-                raise
-            time.sleep(_POLL_SECONDS)
-        else:
-            return
-
-
-def _is_fuse(directory: Path) -> bool:
-    try:
-        return mount_of(directory)["type"].startswith("fuse")
-    except (OSError, LookupError, StopIteration):
-        return False
-
-
-# Directories' devices where renaming has been tried, and whether what is replaced was there.
-_renaming: set[tuple[int, bool]] = set()
-
-
-def check_renames(directory: Path, *, replaced: bool) -> None:
-    """Try whether files can be renamed in a directory, once for each file system.
-
-    Parameters
-    ----------
-    directory : Path
-        Where; it exists.
-    replaced : bool
-        Whether another one has the name.
-
-    Raises
-    ------
-    StorageError
-        They cannot, or nothing can be made there.
-    """
-    try:
-        _check_renames(directory, replaced=replaced)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(error.errno, str(error.strerror), str(directory)) from None
-
-
-def _check_renames(directory: Path, *, replaced: bool) -> None:
-    device = directory.stat().st_dev
-    if (device, replaced) in _renaming:
-        return
-    names = [_new_name() for _ in range(2)]
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in names[: 1 + replaced]:
-            os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=descriptor))
-        try:
-            rename(*names, directory=descriptor)
-        except OSError as error:
-            what = "replace a file by another" if replaced else "rename a file"
-            message = (
-                f"{error.strerror}: this file system cannot {what}, so that a save that is stopped would leave half "
-                "a file (remedy: save elsewhere, and copy what is complete)"
-            )
-            raise StorageError(error.errno, message, str(directory)) from None
-    finally:
-        for name in names:
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=descriptor)
-        os.close(descriptor)
-    _renaming.add((device, replaced))
-
-
-def make_directory(directory: Path) -> None:
-    """Make a directory and its parents where they are missing, so that they would survive a power cut."""
-    missing = []
-    existing = directory
-    while not existing.exists():
-        missing.append(existing)
-        existing = existing.parent
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
-        try:
-            sync_directory(path.parent)
-        except BaseException:
-            # The next call would take it for one that is durable.
-            with contextlib.suppress(OSError):
-                path.rmdir()
-            raise
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-    try:
-        _sync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync(directory: int) -> None:
-    try:
-        os.fsync(directory)
-    except OSError as error:
-        # Some file systems have no fsync for directories, and then nothing that it could add.
-        if error.errno not in _NO_SYNC:
-            raise
 
 
 def _found(path: AnyPath) -> tuple[Path, os.stat_result | None]:
@@ -584,7 +452,11 @@ def _keep_rights(descriptor: int, path: str, old: os.stat_result) -> None:
             except OSError:  # the new group is among the others of the old file
                 mode &= ~stat.S_IRWXG | (mode & stat.S_IRWXO) << 3
     try:
-        _keep_acl(descriptor, path)
+        acl, own = _acl_of(path), _acl_of(descriptor)  # a directory may give one to new files
+        if acl is not None:
+            os.setxattr(descriptor, _ACL, acl)
+        elif own is not None:
+            os.removexattr(descriptor, _ACL)
     except OSError:  # with an ACL these bits were not the group's, but the most that it gives
         mode &= ~stat.S_IRWXG
     try:
@@ -595,14 +467,6 @@ def _keep_rights(descriptor: int, path: str, old: os.stat_result) -> None:
             raise
 
 
-def _keep_acl(descriptor: int, path: str) -> None:
-    old, new = _acl_of(path), _acl_of(descriptor)  # a directory may give one to new files
-    if old is not None:
-        os.setxattr(descriptor, _ACL, old)
-    elif new is not None:
-        os.removexattr(descriptor, _ACL)
-
-
 def _acl_of(file: str | int) -> bytes | None:
     try:
         return os.getxattr(file, _ACL)
@@ -610,12 +474,3 @@ def _acl_of(file: str | int) -> bytes | None:
         if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
             raise
         return None
-
-
-def _has_own_files() -> bool:
-    """Return whether /proc is there, by which alone a file without a name can be opened again, and get one."""
-    return Path(_OWN_FILES).exists()
-
-
-def _new_name() -> str:
-    return f".tensorferry-{secrets.token_hex(8)}.tmp"

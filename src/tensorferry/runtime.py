@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from tensorferry import _core, futures
 from tensorferry.errors import StorageError
+from tensorferry.processes import in_forked_children
+from tensorferry.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 from tensorferry.warned import warn
 
 if TYPE_CHECKING:
@@ -23,9 +25,6 @@ if TYPE_CHECKING:
 
 # Settings given: a scheduler. None given: it may be several that look like one.
 AnyScheduler: TypeAlias = "_core.Scheduler | ProfiledScheduler"
-
-DEFAULT_BLOCK_NBYTES = 1 << 20
-DEFAULT_QUEUE_DEPTH = 128
 
 # Blocks of large requests, unless a block size was chosen: half the processor time, and some speed on fast drives.
 _LARGE_BLOCK_NBYTES = 4 << 20
@@ -271,10 +270,10 @@ def _leave() -> None:
     futures.leave()
 
 
+@in_forked_children
 def _forget_lock() -> None:
     global _lock
     _lock = threading.Lock()  # another thread may have held it at fork
 
 
 atexit.register(_leave)
-os.register_at_fork(after_in_child=_forget_lock)

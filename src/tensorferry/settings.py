@@ -6,13 +6,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+DEFAULT_BLOCK_NBYTES = 1 << 20
+DEFAULT_QUEUE_DEPTH = 128
+"""What is used where no setting is given; the core's own defaults and the docs are held to these by a test."""
+
 
 @dataclass(frozen=True)
 class Settings:
     """A handle's settings under DeepNVMe's names: ``block_size`` in bytes, ``engine`` None for the first that works."""
 
-    block_size: int = 1 << 20
-    queue_depth: int = 128
+    block_size: int = DEFAULT_BLOCK_NBYTES
+    queue_depth: int = DEFAULT_QUEUE_DEPTH
     single_submit: bool = False
     overlap_events: bool = False
     intra_op_parallelism: int = 1

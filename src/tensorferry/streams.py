@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core, runtime
 from tensorferry.arrays import collect_segments, is_several, moved
+from tensorferry.checks import MAX_FILE_NBYTES, one_of
 from tensorferry.errors import memory_moved
 from tensorferry.reprs import once_made
 from tensorferry.runtime import patiently, warn_of_left_behind, with_descriptors
-from tensorferry.transfers import MAX_FILE_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from types import TracebackType
 
     from tensorferry.checksums import Checksums
 
@@ -150,8 +149,7 @@ class Stream:
         """
         self._check()
         for field in fields:
-            if field.kind not in _KINDS:
-                raise ValueError(f"kind: {field.kind!r} is none of {', '.join(_KINDS)}")
+            one_of(field.kind, "kind", _KINDS)
         told = [(_KINDS[field.kind], *field[1:], _TORCH_FOLD) for field in fields]
         self._core.append_made(self._scheduler, data, told)
         if len(data) > MAX_UNCOPIED_NBYTES:
@@ -223,17 +221,12 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if not self._open and not self._unheard:
             return
         try:
             if kind is None:
-                _ = self.finish() if self._open else self.wait()
+                (self.finish if self._open else self.wait)()
                 return
         except BaseException:  # Ctrl-C: the arrays are let go of all the same
             self.abort()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tensorferry import _core, runtime
 from tensorferry.arrays import AnyMemory, memory_or_segments, moved
+from tensorferry.checks import Direct, Path, checked_offset, checked_path, direct_mode, integer
 from tensorferry.errors import ShortReadError, StorageError, first_of, memory_moved
 from tensorferry.files import (
     File,
@@ -25,19 +26,11 @@ from tensorferry.files import (
     chosen_scheduler,
     how_to_open,
     in_background,
-    positive,
 )
 from tensorferry.futures import Future, Pending
 from tensorferry.runtime import automatic_scheduler, patiently, with_descriptors
 from tensorferry.stats import summed_stats
-from tensorferry.transfers import (
-    Direct,
-    Path,
-    checked_offset,
-    checked_path,
-    direct_mode,
-    transfer,
-)
+from tensorferry.transfers import transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -111,7 +104,12 @@ class StripedFile(Transferring):
             raise ValueError("path: a file needs one path at least, and this is an empty list")
         if len({os.path.realpath(name) for name in names}) < len(names):
             raise _same_file(names)
-        self._layout = Layout(checked_stripe(stripe_nbytes), len(names))
+        stripe = DEFAULT_STRIPE_NBYTES
+        if stripe_nbytes is not None:
+            stripe = integer(
+                stripe_nbytes, "stripe_nbytes", 1, MAX_STRIPE_NBYTES, STRIPE_GRANULARITY
+            )
+        self._layout = Layout(stripe, len(names))
         past_cache = direct_mode(direct)
         self._changing = threading.Condition()
         self._beginning = 0  # transfers of which not every part has been submitted
@@ -227,7 +225,7 @@ class StripedFile(Transferring):
         All files are closed, whatever happens to one of them; the first failure is raised. See :meth:`File.close`.
         """
         hung = False
-        if self._belongs_to_this_process():
+        if all(file._scheduler.belongs_to_this_process() for file in self._files):
             with self._changing:
                 self._closed = True
                 self._changing.wait_for(
@@ -541,9 +539,6 @@ class StripedFile(Transferring):
     def _is_closed(self) -> ValueError:
         return ValueError(f"the file over {list(self._paths)!r} is closed")
 
-    def _belongs_to_this_process(self) -> bool:
-        return all(file._scheduler.belongs_to_this_process() for file in self._files)
-
 
 def _at_once(step: Callable[[float], bool], *_: object) -> bool:
     return step(0.0)
@@ -601,18 +596,6 @@ class _Parts:
     def _failed(self) -> list[tuple[int, StorageError]]:
         found = [(at, request.exception()) for at, _, request in self._parts]
         return [(at, error) for at, error in found if error is not None]
-
-
-def checked_stripe(stripe_nbytes: int | None) -> int:
-    """Return a size of stripes that can be used."""
-    if stripe_nbytes is None:
-        return DEFAULT_STRIPE_NBYTES
-    stripe_nbytes = positive(stripe_nbytes, "stripe_nbytes", MAX_STRIPE_NBYTES)
-    if stripe_nbytes % STRIPE_GRANULARITY != 0:
-        raise ValueError(
-            f"stripe_nbytes: {stripe_nbytes} is no multiple of {STRIPE_GRANULARITY}, which drives want"
-        )
-    return stripe_nbytes
 
 
 def _identity(file: File) -> tuple[int, int]:

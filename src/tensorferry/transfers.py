@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import re
 import stat
 from errno import EMFILE, ENFILE
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tensorferry import _core
 from tensorferry.arrays import (
@@ -16,6 +15,12 @@ from tensorferry.arrays import (
     Location,
     memory_of,
     moved,
+)
+from tensorferry.checks import (
+    Path,
+    checked_descriptor,
+    checked_offset,
+    checked_path,
 )
 from tensorferry.errors import StorageError, first_of, memory_moved
 from tensorferry.futures import Future
@@ -28,73 +33,6 @@ if TYPE_CHECKING:
     from tensorferry.checksums import Checksums
 
 _Array = TypeVar("_Array")
-
-Path: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
-Direct: TypeAlias = "bool | Literal['auto']"
-
-# Offsets are signed 64-bit numbers in the kernel.
-MAX_FILE_NBYTES = (1 << 63) - 1
-
-# pathlib makes one slash of two: of those only known ones are told from a folder whose name ends with a colon.
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(s3|gs|gcs|hf|az|abfss?|hdfs|https?|ftp|file):/")
-
-
-def direct_mode(direct: Direct) -> str:
-    """Return the core's name of what a caller says of O_DIRECT."""
-    if direct == "auto":
-        return "auto"
-    if direct is True:
-        return "always"
-    if direct is False:
-        return "never"
-    raise ValueError(f'direct: {direct!r} is none of "auto", True and False')
-
-
-def checked_path(path: Path, name: str = "path") -> str:
-    """Return a path as text, which os.fsencode() turns back into its bytes."""
-    if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(f"{name}: {path!r} is no path")
-    text = os.fsdecode(path)
-    if ":/" in text and _URL.match(text):
-        raise ValueError(
-            f"{name}: {path!r} is a URL, and only local files are read and written (remedy: a local folder, or one "
-            "where the storage is mounted)"
-        )
-    if "\0" in text:
-        raise ValueError(f"{name}: {path!r} has a null character")
-    if not text.isascii():
-        try:
-            os.fsencode(text)
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{name}: {path!r} is no path: {error}") from None
-    return text
-
-
-def kept_path(path: Path, name: str = "path") -> str:
-    """Return the absolute path of what is used after the call: the process may change its directory meanwhile."""
-    text = checked_path(path, name)
-    return text if text.startswith("/") else f"{os.getcwd()}/{text}"  # noqa: PTH109 (a fifth of the time)
-
-
-def checked_descriptor(descriptor: int, name: str = "path") -> int:
-    """Return a descriptor, which is no bool and fits a C int."""
-    if isinstance(descriptor, bool):
-        raise TypeError(f"{name}: {descriptor!r} is neither a path nor a descriptor")
-    if not -1 << 31 <= descriptor < 1 << 31:
-        raise ValueError(f"{name}: {descriptor} is no descriptor")
-    return descriptor
-
-
-def checked_offset(offset: int, nbytes: int, name: str = "offset") -> int:
-    """Return an offset that a file can have, with `nbytes` behind it."""
-    if not hasattr(offset, "__index__"):
-        raise TypeError(f"{name}: {offset!r} is no integer")
-    offset = offset.__index__()
-    if offset < 0:
-        raise ValueError(f"{name}: {offset} is negative")
-    if offset + nbytes > MAX_FILE_NBYTES:
-        raise ValueError(f"{name}: {offset} + {nbytes} bytes is beyond what a file can hold")
-    return offset
 
 
 def open_for_transfer(
@@ -443,12 +381,13 @@ class _Call:
         # What is cut gets into line with all that is written to it, or another one's write would come in between.
         # All of it: what goes by another name of the file would else be cut off, or come after the cut.
         if self._truncate or self._replaced:
-            while end < len(paths) and self._is_same_file(paths[end], paths[end - 1]):
+            while end < len(paths) and self._file_of(end) == self._file_of(end - 1):
                 end += 1
         return end
 
-    def _is_same_file(self, one: Path, other: Path) -> bool:
-        return self._files.get(one, one) == self._files.get(other, other)
+    def _file_of(self, at: int) -> object:
+        path = self._batch.paths[at]
+        return self._files.get(path, path)
 
     def _submit(self, begin: int, end: int) -> None:
         """Submit some of the items, or halves of them where descriptors are short."""
@@ -483,7 +422,9 @@ class _Call:
                 scheduler = serving
             opened[path] = file
         # Of a file with items on both sides of the end all space is reserved at once.
-        continued = self._continued(end)
+        paths = self._batch.paths
+        is_cut = end < len(paths) and paths[end] == paths[end - 1]
+        continued = paths[end] if is_cut else None
         begins = continued is not None and (self._begun is None or self._begun[0] != continued)
         if continued is not None and begins and self._write:
             opened[continued] = self._reserved(continued, opened[continued], begin)
@@ -531,13 +472,6 @@ class _Call:
             if error.errno in _DESCRIPTOR_ERRORS:
                 raise
             return error.with_traceback(None)
-
-    def _continued(self, end: int) -> Path | None:
-        """Return the path with items on both sides of a position."""
-        paths = self._batch.paths
-        if end >= len(paths) or paths[end] != paths[end - 1]:
-            return None
-        return paths[end]
 
     def _reserved(
         self, path: Path, file: _core.File | StorageError, begin: int

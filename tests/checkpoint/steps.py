@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
-from tensorferry.checkpoint.storage import commit
+from tensorferry import publication
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,11 +23,11 @@ CALLS: list[tuple[Any, str]] = [
     (tensorferry.Stream, "append_made"),
     (tensorferry.Stream, "begin_to_finish"),
     (tensorferry.Stream, "wait"),
-    (commit, "sync_directory"),
-    (commit, "_write_all"),
+    (publication, "sync_open_directory"),
+    (publication, "_write_all"),
     (os, "fsync"),
     (pathlib.Path, "mkdir"),
-    (pathlib.Path, "replace"),
+    (os, "replace"),
     (pathlib.Path, "unlink"),
 ]
 

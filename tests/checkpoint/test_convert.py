@@ -301,7 +301,7 @@ def test_the_command_converts_both_ways_and_says_so(directory: pathlib.Path) -> 
         (["missing", "x"], 2, "nothing at"),
         (["objects.pt", "x"], 1, "--tensors-only"),
         (["cut.safetensors", "x"], 1, "cut short"),
-        (["notes.txt", "x"], 2, "neither a file of torch.save"),
+        (["notes.txt", "x"], 2, "not a file of torch.save"),
         (["good.safetensors", "x", "--max-shard", "?"], 2, "--max-shard: "),
         (["good.safetensors", "notes.txt"], 1, "is a file"),
         (["objects.pt", "x", "--tensors-only"], 0, ""),

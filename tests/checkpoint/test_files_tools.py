@@ -8,20 +8,20 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 import zlib
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorferry.checkpoint import CheckpointError, save, verify
+from tensorferry.checkpoint import CheckpointError, progress, save, verify
 from tensorferry.checkpoint.errors import NotACheckpointError
 from tensorferry.checkpoint.progress import Progress
 from tensorferry.checkpoint.storage import plain_objects
-from tensorferry.checkpoint.tools import entries, files
+from tensorferry.checkpoint.tools import archives, entries
 from tensorferry.checkpoint.tools.trees import named_tensors
 from tensorferry.checkpoint.zipformat import zips
 from tests.checkpoint.archives import filled, pickle_in, places
@@ -148,8 +148,9 @@ def test_large_records_are_read_in_pieces(
 ) -> None:
     path = directory / "state.pt"
     save(state(), path)
-    monkeypatch.setattr(files, "_PIECE_NBYTES", 100)
-    monkeypatch.setattr(files, "_BATCH_NBYTES", 250)
+    monkeypatch.setattr(progress, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(archives, "_PIECE_NBYTES", 100)
+    monkeypatch.setattr(archives, "_BATCH_NBYTES", 250)
     calls: list[Progress] = []
     assert verify(path, progress=calls.append).sound
     done = [(call.nbytes, call.files) for call in calls]
@@ -180,7 +181,8 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_verified(
     found = places(path.read_bytes())
     cut = found["data/1"].begin + 3
     # Pieces of two batches; behind the first the file is cut by somebody else.
-    monkeypatch.setattr(files, "_BATCH_NBYTES", found["data.pkl"].nbytes)
+    monkeypatch.setattr(progress, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(archives, "_BATCH_NBYTES", found["data.pkl"].nbytes)
     problems = verify(path, progress=lambda _: os.truncate(path, cut)).problems
     assert all("it cannot be read" in str(problem) for problem in problems)
     names = [problem.names for problem in problems]  # type: ignore[union-attr]
@@ -239,9 +241,9 @@ def of_the_old_format(path: pathlib.Path) -> None:
     torch.save(state(), path, _use_new_zipfile_serialization=False)
 
 
-def of_numpy(path: pathlib.Path) -> None:
-    with path.open("wb") as stream:
-        np.savez(stream, a=np.ones(3))
+def of_an_archive(path: pathlib.Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("text", b"text")
 
 
 def of_torchscript(path: pathlib.Path) -> None:
@@ -250,11 +252,11 @@ def of_torchscript(path: pathlib.Path) -> None:
 
 OTHERS = {
     "old": (of_the_old_format, "has no checksums"),
-    "numpy": (of_numpy, "none of torch.save's"),
+    "archive": (of_an_archive, "none of torch.save's"),
     "torchscript": (of_torchscript, "TorchScript"),
     "text": (
         lambda path: path.write_text("text"),
-        "neither a file of torch.save's nor a safetensors file",
+        "not a file of torch.save's, NumPy's or safetensors'",
     ),
     "empty": (lambda path: path.touch(), "it is empty"),
     "folder": (lambda path: path.mkdir(), "no checkpoint in the folder .* it is empty"),

@@ -17,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import WriteItemType
 
+from tensorferry import publication
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, verify
-from tensorferry.checkpoint.storage import commit, hooks
+from tensorferry.checkpoint.storage import hooks
 from tests.checkpoint.states import (
     assert_same,
     digests,
@@ -665,4 +666,4 @@ def test_a_directory_that_cannot_be_synced_is_no_failure() -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    commit.sync_directory(pathlib.Path("/proc"))
+    publication.sync_directory(pathlib.Path("/proc"))

@@ -46,7 +46,7 @@ from tensorferry.checkpoint import (
 )
 from tensorferry.checkpoint.storage import plain_objects
 from tensorferry.checkpoint.storage.metadata import parse_metadata, trailer_of
-from tensorferry.checkpoint.tools import listing
+from tensorferry.checkpoint.tools import audit
 from tensorferry.checkpoint.zipformat import blobs
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, RefusedError
 from tests.checkpoint.archives import pickle_in, saved
@@ -513,7 +513,7 @@ _WATCHED_TOGETHER = 50
 def attempt_metadata(data: bytes, path: pathlib.Path) -> None:
     for pickled in (data, data + trailer_of(data)):
         with contextlib.suppress(CheckpointError):
-            listing.entries_of(parse_metadata(pickled, "m"))
+            audit.entries_of(parse_metadata(pickled, "m"))
 
 
 def attempt_object(data: bytes, path: pathlib.Path) -> None:

@@ -21,8 +21,10 @@ import torch.distributed.checkpoint as dcp
 import safetensors
 from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
 from tensorferry.checkpoint.storage.default import install, uninstall
+from tensorferry.safetensors import safe_open
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded
+from tensorferry.safetensors.torch import save_file
 from tests.checkpoint.shards import distributed, whole
 from tests.checkpoint.states import assert_same, done, empty_like
 from tests.safetensors.files import assert_readers_agree
@@ -571,3 +573,26 @@ def test_consolidation_takes_bounded_memory(directory: pathlib.Path) -> None:
         function, path=directory, nbytes=400 * MIB, imports=["torch.distributed.checkpoint"]
     )
     assert ended.result <= 96 * MIB
+
+
+def test_a_pair_of_four_bits_without_a_dimension_is_refused_by_both_ways_of_saving(
+    directory: pathlib.Path,
+) -> None:
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this torch has no such dtype")
+    pair = torch.zeros(1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    for saves in (
+        lambda state: save_file(state, directory / "one.safetensors"),
+        lambda state: dcp.save(
+            state,
+            storage_writer=huggingface.HuggingFaceStorageWriter(directory / "it"),
+            no_dist=True,
+        ),
+    ):
+        saves({"a": pair})
+        with pytest.raises(
+            (SafetensorError, dcp.api.CheckpointException), match="a tensor of F4 must have a dim"
+        ):
+            saves({"a": pair.reshape(())})
+    for path in (directory / "one.safetensors", directory / "it/model-00001-of-00001.safetensors"):
+        assert safe_open(path, "pt").get_tensor_meta("a").shape == [2]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tensorferry
-from tensorferry import replacement
+from tensorferry import publication
 from tensorferry.checkpoint import Checkpoints, FileSystemWriter, FileWriter, load, save
 from tensorferry.safetensors.saving import save_file
 from tensorferry.safetensors.sharded import save_sharded
@@ -60,9 +60,9 @@ WAYS: dict[str, Callable[[Any], object]] = {
 
 @pytest.fixture(autouse=True)
 def nothing_tried() -> Iterator[None]:
-    replacement._renaming.clear()
+    publication._renaming.clear()
     yield
-    replacement._renaming.clear()
+    publication._renaming.clear()
 
 
 @pytest.mark.parametrize("refused", ["chmod", "rename_open", "reopen"])
@@ -86,7 +86,7 @@ def test_where_files_cannot_be_replaced_that_is_said_before_data_are_written(
     path = faultfs.path / "saved"
     if refused == "rename_over":
         WAYS[way](path)
-        replacement._renaming.clear()
+        publication._renaming.clear()
     faultfs.order(Fault(refused, error=errno.EINVAL))
     with pytest.raises((OSError, dcp.api.CheckpointException), match="this file system cannot"):
         WAYS[way](path)

@@ -17,8 +17,8 @@ from tensorferry.checkpoint import CheckpointError, FileSystemReader
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.progress import Progress
 from tensorferry.checkpoint.storage.metadata import payload_of, read_metadata, trailer_of
+from tensorferry.checkpoint.tools.audit import entries as list_checkpoint
 from tensorferry.checkpoint.tools.audit import verify
-from tensorferry.checkpoint.tools.listing import list_checkpoint
 from tensorferry.checkpoint.zipformat import blobs
 from tests.checkpoint.damage import BITS_APART, flip, flipped, run
 from tests.checkpoint.loads import LEVELS, WRITERS, fails, load, read_slices

@@ -643,8 +643,8 @@ MUTANTS = [
     _mutant(
         "metadata-is-not-synced",
         "a directory holds a whole checkpoint at every moment",
-        "src/tensorferry/checkpoint/storage/commit.py",
-        "            if sync:\n                os.fsync(stream.fileno())\n",
+        "src/tensorferry/publication.py",
+        "        if sync:\n            os.fsync(file.fileno())\n",
         "",
         "tests/checkpoint/test_crash.py"
         "::test_a_power_cut_at_any_step_of_the_commit_leaves_one_checkpoint_whole_and_after_it_the_new_one",

@@ -120,7 +120,7 @@ def test_the_site_is_built_and_no_link_is_broken(tmp_path: pathlib.Path) -> None
         assert f'id="tensorferry.{name}"' in page, name
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "safetensors", "store", "offload"])
+@pytest.mark.parametrize("name", ["checkpoint", "safetensors", "store", "offload", "npy"])
 def test_the_reference_has_a_place_for_every_public_name(name: str) -> None:
     pytest.importorskip("torch")
     page = (ROOT / f"docs/reference/{name}.md").read_text()

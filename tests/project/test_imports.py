@@ -21,7 +21,7 @@ LEVELS = (
     ("cli",),
     ("tuning",),
     ("deepspeed", "checkpoint", "offload"),
-    ("safetensors", "store"),
+    ("safetensors", "store", "npy"),
     ("",),  # the package itself, which gathers what users call
     ("calls",),
     ("replacement",),
@@ -32,8 +32,18 @@ LEVELS = (
     ("transfers",),
     ("runtime",),
     ("profiled", "futures", "arrays", "checksums"),
-    ("profiles", "stats"),
-    ("settings", "mounts", "errors", "sizes", "libraries", "file_locks", "warned", "reprs"),
+    ("profiles", "stats", "publication"),
+    (
+        "settings",
+        "mounts",
+        "errors",
+        "checks",
+        "processes",
+        "libraries",
+        "file_locks",
+        "warned",
+        "reprs",
+    ),
     ("_core",),
 )
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}

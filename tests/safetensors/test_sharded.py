@@ -17,6 +17,7 @@ import torch
 
 import safetensors
 import tensorferry
+from tensorferry import processes
 from tensorferry.checkpoint import verify
 from tensorferry.checkpoint.tools import entries
 from tensorferry.file_locks import lock_directory
@@ -238,7 +239,7 @@ def test_a_save_waits_for_another_ones_names(
         assert_model(directory, old)
         assert files_of(directory) == {INDEX_NAME, *names_of(2)}
         if (child := os.fork()) == 0:
-            os._exit(len(sharded._descriptors))
+            os._exit(len(processes.lock_descriptors))
         assert os.waitpid(child, 0)[1] == 0
         other = os.open(directory, os.O_RDONLY)
         assert lock_directory(other) is False

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import replacement
+from tensorferry import publication
 from tensorferry.store import TensorStore, contents, manifest
 from tests.store.data import SEGMENT, pattern
 from tests.support import leaks
@@ -584,9 +584,9 @@ def test_a_snapshot_may_have_any_name_that_the_file_system_takes(tmp_path, store
 
 @pytest.fixture
 def nothing_tried():
-    replacement._renaming.clear()
+    publication._renaming.clear()
     yield
-    replacement._renaming.clear()
+    publication._renaming.clear()
 
 
 @pytest.mark.usefixtures("nothing_tried")

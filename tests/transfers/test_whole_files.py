@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import replacement
+from tensorferry import publication, replacement
 from tests.support import child, required
 from tests.support.data import aligned
 from tests.support.expect import assert_equal, contents, storage_error
@@ -456,7 +456,7 @@ def test_ctrl_c_anywhere_in_an_atomic_write_leaves_the_old_file_or_the_new(
     path = directory / "file"
     old, new = b"old" * 5_000, b"new" * 7_000
     tensorferry.write(path, old, atomic=True)  # what is opened once is open
-    source = str(pathlib.Path(tensorferry.__file__).with_name("replacement.py"))
+    source = (replacement.__file__, publication.__file__)
     number, seen = 0, set()
     while True:
         number += 1

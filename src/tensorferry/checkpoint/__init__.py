@@ -48,22 +48,7 @@ _MODULES = {
     "verify": "tools",
 }
 
-__all__ = [
-    "CheckpointError",
-    "Checkpoints",
-    "FileSystemReader",
-    "FileSystemWriter",
-    "FileWriter",
-    "HuggingFaceStorageReader",
-    "HuggingFaceStorageWriter",
-    "Stager",
-    "install",
-    "installed",
-    "load",
-    "save",
-    "uninstall",
-    "verify",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

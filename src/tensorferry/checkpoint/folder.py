@@ -17,6 +17,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensorferry import publication
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.names import METADATA_NAME
@@ -60,7 +61,7 @@ class Folder:
         ValueError
             There is a checkpoint of this step, and it may not be replaced.
         """
-        commit.make_directory(self.root)
+        publication.make_directory(self.root)
         saver, path = Saver(self.root, None), self.path(step)
         try:
             with saver.alone() as alone, contextlib.suppress(OSError):
@@ -71,7 +72,7 @@ class Folder:
                     f"step: there is a checkpoint of step {step}, {str(path)!r}; restore() an older one before, or "
                     "overwrite=True"
                 )
-            commit.make_directory(path)
+            publication.make_directory(path)
             (path / _UNFINISHED).touch()
         except BaseException:
             saver.leave()
@@ -125,7 +126,7 @@ class Folder:
         try:
             going = [path for path in self.root.iterdir() if path.name.startswith(_REMOVED)]
             if going:
-                commit.sync_directory(self.root)  # before any of their files goes
+                publication.sync_directory(self.root)  # before any of their files goes
         except OSError as error:
             return [*problems, error]
         for path in going:
@@ -138,7 +139,10 @@ class Folder:
         return problems
 
     def _is_linked(self, path: Path, links: list[tuple[Path, Path]]) -> bool:
-        return path.is_symlink() or any(_leads_into(path, *link) for link in links)
+        return path.is_symlink() or any(
+            link.parent != path and target.is_relative_to(os.path.realpath(path))
+            for link, target in links
+        )
 
     def _links(self) -> list[tuple[Path, Path]]:
         """Return the symbolic links here and in checkpoints, with what they lead to."""
@@ -200,7 +204,3 @@ def _set_aside_unless_used(path: Path, prefix: str = _REMOVED) -> bool:
     finally:
         saver.leave()
     return False
-
-
-def _leads_into(directory: Path, link: Path, target: Path) -> bool:
-    return link.parent != directory and target.is_relative_to(os.path.realpath(directory))

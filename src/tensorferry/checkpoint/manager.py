@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import operator
 import os
 import threading
 import warnings
@@ -29,8 +28,8 @@ from tensorferry.checkpoint.storage import plain_objects
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.together import Ranks, plain_failures
+from tensorferry.checks import integer, kept_path
 from tensorferry.reprs import once_made
-from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     import types
@@ -91,8 +90,8 @@ class Checkpoints:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if value is not None and _integer(name, value) < 1:
-                raise ValueError(f"{name}: {value} is less than 1")
+            if value is not None:
+                integer(value, name, 1)
         if keep_every is not None and keep_last is None:
             raise ValueError(f"keep_every: {keep_every}, but without keep_last all stay")
         self._folder = Folder(Path(kept_path(root, "root")))
@@ -123,7 +122,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be."""
-        return self._folder.path(_integer("step", step))
+        return self._folder.path(integer(step, "step"))
 
     def steps(self) -> list[int]:
         """Return the steps of which there are checkpoints, in order; none is opened."""
@@ -161,8 +160,7 @@ class Checkpoints:
         BaseException
             What the save before has failed with: this one has not begun. With ``wait``, what this one failed with.
         """
-        if _integer("step", step) < 0:
-            raise ValueError(f"step: {step} is negative")
+        integer(step, "step", 0)
         _check_state(state)
         with self._turn():
             self._join()
@@ -231,7 +229,7 @@ class Checkpoints:
             object that ``trust_pickle=False`` refuses, of which :meth:`save` has warned.
         """
         if step is not None:
-            _integer("step", step)
+            integer(step, "step")
         _check_state(state)
         failed: dict[int, BaseException] = {}
         with self._turn():
@@ -446,15 +444,6 @@ def _is_damage(error: BaseException) -> bool:
 
 def _world() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: {value!r} is no integer") from None
 
 
 def _check_state(state: Any) -> None:

@@ -81,6 +81,11 @@ class Meter:
         self._nbytes = self._files = 0
         self._begun = self._told = time.monotonic()
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are done."""
+        return self._nbytes
+
     def expect(self, nbytes: int, files: int) -> None:
         """Take note that there is so much more to do."""
         self._total_nbytes += nbytes

@@ -201,8 +201,8 @@ class Stager:
                     "is a save stuck, or what stage() returned kept, or the exception of a failed save?"
                 )
             time.sleep(_POLL_SECONDS)
-        if plan.has_accelerator_tensors:
-            image.lock_pages()
+        if plan.has_accelerator_tensors and torch.cuda.is_available() and not image.pages_locked:
+            image.pages_locked = _cuda("cudaHostRegister")(image.address(), image.nbytes, 0) == 0
         return image
 
     def _free_image(self, nbytes: int) -> _Image | None:
@@ -240,7 +240,9 @@ class _Plan:
         self._regions: dict[tuple[object, ...], list[_Region]] = {}  # by storage, in its order
         # Those of a region's image, which all of its tensors share, by its id.
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        self._tensors = tensors_in(state)
+        finder = _Finder()
+        finder.dump(state)
+        self._tensors = finder.tensors
         # How to make the copy of each tensor.
         self._recipes = [self._recipe(tensor) for tensor in self._tensors]
         for regions in self._regions.values():
@@ -371,13 +373,6 @@ def _united(regions: list[_Region]) -> list[_Region]:
     return united
 
 
-def tensors_in(state: object) -> list[torch.Tensor]:
-    """Return each tensor once that copy.deepcopy() would come to, whatever holds it."""
-    finder = _Finder()
-    finder.dump(state)
-    return finder.tensors
-
-
 class _Nowhere:
     """A file that keeps nothing."""
 
@@ -506,11 +501,6 @@ class _Image(abc.ABC):
     def holds(self, address: int) -> bool:
         """Return whether an address lies in it."""
         return 0 <= address - self.address() < self.nbytes
-
-    def lock_pages(self) -> None:
-        """Let GPUs copy into it directly."""
-        if not self.pages_locked and torch.cuda.is_available():
-            self.pages_locked = _cuda("cudaHostRegister")(self.address(), self.nbytes, 0) == 0
 
     def __del__(self) -> None:
         if self.pages_locked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tensorferry.checks import format_nbytes
 from tensorferry.cli.consoles import (
     counted,
     make_console,
@@ -15,7 +16,6 @@ from tensorferry.cli.consoles import (
 )
 from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, leaving_with
 from tensorferry.cli.options import taking
-from tensorferry.sizes import format_nbytes
 from tensorferry.tuning.bench.options import OPTIONS
 from tensorferry.tuning.options import Option
 

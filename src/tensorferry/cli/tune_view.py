@@ -11,9 +11,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.checks import format_nbytes
 from tensorferry.cli.consoles import counted, make_table, say, show
 from tensorferry.cli.leaving import printable
-from tensorferry.sizes import format_nbytes
 from tensorferry.tuning.gpus import CUFILE
 from tensorferry.tuning.heatmap import Grid, grids, known
 from tensorferry.tuning.space import available_engines

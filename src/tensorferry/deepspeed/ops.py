@@ -14,7 +14,7 @@ from tensorferry.arrays import memory_of, tensor_bytes
 from tensorferry.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
-    from tensorferry.transfers import Path
+    from tensorferry.checks import Path
 
 _WITHOUT_GDS = "without it leave use_gds out of the aio section, or set it to false"  # in DeepSpeed's configuration
 

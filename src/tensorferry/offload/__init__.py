@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tensorferry.checks import checked_nbytes, one_of
 from tensorferry.errors import StorageError
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError, OffloadError
 from tensorferry.offload.optimizer import OffloadedOptimizer, of_this_rank, refused_step
 from tensorferry.offload.plan import check_params
 from tensorferry.offload.saved import Saved
 from tensorferry.offload.weights import WeightsMap, WeightStream, stream_weights
-from tensorferry.sizes import checked_nbytes
 from tensorferry.store import TensorStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tensorferry.checks import Path
     from tensorferry.offload.optimizer import Commit, StepDevice
-    from tensorferry.transfers import Path
 
 __all__ = [
     "MemoryBudgetError",
@@ -99,10 +99,8 @@ def offload_optimizer(
     check_params(optimizer.param_groups)
     if master_dtype is not None:
         _check_master(optimizer, master_dtype)
-    if step_device not in ("param", "cpu"):
-        raise ValueError(f'step_device: {step_device!r} is neither "param" nor "cpu"')
-    if commit not in ("none", "step", "fsync"):
-        raise ValueError(f'commit: {commit!r} is none of "none", "step", "fsync"')
+    one_of(step_device, "step_device", ("param", "cpu"))
+    one_of(commit, "commit", ("none", "step", "fsync"))
     paths = directories if commit == "none" else of_this_rank(directories)
     store = TensorStore(paths, weights=weights, temporary=commit == "none")
     earlier: list[Saved] = []

@@ -17,12 +17,10 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree
 
-from tensorferry import _core
 from tensorferry.errors import StorageError
 from tensorferry.offload import plan
 from tensorferry.offload.counted import HOOKS
 from tensorferry.offload.errors import NotSeparableError, OffloadError
-from tensorferry.offload.interrupts import Interrupts
 from tensorferry.offload.lending import Lender, class_method
 from tensorferry.offload.plan import MASTER, Bucket, Planner, Unit, check_params, local_of
 from tensorferry.offload.probe import Probe, attributes_of, pattern
@@ -43,12 +41,13 @@ from tensorferry.offload.states import (
 )
 from tensorferry.offload.threads import StepThreads
 from tensorferry.offload.view import Given, StateView
+from tensorferry.processes import Interrupts, Owned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from tensorferry.checks import Path
     from tensorferry.store import TensorStore
-    from tensorferry.transfers import Path
 
 # Below, steps are too short for a warning to matter.
 _WORTH_TELLING_NBYTES = 64 << 20
@@ -60,13 +59,15 @@ Commit: TypeAlias = Literal["none", "step", "fsync"]
 StepDevice: TypeAlias = Literal["param", "cpu"]
 
 
-class OffloadedOptimizer(torch.optim.Optimizer):
+class OffloadedOptimizer(Owned, torch.optim.Optimizer):
     """An optimizer whose state is on drives; made by :func:`offload_optimizer`.
 
     It is a ``torch.optim.Optimizer``: schedulers, ``GradScaler``, clipping, hooks and closures take it as it is, and
     ``param_groups`` are those of the optimizer it was made of. It has the same state, too, by :attr:`state` and
     :meth:`state_dict`.
     """
+
+    _refusal = "this optimizer is the parent process's: its state cannot be used after fork()"
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._store = store
         self._budget_nbytes = memory_budget_nbytes
         self._lock = threading.RLock()
-        self._generation = _core.fork_generation()
+        self._belong_here()
         self._interrupts = Interrupts()
         self._commit = commit
         self._endurance_nbytes = endurance_nbytes
@@ -915,7 +916,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Give the memory and the space on drives back; the state is lost unless it has been saved."""
-        if self._generation != _core.fork_generation():
+        if self.is_parents:
             return  # the parent's
         with self._lock:
             residency, self._residency = self._residency, None
@@ -1217,10 +1218,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _locked(self) -> threading.RLock:
         """Return the lock, unless a thread of the parent process may hold it for ever."""
-        if self._generation != _core.fork_generation():
-            raise RuntimeError(
-                "this optimizer is the parent process's: its state cannot be used after fork()"
-            )
+        self._check_process()
         return self._lock
 
     def _usable(self, *, loading: bool = False) -> Residency:

@@ -437,13 +437,11 @@ def unpacked(members: Sequence[torch.Tensor], values: torch.Tensor) -> list[torc
     if sum(sizes) != values.numel():
         raise ValueError(f"{values.numel()} bytes of parameters, not {sum(sizes)}")
     return [
-        _aligned(part, param.dtype).view(param.dtype).view(local_of(param).shape)
+        (part if part.storage_offset() % param.itemsize == 0 else part.clone())
+        .view(param.dtype)
+        .view(local_of(param).shape)
         for param, part in zip(members, torch.split(values, sizes), strict=True)
     ]
-
-
-def _aligned(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
 
 
 def _name_of(dtype: torch.dtype) -> str:

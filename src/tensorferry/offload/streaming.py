@@ -194,9 +194,9 @@ class Streaming:
         return self._busy or bool(self._held_steps)
 
     @property
-    def is_of_parent(self) -> bool:
+    def is_parents(self) -> bool:
         """Whether fork() has come between."""
-        return self._pipeline.is_of_parent
+        return self._pipeline.is_parents
 
     # A pass
 
@@ -278,7 +278,7 @@ class Streaming:
     def reset(self, *, reopen: bool = True) -> None:
         """Have nothing in memory or on its way, whatever was interrupted when, or begun before fork()."""
         self._busy = True
-        forked = self.is_of_parent
+        forked = self.is_parents
         for weight in self._weights if not forked else ():
             if weight.reading is not None:  # the pipeline may not know it yet
                 weight.reading.cancel()
@@ -316,7 +316,7 @@ class Streaming:
 
     def _check(self) -> None:
         """Begin anew where the last call was interrupted, or was the parent's."""
-        if self._busy or self.is_of_parent:
+        if self._busy or self.is_parents:
             self.reset()
 
     def _allocate(self) -> torch.Tensor:

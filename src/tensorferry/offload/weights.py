@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import tensorferry
+from tensorferry.checks import checked_nbytes
 from tensorferry.offload import scan
 from tensorferry.offload.errors import MemoryBudgetError
 from tensorferry.offload.matching import WHOLE, match, matched, told, users
 from tensorferry.offload.streaming import Streaming, Weight
 from tensorferry.safetensors.sources import stored_tensors
-from tensorferry.sizes import checked_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -164,7 +164,9 @@ class WeightStream:
         self._streaming = Streaming(self._weights, steps, budget_nbytes - fixed_nbytes, device)
         self._total_nbytes = sum(one.nbytes for one in found)
         try:
-            _read_fixed(fixed, device)
+            for one in fixed:
+                tensor = _read(one, device)
+                _put_fixed(one, tensor if one.buffer else nn.Parameter(tensor, requires_grad=False))
             self._take_over(modules)
         except BaseException:
             self.close()
@@ -332,7 +334,7 @@ class WeightStream:
             raise RuntimeError(_ONE_THREAD)
 
     def _after_fork(self) -> None:
-        if self._streaming.is_of_parent:
+        if self._streaming.is_parents:
             self._lock, self._owner = threading.RLock(), None
             self._parts_lock, self._parts_owner = threading.Lock(), None
 
@@ -414,12 +416,6 @@ class WeightsMap(Mapping[str, torch.Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored  # without reading it
-
-
-def _read_fixed(fixed: list[Matched], device: torch.device) -> None:
-    for one in fixed:
-        tensor = _read(one, device)
-        _put_fixed(one, tensor if one.buffer else nn.Parameter(tensor, requires_grad=False))
 
 
 def _put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:

@@ -55,9 +55,9 @@ class Ahead:
         self._closed = False
 
     @property
-    def is_of_parent(self) -> bool:
+    def is_parents(self) -> bool:
         """Whether fork() has come between."""
-        return self._pipeline.is_of_parent
+        return self._pipeline.is_parents
 
     @property
     def begun(self) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import tensorferry
 from tensorferry._core import crc32
+from tensorferry.checks import Path, checked_path
 from tensorferry.checksums import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES, Checksums
 from tensorferry.errors import StorageError
 from tensorferry.pipeline import Pipeline, Read
@@ -24,7 +25,6 @@ from tensorferry.safetensors import header, small
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.parsing import LENGTH_NBYTES
 from tensorferry.safetensors.version import Version
-from tensorferry.transfers import Path, checked_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

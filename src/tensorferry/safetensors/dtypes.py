@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tensorferry.safetensors.errors import SafetensorError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     import torch
 
@@ -98,6 +100,22 @@ def torch_shape(dtype: str, shape: tuple[int, ...], path: str, name: str) -> tup
             name=name,
         )
     return (*shape[:-1], shape[-1] // 2)
+
+
+def header_shape(shape: Iterable[int], dtype: str, name: str | None = None) -> tuple[int, ...]:
+    """Return a shape of torch's as headers have it: one element of torch's is two of F4.
+
+    Raises
+    ------
+    SafetensorError
+        It has no dimension to count these by.
+    """
+    sizes, bits = tuple(map(int, shape)), DTYPES[dtype].bits
+    if bits >= 8:
+        return sizes
+    if not sizes:
+        raise SafetensorError(f"a tensor of {dtype} must have a dimension", name=name)
+    return (*sizes[:-1], sizes[-1] * 8 // bits)
 
 
 def of_torch(dtype: torch.dtype) -> str:

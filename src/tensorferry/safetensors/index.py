@@ -6,9 +6,9 @@ import os
 import re
 from typing import Any
 
+from tensorferry.checks import Path, checked_path
 from tensorferry.safetensors import small
 from tensorferry.safetensors.errors import SafetensorError, shortened
-from tensorferry.transfers import Path, checked_path
 
 FILE_SUFFIX = ".safetensors"
 SUFFIX = ".safetensors.index.json"

@@ -56,7 +56,10 @@ def install() -> None:
     with _lock:
         if _PACKAGE not in _replaced:
             with contextlib.ExitStack() as stack:
-                _make_kin(stack, theirs.SafetensorError)
+                # Who catches their error catches ours.
+                before = SafetensorError.__bases__
+                SafetensorError.__bases__ = (theirs.SafetensorError,)
+                stack.callback(setattr, SafetensorError, "__bases__", before)
                 _replace(stack, {"safe_open": _with_others(theirs.safe_open)}, theirs)
                 _set_variable(stack)
                 _replaced[_PACKAGE] = stack.pop_all()
@@ -101,13 +104,6 @@ def _with_others(theirs: Any) -> Any:
     safe_open.__doc__ = opened.safe_open.__doc__
     safe_open.__module__, safe_open.__qualname__ = opened.__name__, "safe_open"
     return safe_open
-
-
-def _make_kin(stack: contextlib.ExitStack, theirs: Any) -> None:
-    """Let who catches their error catch ours."""
-    before = SafetensorError.__bases__
-    SafetensorError.__bases__ = (theirs,)
-    stack.callback(setattr, SafetensorError, "__bases__", before)
 
 
 def _replace(stack: contextlib.ExitStack, ours: dict[str, Any], module: Any) -> None:

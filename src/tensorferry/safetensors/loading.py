@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorferry
 from tensorferry import _core
 from tensorferry.errors import StorageError
+from tensorferry.processes import Owned
 from tensorferry.safetensors import header
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import itemsize_of
@@ -46,7 +47,7 @@ _ADVICE_NBYTES = 256 << 10
 _SMALL_NBYTES = 128 << 10
 
 
-class Source:
+class Source(Owned):
     """A file that is open for loading, with its header. Any number of threads may use it, in forked children, too.
 
     It is closed with its last reference: that of the handle, slices, or a loader.
@@ -63,17 +64,17 @@ class Source:
         self.path = path
         self.direct = direct
         self.header = header.read(self._file)
-        self._generation = _core.fork_generation()
+        self._belong_here()
         self._map: Any = None  # of all the file
 
     @property
     def file(self) -> tensorferry.File:
         """The file; a forked child's own, whose workers its parent's are not."""
-        if self._generation != _core.fork_generation():
+        if self.is_parents:
             # The same file, whatever has its name now. Two threads may both do so, and both files are right.
             before = self._file  # kept, and so open, while its descriptor is used
             self._file = tensorferry.open(f"/proc/self/fd/{before._open_file().descriptor}")
-            self._generation = _core.fork_generation()
+            self._belong_here()
         return self._file
 
     def tensor(self, name: str) -> header.Tensor:

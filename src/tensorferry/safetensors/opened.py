@@ -151,7 +151,7 @@ class safe_open:  # noqa: N801
         ahead = self._ahead
         if ahead is None:
             raise SafetensorError("File is closed")  # by another thread, just now
-        if ahead.is_of_parent:
+        if ahead.is_parents:
             # What a forked child's parent reads is not its own.
             self._ahead = ahead = Ahead(source, framework)
         data = ahead.bytes(tensor)
@@ -217,7 +217,7 @@ class safe_open:  # noqa: N801
 
     def _end_ahead(self, *, wait: bool) -> None:
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and not ahead.is_of_parent:
+        if ahead is not None and not ahead.is_parents:
             ahead.close(wait=wait)
 
     def __repr__(self) -> str:
@@ -479,7 +479,7 @@ class PrefetchLoader:
             It could not be read.
         """
         pipeline = self._pipeline
-        pipeline.check_process("this loader")
+        pipeline._check_process()
         with pipeline.lock:
             self._check_open()
             job = self._job_of.get(name)
@@ -510,7 +510,7 @@ class PrefetchLoader:
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Return names and tensors that were not taken yet, in the order of their bytes."""
         for name in self._names:
-            self._pipeline.check_process("this loader")
+            self._pipeline._check_process()
             with self._pipeline.lock:
                 self._check_open()
                 if name not in self._left:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorferry
 from tensorferry import _core
+from tensorferry.checks import checked_nbytes
 from tensorferry.checksums import Checksums
 from tensorferry.pipeline import Pipeline, Read
 from tensorferry.safetensors import checksums
@@ -33,7 +34,6 @@ from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.frameworks import torch_device
 from tensorferry.safetensors.slicing import select, strides_of
 from tensorferry.safetensors.sources import stored_tensors
-from tensorferry.sizes import checked_nbytes
 
 if TYPE_CHECKING:
     from tensorferry.files import File
@@ -214,7 +214,7 @@ class Tensors(Iterator[tuple[str, Any]]):
 
     def __next__(self) -> tuple[str, Any]:
         pipeline = self._pipeline
-        pipeline.check_process("this iterator over tensors")
+        pipeline._check_process()
         with pipeline.lock:
             if pipeline.closed:
                 raise StopIteration

@@ -18,21 +18,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.arrays import memory_of
+from tensorferry.checks import checked_path
 from tensorferry.replacement import Replacement
 from tensorferry.safetensors import checksums
-from tensorferry.safetensors.dtypes import DTYPES
+from tensorferry.safetensors.dtypes import DTYPES, header_shape
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.header import build
-from tensorferry.transfers import checked_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     import torch
 
+    from tensorferry.checks import Path
     from tensorferry.checksums import Checksums
     from tensorferry.new_file import NewFile
-    from tensorferry.transfers import Path
 
 # What torch and NumPy (with ml_dtypes as well) call the format's dtypes.
 _NAMES = {
@@ -172,7 +172,7 @@ class TensorSpec:
 
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
         self.dtype = _dtype_of(dtype)
-        self.shape = list(_logical(shape, self.dtype))
+        self.shape = list(header_shape(shape, self.dtype))
         self.data_ptr = operator.index(data_ptr)
         self.data_len = operator.index(data_len)
 
@@ -256,7 +256,7 @@ def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[E
         dtype = _dtype_of(
             str(value.dtype).removeprefix("torch.") if ours is not None else value.dtype.name, name
         )
-        shape = _logical(value.shape, dtype, name)
+        shape = header_shape(value.shape, dtype, name)
         entries.append(Entry(name, dtype, shape, value))
     return entries
 
@@ -415,16 +415,6 @@ def _dtype_of(known_as: str, name: str | None = None) -> str:
     return dtype.name
 
 
-def _logical(shape: Iterable[int], dtype: str, name: str | None = None) -> tuple[int, ...]:
-    """Return a shape as headers have it: torch keeps two elements of F4 in one."""
-    sizes = tuple(map(int, shape))
-    if DTYPES[dtype].bits >= 8:
-        return sizes
-    if not sizes:
-        raise SafetensorError(f"a tensor of {dtype} must have a dimension", name=name)
-    return (*sizes[:-1], sizes[-1] * 8 // DTYPES[dtype].bits)
-
-
 def aliases(state: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) -> dict[str, str]:
     """Return the names of tensors that are another one's memory, and which one is kept: preferably one of some names.
 
@@ -437,7 +427,12 @@ def aliases(state: Mapping[str, torch.Tensor], preferred: Collection[str] = ()) 
     for names in shared(state):
         if len(names) < 2:
             continue
-        whole = {name for name in names if has_its_storage(state[name])}
+        whole = {
+            name
+            for name in names
+            if (storage := state[name].untyped_storage()).data_ptr() == state[name].data_ptr()
+            and storage.nbytes() == state[name].nbytes
+        }
         if not whole:
             raise RuntimeError(
                 "Error while trying to find names to remove to save state dict, but found no suitable name to keep for "
@@ -482,10 +477,3 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
         (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
     )
     return begin, begin + (int(steps) + 1) * tensor.element_size()
-
-
-def has_its_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is all of its memory."""
-    storage = tensor.untyped_storage()
-    nbytes = tensor.numel() * tensor.element_size()
-    return tensor.data_ptr() == storage.data_ptr() and nbytes == storage.nbytes()

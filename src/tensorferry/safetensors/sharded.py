@@ -16,13 +16,15 @@ import json
 import os
 import secrets
 import time
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tensorferry.checks import decimal_nbytes, kept_path
 from tensorferry.errors import StorageError
 from tensorferry.file_locks import lock_directory
-from tensorferry.replacement import Replacement, make_directory, sync_directory
+from tensorferry.processes import lock_descriptors, when_dropped
+from tensorferry.publication import make_directory, sync_directory
+from tensorferry.replacement import Replacement
 from tensorferry.runtime import descriptor_limit
 from tensorferry.safetensors import index, sources
 from tensorferry.safetensors.checksums import SUFFIX
@@ -35,18 +37,16 @@ from tensorferry.safetensors.saving import (
     without_duplicates,
     write_entries,
 )
-from tensorferry.transfers import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from tensorferry.checks import Path as AnyPath
     from tensorferry.checksums import Checksums
     from tensorferry.safetensors.saving import Entry
-    from tensorferry.transfers import Path as AnyPath
 
 SINGLE_NAME, INDEX_NAME = index.SINGLE_NAME, index.INDEX_NAME
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # What os.link() says where there are no links, or there is no file.
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOENT)
 _DESCRIPTORS = 2  # of each file that has no place yet
@@ -99,7 +99,7 @@ def save_sharded(
     meanwhile must have opened its files before. Of two saves to one directory at the same time the one that ends last
     counts; each is whole. (On file systems without flock() on directories, such as NFS, they are not told apart.)
     """
-    limit = shard_nbytes(max_shard_nbytes)
+    limit = decimal_nbytes(max_shard_nbytes, "max_shard_nbytes")
     checked_metadata(metadata)
     own = {"format": "pt" if _is_torchs(state) else "np", **(metadata or {})}
     if _is_torchs(state):
@@ -133,32 +133,12 @@ def split(entries: Iterable[Entry], limit: int) -> dict[str, list[Entry]]:
         nbytes += entry.nbytes
     if current or not shards:
         shards.append(current)
-    names = shard_names(len(shards))
-    return dict(zip(names, shards, strict=True))
-
-
-def shard_names(count: int) -> list[str]:
-    """Return what the files of a model are called."""
-    if count == 1:
-        return [SINGLE_NAME]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def shard_nbytes(limit: int | str) -> int:
-    """Return what a size such as 5000000 or "5MB" (of 10**6) says, as huggingface_hub reads it."""
-    if isinstance(limit, str):
-        number, unit = limit.strip()[:-2], limit.strip()[-2:].upper()
-        try:
-            nbytes = int(float(number) * _UNITS[unit])
-        except (KeyError, ValueError, OverflowError):
-            raise ValueError(
-                f"max_shard_nbytes: {limit!r} is no size such as 5GB or 500MB"
-            ) from None
-    else:
-        nbytes = limit
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
-        raise ValueError(f"max_shard_nbytes: {limit!r} is no positive number of bytes")
-    return nbytes
+    if len(shards) == 1:
+        return {SINGLE_NAME: shards[0]}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
+    }
 
 
 def index_of(weight_map: Mapping[str, str], total_nbytes: int) -> str:
@@ -183,7 +163,7 @@ class Model:
         self._sync = sync
         self._files: dict[str, Replacement] = {}
         # One that nobody commits or aborts keeps no descriptors and no space.
-        weakref.finalize(self, _abort, self._files).atexit = False
+        when_dropped(self, _abort, self._files)
         make_directory(self._directory)
 
     @property
@@ -391,7 +371,7 @@ def _turn(directory: Path) -> Iterator[None]:
         Somebody stays there for long.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    _descriptors.add(descriptor)
+    lock_descriptors.add(descriptor)
     try:
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         while lock_directory(descriptor) is False:
@@ -405,24 +385,7 @@ def _turn(directory: Path) -> Iterator[None]:
             time.sleep(_POLL_SECONDS)
         yield
     finally:
-        if descriptor in _descriptors:  # a forked child has closed it
-            _descriptors.discard(descriptor)
-            # Closing is not enough while a child that was forked without Python's knowledge has it open.
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
-
-
-_descriptors: set[int] = set()
-
-
-def _forget_after_fork() -> None:
-    for descriptor in _descriptors:
-        os.close(descriptor)  # the parent's keeps the lock
-    _descriptors.clear()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
+        lock_descriptors.unlock(descriptor, lambda: fcntl.flock(descriptor, fcntl.LOCK_UN))
 
 
 def _abort(files: dict[str, Replacement]) -> None:

@@ -20,11 +20,11 @@ import pathlib
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import tensorferry
+from tensorferry.checks import Path, kept_path
 from tensorferry.safetensors import header, index
-from tensorferry.safetensors.dtypes import DTYPES
+from tensorferry.safetensors.dtypes import DTYPES, header_shape
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.version import Version
-from tensorferry.transfers import Path, kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -356,10 +356,7 @@ class _Parts:
         ):
             reason = f"its {key} does not say where in the whole tensor it is"
             raise SafetensorError(reason, self._path, name=tensor.name)
-        bits = DTYPES[tensor.dtype].bits
-        if bits < 8 and found:  # torch counts pairs
-            found[-1] = found[-1] * 8 // bits
-        return tuple(found)
+        return header_shape(found, tensor.dtype) if found else ()
 
 
 def _whole(stored: list[Stored]) -> tuple[int, ...]:

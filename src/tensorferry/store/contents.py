@@ -40,18 +40,14 @@ class Contents:
         self.record = record
         self.tensors = tensors
         numbers: dict[Segment, int] = {}
-        self._in: list[list[tuple[Piece, Sequence[int] | None]]] = []
+        self.pieces_in: list[list[tuple[Piece, Sequence[int] | None]]] = []
         for _, pieces, chunks in tensors.values():
             for at, piece in enumerate(pieces):
                 number = numbers.setdefault(piece.segment, len(numbers))
-                if number == len(self._in):
-                    self._in.append([])
-                self._in[number].append((piece, None if chunks is None else chunks[at]))
+                if number == len(self.pieces_in):
+                    self.pieces_in.append([])
+                self.pieces_in[number].append((piece, None if chunks is None else chunks[at]))
         self.segments = list(numbers)
-
-    def pieces_in(self, number: int) -> list[tuple[Piece, Sequence[int] | None]]:
-        """Return what is in a segment, with checksums."""
-        return self._in[number]
 
     def pieces(self) -> Iterator[Piece]:
         """Yield where all of it lies."""

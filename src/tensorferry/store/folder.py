@@ -13,12 +13,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry import replacement
+from tensorferry import publication
 from tensorferry.errors import StorageError
 from tensorferry.store import manifest as manifests
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
     from tensorferry.store.manifest import Manifest
 
@@ -29,14 +29,10 @@ _MAX_PART_NBYTES = 1 << 16
 
 def make_directory(path: str) -> list[str]:
     """Make a directory, and those above it, where missing; return in which ones that made names."""
-    made_in = []
-    above = Path(path)
-    with _told("making a directory for", above):
-        while not above.exists():
-            above = above.parent
-            made_in.append(os.fspath(above))
-        os.makedirs(path, exist_ok=True)  # noqa: PTH103
-    return made_in[::-1]
+    with _told("making a directory for", Path(path)):
+        made_in = publication.make_directory(Path(path), sync=False)
+        Path(path).mkdir(exist_ok=True)  # refused where a file has the name
+    return [os.fspath(each) for each in made_in]
 
 
 def write_file(directory: str, name: str, data: bytes, run: str, *, sync: bool) -> None:
@@ -47,34 +43,22 @@ def write_file(directory: str, name: str, data: bytes, run: str, *, sync: bool) 
 def write_temporary(directory: str, data: bytes, run: str, *, sync: bool) -> Path:
     """Write a file that is to get its name by ``replace``; where this fails, nothing is there."""
     temporary = Path(directory, f".tensorferry-{run}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with _told("writing", temporary):
-        try:
-            with open(os.open(temporary, flags, 0o666), "wb") as file:
-                file.write(data)
-                file.flush()
-                if sync:
-                    os.fsync(file.fileno())
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        publication.write_temporary(temporary, data, sync=sync)
     return temporary
 
 
 def replace(temporary: Path, name: str) -> None:
     """Give a file its name, in place of another one."""
-    with _told("writing", temporary.with_name(name)):
-        try:
-            replacement.rename(temporary, temporary.with_name(name))
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    named = temporary.with_name(name)
+    with _told("writing", named), publication.removed_if_it_fails(temporary):
+        publication.rename(temporary, named)
 
 
 def sync_directory(directory: str) -> None:
     """Make the names in a directory durable."""
     with _told("syncing the directory", Path(directory)):
-        replacement.sync_directory(Path(directory))
+        publication.sync_directory(Path(directory))
 
 
 def mark_parts(directories: Sequence[str], run: str, *, sync: bool) -> None:
@@ -90,7 +74,7 @@ def set_aside(directory: str) -> None:
         _told("writing", Path(directory, manifests.PREVIOUS_NAME)),
         contextlib.suppress(FileNotFoundError),
     ):
-        replacement.rename(
+        publication.rename(
             Path(directory, manifests.NAME), Path(directory, manifests.PREVIOUS_NAME)
         )
 
@@ -106,7 +90,7 @@ def remove(directory: str, name: str, *, sync: bool) -> None:
 def bring_back(directory: str) -> None:
     """Make the commit before the last one again."""
     with _told("writing", Path(directory, manifests.NAME)):
-        replacement.rename(
+        publication.rename(
             Path(directory, manifests.PREVIOUS_NAME), Path(directory, manifests.NAME)
         )
 
@@ -188,12 +172,5 @@ def _first_of(path: Path) -> str | None:
         return None
 
 
-@contextlib.contextmanager
-def _told(what: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        message = f"{error.strerror} ({what} a store's files)"
-        raise StorageError(error.errno, message, os.fspath(path)) from None
+def _told(what: str, path: Path) -> contextlib.AbstractContextManager[None]:
+    return publication.storage_errors(path, f"{what} a store's files")

@@ -23,6 +23,7 @@ import zlib
 from array import array as numbers
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+from tensorferry.checks import MAX_FILE_NBYTES
 from tensorferry.errors import StorageError
 from tensorferry.store.tensors import TensorInfo, checked_info, text_of
 
@@ -38,7 +39,6 @@ FORMAT, VERSION = "tensorferry.store", 1
 _ALIGNMENT = 4096
 _MAX_NBYTES = 1 << 30
 _MAX_HEAD_NBYTES = 4096
-_MAX_FILE_NBYTES = (1 << 63) - 1
 _MAX_SEGMENTS = 1 << 20
 _MAX_DIRECTORIES = 1 << 10
 
@@ -217,7 +217,7 @@ def _segment(one: list[Any], directory_count: int) -> StoredSegment:
     _integer(directory, 0, directory_count - 1, "a segment's directory")
     if not isinstance(name, str) or run_of(name) is None:
         raise ValueError(f"{name!r} is no segment's name")
-    return StoredSegment(directory, name, _integer(nbytes, 0, _MAX_FILE_NBYTES, "a segment's size"))
+    return StoredSegment(directory, name, _integer(nbytes, 0, MAX_FILE_NBYTES, "a segment's size"))
 
 
 def _tensor(
@@ -233,7 +233,7 @@ def _tensor(
     found: list[tuple[int, int, int]] = []
     for segment, offset, size in _list(pieces, 3, "pieces"):
         _integer(segment, 0, len(segments) - 1, "a piece's segment")
-        _integer(size, 1, _MAX_FILE_NBYTES, "a piece's size")
+        _integer(size, 1, MAX_FILE_NBYTES, "a piece's size")
         _integer(offset, 0, segments[segment].nbytes - size, "a piece's offset")
         if offset % _ALIGNMENT != 0:
             raise ValueError(f"a piece begins at {offset}, which is no multiple of {_ALIGNMENT}")

@@ -6,20 +6,17 @@ messages, and for who reads what a store that is still alive has committed. It s
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
 import os
-import weakref
 
 from tensorferry.errors import StorageError
 from tensorferry.file_locks import is_locked, open_lock_file, set_lock
+from tensorferry.processes import lock_descriptors, when_dropped
 
 LOCK_NAME = ".tensorferry-store.lock"
 _MAX_NBYTES = 4096
-
-_descriptors: set[int] = set()
 
 
 class Ownership:
@@ -47,16 +44,14 @@ class Ownership:
             process, _ = _holder(descriptor)
             os.close(descriptor)
             raise busy(directory, process, "writes into this directory")
-        _descriptors.add(descriptor)
+        lock_descriptors.add(descriptor)
         self._descriptor = descriptor
-        self._process = os.getpid()
-        self._dropped = weakref.finalize(self, _leave, descriptor, self._process)
-        self._dropped.atexit = False
+        self._dropped = when_dropped(self, _leave, descriptor)
 
     def leave(self) -> None:
         """Let others have the directory."""
         # Not by the finalizer, which is called once only: Ctrl-C may come in the middle, and then this is called again.
-        _leave(self._descriptor, self._process)
+        _leave(self._descriptor)
         self._dropped.detach()
 
 
@@ -93,21 +88,5 @@ def _holder(descriptor: int) -> tuple[int | None, str]:
         return None, ""
 
 
-def _leave(descriptor: int, process: int) -> None:
-    if os.getpid() != process or descriptor not in _descriptors:
-        return
-    with contextlib.suppress(OSError):
-        # Closing is not enough while a child that was forked without Python's knowledge has the file open.
-        set_lock(descriptor, fcntl.F_UNLCK)
-    _descriptors.discard(descriptor)
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
-
-
-def _forget_after_fork() -> None:
-    for descriptor in _descriptors:
-        os.close(descriptor)  # the parent's keeps the lock
-    _descriptors.clear()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
+def _leave(descriptor: int) -> None:
+    lock_descriptors.unlock(descriptor, lambda: set_lock(descriptor, fcntl.F_UNLCK))

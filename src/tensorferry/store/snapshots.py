@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorferry import _core
-from tensorferry.errors import StorageError
 from tensorferry.file_locks import lock_directory
-from tensorferry.replacement import rename
+from tensorferry.publication import rename, storage_errors
 from tensorferry.store import folder
 from tensorferry.store import manifest as manifests
 from tensorferry.store.segments import Piece, Place, Segment
@@ -34,6 +33,9 @@ _FICLONE = 0x40049409
 _PARTIAL = re.compile(r"\..*\.[0-9a-f]{16}\.[0-9a-f]{8}\.partial", re.ASCII | re.DOTALL)
 
 
+_MAKING = "making a snapshot"
+
+
 class Partial:
     """The directories of a snapshot that is being made; without ``finish`` nothing stays."""
 
@@ -45,24 +47,17 @@ class Partial:
         self._made_in: list[str] = []
         self._copier: Copier | None = None
         for path in self._paths:
-            try:
+            with storage_errors(path, _MAKING), contextlib.suppress(FileNotFoundError):
                 path.lstat()
-            except FileNotFoundError:
-                continue
-            except OSError as error:  # a name that is too long, say
-                raise _told(error, "making a snapshot", path) from None
-            raise StorageError(
-                errno.EEXIST, f"{os.strerror(errno.EEXIST)} (making a snapshot)", str(path)
-            )
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         try:
             for path in self._paths:
-                _remove_leftovers(path.parent)
-                self._make(path)
-        except BaseException as error:
+                with storage_errors(path, _MAKING):
+                    _remove_leftovers(path.parent)
+                    self._make(path)
+        except BaseException:
             self.remove()
-            if isinstance(error, StorageError) or not isinstance(error, OSError):
-                raise
-            raise _told(error, "making a snapshot", path) from None
+            raise
 
     def _make(self, path: Path) -> None:
         # Whoever looks for leftovers between the first two lines takes it for one: then another is made.
@@ -72,7 +67,9 @@ class Partial:
             self._made_in += folder.make_directory(str(partial))
             with contextlib.suppress(FileNotFoundError):
                 lock = _Lock(partial)
-                if lock.held is not False and lock.is_of(partial):
+                # Whether the directory still has this name.
+                is_there = os.path.samestat(os.fstat(lock.descriptor), partial.stat())
+                if lock.held is not False and is_there:
                     self._locks.append(lock)
                     return
             self._partial.pop()
@@ -131,18 +128,17 @@ class Partial:
         pairs = list(zip(self._partial, self._paths, strict=True))
         begun: list[tuple[Path, Path]] = []
         try:
-            for temporary, path in reversed(pairs):
-                begun.append((temporary, path))
-                rename(temporary, path)
-            for made_in in dict.fromkeys(self._made_in):
-                folder.sync_directory(made_in)
-        except BaseException as error:
+            with storage_errors(self._paths[0], _MAKING):
+                for temporary, path in reversed(pairs):
+                    begun.append((temporary, path))
+                    rename(temporary, path)
+                for made_in in dict.fromkeys(self._made_in):
+                    folder.sync_directory(made_in)
+        except BaseException:
             for temporary, path in reversed(begun):
                 if not temporary.exists():
                     rename(path, temporary)
-            if isinstance(error, StorageError) or not isinstance(error, OSError):
-                raise
-            raise _told(error, "making a snapshot", self._paths[0]) from None
+            raise
         self._locks.clear()
 
     def remove(self) -> None:
@@ -156,16 +152,12 @@ class _Lock:
     """A lock on a directory (flock(2)), until this object goes; None in ``held`` where there are no such locks."""
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.held = lock_directory(self._descriptor)
+        self.descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.held = lock_directory(self.descriptor)
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
-
-    def is_of(self, directory: Path) -> bool:
-        """Return whether the directory still has this name."""
-        return os.path.samestat(os.fstat(self._descriptor), directory.stat())
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
 
 
 def _remove_leftovers(directory: Path) -> None:
@@ -177,7 +169,3 @@ def _remove_leftovers(directory: Path) -> None:
                     lock = _Lock(directory / name)
                     if lock.held:
                         shutil.rmtree(directory / name, ignore_errors=True)
-
-
-def _told(error: OSError, what: str, path: Path) -> StorageError:
-    return StorageError(error.errno, f"{error.strerror} ({what})", os.fspath(path))

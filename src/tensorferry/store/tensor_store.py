@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import operator
 import os
 import pathlib
 import threading
@@ -14,10 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensorferry import _core
 from tensorferry.arrays import memory_or_segments
+from tensorferry.checks import direct_mode, integer, kept_path
 from tensorferry.errors import StorageError
-from tensorferry.files import chosen_scheduler, in_background, positive
+from tensorferry.files import chosen_scheduler, in_background
 from tensorferry.futures import Future
-from tensorferry.replacement import check_renames
+from tensorferry.processes import Owned
+from tensorferry.publication import check_renames
 from tensorferry.runtime import (
     automatic_scheduler,
     close_scheduler,
@@ -56,15 +57,14 @@ from tensorferry.store.segments import (
 from tensorferry.store.snapshots import Partial
 from tensorferry.store.tensors import TensorInfo, info_of, new_array
 from tensorferry.store.transfers import Read, Transfer, Version, Write, told
-from tensorferry.transfers import direct_mode, kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from tensorferry.checks import Direct, Path
     from tensorferry.files import Priority
     from tensorferry.runtime import AnyScheduler
     from tensorferry.store.segments import Piece, Segment
-    from tensorferry.transfers import Direct, Path
 
 _Result = TypeVar("_Result")
 
@@ -72,7 +72,7 @@ DEFAULT_SEGMENT_NBYTES = 64 << 20
 MAX_SEGMENT_NBYTES = 1 << 40
 
 
-class TensorStore:
+class TensorStore(Owned):
     """Named tensors in files of one directory or several.
 
     Any number of threads may use it, and any number of transfers may be on their way. Stores are context managers.
@@ -115,6 +115,10 @@ class TensorStore:
     ``RuntimeError``, unless it only deletes or asks for names.
     """
 
+    _refusal = (
+        "this store was made before fork(): it is the parent process's; make another one here"
+    )
+
     def __init__(
         self,
         directories: Path | Sequence[Path],
@@ -130,7 +134,10 @@ class TensorStore:
     ) -> None:
         paths = _checked_directories(directories)
         shares = _checked_weights(weights, len(paths))
-        self._set_up(bool(checksums), _checked_segment(segment_nbytes))
+        self._set_up(
+            bool(checksums),
+            integer(segment_nbytes, "segment_nbytes", 1, MAX_SEGMENT_NBYTES, GRANULARITY),
+        )
         mode = direct_mode(direct)
         for path in paths:
             self._made_in += make_directory(path)
@@ -202,7 +209,7 @@ class TensorStore:
         self._closing = threading.RLock()
         self._compacting = threading.RLock()  # taken before _committing, and that before _lock
         self._committing = threading.RLock()
-        self._generation = _core.fork_generation()
+        self._belong_here()
         self._checksums = checksums
         self._segment_nbytes = segment_nbytes
         self._writable = True
@@ -288,7 +295,8 @@ class TensorStore:
         StorageError
             There is no space (ENOSPC), or a file cannot be made; what was stored before is still there.
         """
-        _checked_name(name)
+        if not isinstance(name, str):
+            raise TypeError(f"name: {name!r} is no text")
         background = in_background(priority)
         self._enter(writing=True)
         array, memory = memory_or_segments(array, writable=False)
@@ -421,20 +429,18 @@ class TensorStore:
         self._enter(writing=True)
         sizes: dict[str, int] | None = None
         if isinstance(nbytes, Mapping):
-            sizes = {
-                name: _checked_nbytes(size, f"nbytes[{name!r}]") for name, size in nbytes.items()
-            }
+            sizes = {name: integer(size, f"nbytes[{name!r}]", 0) for name, size in nbytes.items()}
             total, largest = (
                 sum(map(self._room.rounded, sizes.values())),
                 max(sizes.values(), default=0),
             )
         else:
-            total = largest = _checked_nbytes(nbytes, "nbytes")
+            total = largest = integer(nbytes, "nbytes", 0)
             largest = min(largest, self._segment_nbytes)
         if in_flight_nbytes is None:
             slack = max(2 * self._segment_nbytes * len(self._directories), largest)
             in_flight_nbytes = min(slack, total)
-        slack = _checked_nbytes(in_flight_nbytes, "in_flight_nbytes")
+        slack = integer(in_flight_nbytes, "in_flight_nbytes", 0)
         self._room.reclaim()
         with self._lock:
             self._check_open()
@@ -490,8 +496,8 @@ class TensorStore:
                     f"ranges: one of {sizes[-1]} bytes, no multiple of the page, is not the last"
                 )
             pieces, info = self._settled(name)
-            offset = _checked_nbytes(offset, "offset")
-            nbytes = _checked_nbytes(nbytes, "nbytes")
+            offset = integer(offset, "offset", 0)
+            nbytes = integer(nbytes, "nbytes", 0)
             if offset % mmap.PAGESIZE != 0 or nbytes == 0 or offset + nbytes > info.nbytes:
                 raise ValueError(
                     f"ranges: {nbytes} bytes at {offset} of tensor {name!r}, which has {info.nbytes}, cannot be "
@@ -548,7 +554,7 @@ class TensorStore:
                     if not segment.sync_failed and partial.link(segment, at, name):
                         frozen.append(segment)
                     else:
-                        partial.copy(segment, contents.pieces_in(number), at, name)
+                        partial.copy(segment, contents.pieces_in[number], at, name)
                 self._sync(frozen)
                 self._room.freeze(frozen)
                 partial.finish(contents.manifest(self._run, len(paths), segments))
@@ -763,7 +769,7 @@ class TensorStore:
 
         Where nothing moves for 60 seconds it gives up, with a ``RuntimeWarning``; arrays stay referenced all the same.
         """
-        if self._is_parents():
+        if self.is_parents:
             self._closed = True  # the files are the parent's
             return
         self._refuse_in_the_middle()
@@ -859,7 +865,9 @@ class TensorStore:
         """Go back to what was there before a write."""
         if self._names.get(name) is not version:
             return
-        before = kept_or_pending(version.previous)
+        before = version.previous  # the newest version, from here back, that has not failed
+        while before is not None and before.write is None and before.pieces is None:
+            before = before.previous
         if before is None:
             self._names.pop(name, None)
         else:
@@ -878,10 +886,6 @@ class TensorStore:
         for transfer in list(self._pending):
             if transfer.done():
                 self._pending.pop(transfer, None)
-
-    def _is_parents(self) -> bool:
-        """Return whether this is a forked child: files, locks and transfers are the parent's."""
-        return self._generation != _core.fork_generation()
 
     def _enter(self, *, writing: bool = False) -> None:
         """Begin a call that changes, or needs, more than a table of names."""
@@ -918,10 +922,7 @@ class TensorStore:
             compaction.start(self)
 
     def _check_open(self, *, writing: bool = False) -> None:
-        if self._is_parents():
-            raise RuntimeError(
-                "this store was made before fork(): it is the parent process's; make another one here"
-            )
+        self._check_process()
         if self._closed:
             raise ValueError(f"the store {[one.path for one in self._directories]!r} is closed")
         if writing and not self._writable:
@@ -935,13 +936,6 @@ class _Mapped:
 
     def __init__(self, pieces: list[Piece]) -> None:
         self.pieces = pieces
-
-
-def kept_or_pending(version: Version | None) -> Version | None:
-    """Return the newest version, from one back, that has not failed."""
-    while version is not None and version.write is None and version.pieces is None:
-        version = version.previous
-    return version
 
 
 def _joined(thread: threading.Thread, seconds: float) -> bool:
@@ -971,24 +965,3 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]
         if not (share > 0 and math.isfinite(share)):
             raise ValueError(f"weights[{at}]: {share} is not positive")
     return shares
-
-
-def _checked_segment(segment_nbytes: int) -> int:
-    segment_nbytes = positive(segment_nbytes, "segment_nbytes", MAX_SEGMENT_NBYTES)
-    if segment_nbytes % GRANULARITY != 0:
-        raise ValueError(f"segment_nbytes: {segment_nbytes} is no multiple of {GRANULARITY}")
-    return segment_nbytes
-
-
-def _checked_name(name: str) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"name: {name!r} is no text")
-
-
-def _checked_nbytes(nbytes: int, name: str) -> int:
-    if isinstance(nbytes, bool) or not hasattr(nbytes, "__index__"):
-        raise TypeError(f"{name}: {nbytes!r} is no integer")
-    nbytes = operator.index(nbytes)
-    if nbytes < 0:
-        raise ValueError(f"{name}: {nbytes} is negative")
-    return nbytes

@@ -96,7 +96,7 @@ class Transfer:
 
     def _look(self) -> bool:
         """Return whether all parts have ended; if so, and for the first time, draw the consequences."""
-        if self._store._is_parents():
+        if self._store.is_parents:
             return False  # the lock may be that of a thread that is not here
         if not all(request.done() for request, _ in self._parts):
             return False
@@ -230,7 +230,7 @@ class Read(Transfer):
 
     def cancel(self) -> None:
         """End it before its time; what has not begun ends when the write that it waits for has."""
-        if self._store._is_parents():
+        if self._store.is_parents:
             return  # the lock may be that of a thread that is not here
         with self._store._lock:
             self._cancelled = True
@@ -252,7 +252,7 @@ class Read(Transfer):
         """Begin if the write has ended; return whether it has been begun, or never will be."""
         if self._begun or self._ended:
             return True
-        if self._store._is_parents():
+        if self._store.is_parents:
             return False
         with self._store._lock:
             while not (self._begun or self._ended):

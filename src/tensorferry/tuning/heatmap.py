@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tensorferry.sizes import format_nbytes
+from tensorferry.checks import format_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry.files import MAX_QUEUE_DEPTH
 from tensorferry.handles import MAX_PARALLELISM
-from tensorferry.runtime import DEFAULT_BLOCK_NBYTES, engines
-from tensorferry.settings import Settings
+from tensorferry.runtime import engines
+from tensorferry.settings import DEFAULT_BLOCK_NBYTES, Settings
 from tensorferry.tuning.gpus import CUFILE
 from tensorferry.tuning.options import count, nbytes
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorferry
 from tensorferry import profiles, runtime
-from tensorferry.sizes import format_nbytes
+from tensorferry.checks import format_nbytes
 from tensorferry.tuning import storing
 from tensorferry.tuning.drive import Drives, Measurement, largest_nbytes
 from tensorferry.tuning.gpus import CUFILE

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tensorferry.replacement import Replacement
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from tensorferry.transfers import Path
+    from tensorferry.checks import Path
 
 # Space is reserved so far ahead: a file that grows with each write takes direct writes one at a time only.
 _RESERVE_NBYTES = 256 << 20
@@ -101,12 +99,7 @@ class FileWriter(io.RawIOBase):
             super().close()
             self._replacement.abort()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
         else:

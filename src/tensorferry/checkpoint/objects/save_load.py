@@ -32,15 +32,15 @@ from tensorferry.checkpoint.zipformat.archive import (
     bytes_of,
 )
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, screen
+from tensorferry.checks import checked_path
 from tensorferry.replacement import Replacement
 from tensorferry.safetensors.errors import LOOKED_AT_NBYTES, something_else
-from tensorferry.transfers import checked_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import BinaryIO
 
-    from tensorferry.transfers import Path
+    from tensorferry.checks import Path
 
 
 def save(obj: object, path: Path, *, sync: bool = True) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import copyreg
 import dataclasses
 import io
-import os
 import pickle
 import re
 import secrets
@@ -38,10 +37,13 @@ from tensorferry.checkpoint.storage.metadata import (
 from tensorferry.checkpoint.storage.names import METADATA_NAME, RANK_METADATA
 from tensorferry.checkpoint.storage.savers import LOCK_NAME
 from tensorferry.file_locks import unread
-from tensorferry.replacement import check_renames as check_renames
-from tensorferry.replacement import make_directory as make_directory
-from tensorferry.replacement import rename
-from tensorferry.replacement import sync_directory as sync_directory
+from tensorferry.publication import (
+    removed_if_it_fails,
+    rename,
+    sync_directory,
+    unlink,
+    write_temporary,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -72,15 +74,6 @@ def is_of_a_save(name: str) -> bool:
     return name == LOCK_NAME or any(
         each.fullmatch(name) for each in (_DATA_FILE, _UNFINISHED_METADATA)
     )
-
-
-def sync_file(path: Path) -> None:
-    """Make a file's data durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def complete_metadata(metadata: Metadata, results: Iterable[Sequence[WriteResult]]) -> None:
@@ -248,18 +241,10 @@ def write_metadata(path: Path, metadata: Metadata, *, sync: bool, overwrite: boo
     """Put metadata in the place of what is there, at one stroke: from now on the checkpoint is the new one."""
     pickled = _pickled(metadata)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb", buffering=0) as stream:
-            for part in (pickled, trailer_of(pickled)):
-                _write_all(stream, part)
-            if sync:
-                os.fsync(stream.fileno())
+    write_temporary(temporary, pickled, trailer_of(pickled), sync=sync)
+    with removed_if_it_fails(temporary):
         if overwrite or not _named(temporary, path):
             rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):  # what failed before is what matters
-            temporary.unlink()
-        raise
     if sync:
         sync_directory(path.parent)
         # It may be somebody else's, and then was made long ago.
@@ -307,12 +292,12 @@ def remove_replaced(
     if rank is None:
         # Metadata of single ranks is not looked at once there is one for all.
         stale = [path for path in directory.iterdir() if RANK_METADATA.fullmatch(path.name)]
-        _unlink(stale)
+        unlink(stale)
         if stale and sync:
             sync_directory(directory)
     keep = set(referenced)
     may_go = None if removable is None else set(removable)
-    _unlink(
+    unlink(
         path
         for path in _data_files(directory, rank)
         if path.name not in keep and (may_go is None or path.name in may_go)
@@ -341,7 +326,7 @@ def _remove_leftovers(directory: Path, rank: int | None) -> None:
                 return
             # Names stand in a pickle as they are; a mention too many only keeps a file for longer.
             mentioned.update(name.decode() for name in re.findall(_OWN_NAME, pickled))
-    _unlink(
+    unlink(
         path
         for path in _data_files(directory, rank)
         if re.fullmatch(_OWN_NAME, path.name.encode()) and path.name not in mentioned
@@ -350,7 +335,7 @@ def _remove_leftovers(directory: Path, rank: int | None) -> None:
 
 def remove_unfinished(directory: Path, *, rank: int | None = None) -> None:
     """Remove metadata that was being written when its save was killed; no other save may be alive."""
-    _unlink(
+    unlink(
         path
         for path in directory.iterdir()
         if (match := _UNFINISHED_METADATA.fullmatch(path.name))
@@ -386,17 +371,6 @@ def _data_files(directory: Path, rank: int | None) -> list[Path]:
         and rank in (None, int(match[1]))
         and path.is_file()
     ]
-
-
-def _unlink(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def _write_all(stream: Any, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[stream.write(view) :]
 
 
 def _pickled(metadata: Metadata) -> bytes:

@@ -95,7 +95,52 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
-class Contents:
+class Located:
+    """Data files, and where in them lies what plans ask for. A subclass says where one item lies, and opens files."""
+
+    def open(self, name: str) -> DataFile:
+        """Open a data file."""
+        raise NotImplementedError
+
+    def item(self, request: ReadItem) -> Item:
+        """Return where what is asked for lies."""
+        raise NotImplementedError
+
+    def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
+        """Return the items of each data file, in the order in which they lie there."""
+        by_file: dict[str, list[Item]] = {}
+        with uncollected():
+            for request in requests:
+                item = self.item(request)
+                by_file.setdefault(item.info.relative_path, []).append(item)
+        self._parse(by_file)
+        for items in by_file.values():
+            items.sort(key=operator.attrgetter("begin"))
+        return by_file
+
+    def read(
+        self,
+        reading: Reading,
+        by_file: dict[str, list[Item]],
+        begin: Callable[[Item, DataFile], Iterator[Want]],
+    ) -> None:
+        """Read items; of each, ``begin`` is asked what it wants of the file shortly before that is read."""
+        for name, items in by_file.items():
+            file = self.open(name)
+            reading.begin_file(file)
+            for item in items:
+                file.require(item.info.offset + item.info.length)
+                _check_slice(item, file)
+            for item in items:
+                reading.advance(item.begin)
+                reading.add(begin(item, file))
+        reading.finish()
+
+    def _parse(self, by_file: dict[str, list[Item]]) -> None:
+        """Find the payloads of items that have none yet."""
+
+
+class Contents(Located):
     """What the metadata says of data files.
 
     Parameters
@@ -142,14 +187,10 @@ class Contents:
                 if not pathlib.Path(self._folder).exists():
                     why = "the checkpoint has been removed since its metadata was read"
                     error.strerror = f"{error.strerror}; {why}"
-                elif self._was_replaced(name):
+                elif self._named_now is not None and name not in self._named_now:
                     why = "another save has replaced the checkpoint since its metadata was read: load again"
                     error.strerror = f"{error.strerror}; {why}"
             raise
-
-    def _was_replaced(self, name: str) -> bool:
-        """Return whether a file that is missing is one that present metadata does not name any more."""
-        return self._named_now is not None and name not in self._named_now
 
     @functools.cached_property
     def _named_now(self) -> set[str] | None:
@@ -182,36 +223,11 @@ class Contents:
         )
         return tuple(dict.fromkeys(fqn for _, fqn in places))
 
-    def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
-        """Return the items of each data file, in the order in which they lie there."""
-        by_file: dict[str, list[Item]] = {}
-        with uncollected():
-            for request in requests:
-                info = self._info(request.storage_index)
-                payload = self._payload(request, info) if _is_tensor(request) else None
-                by_file.setdefault(info.relative_path, []).append(Item(request, info, payload))
-        self._parse(by_file)
-        for items in by_file.values():
-            items.sort(key=operator.attrgetter("begin"))
-        return by_file
-
-    def read(
-        self,
-        reading: Reading,
-        by_file: dict[str, list[Item]],
-        begin: Callable[[Item, DataFile], Iterator[Want]],
-    ) -> None:
-        """Read items; of each, ``begin`` is asked what it wants of the file shortly before that is read."""
-        for name, items in by_file.items():
-            file = self.open(name)
-            reading.begin_file(file)
-            for item in items:
-                file.require(item.info.offset + item.info.length)
-                _check_slice(item, file)
-            for item in items:
-                reading.advance(item.begin)
-                reading.add(begin(item, file))
-        reading.finish()
+    def item(self, request: ReadItem) -> Item:
+        """Return where what is asked for lies, as far as the metadata says it."""
+        info = self._info(request.storage_index)
+        payload = self._payload(request, info) if _is_tensor(request) else None
+        return Item(request, info, payload)
 
     def transformed(self, requests: Sequence[ReadItem]) -> list[ReadItem]:
         """Return those items that went through extensions, which torch has to undo."""
@@ -354,11 +370,13 @@ class Contents:
 
     def _parse(self, by_file: dict[str, list[Item]]) -> None:
         """Find the payloads of those tensors of which the metadata does not say where they are."""
-        unknown = {
-            name: blobs_of_file
-            for name, items in by_file.items()
-            if (blobs_of_file := _unknown_blobs(items))
-        }
+        unknown: dict[str, dict[tuple[int, int], list[Item]]] = {}  # by place of the blob
+        for name, items in by_file.items():
+            for item in items:
+                transformed = getattr(item.info, "transform_descriptors", None)
+                if item.payload is None and _is_tensor(item.request) and not transformed:
+                    place = item.info.offset, item.info.length
+                    unknown.setdefault(name, {}).setdefault(place, []).append(item)
         if not unknown:
             return
         with Reading() as reading:
@@ -412,16 +430,6 @@ def _check_slice(item: Item, file: DataFile) -> None:
         file.path,
         names=(request.storage_index.fqn,),
     )
-
-
-def _unknown_blobs(items: list[Item]) -> dict[tuple[int, int], list[Item]]:
-    """Return the tensors without a payload, by (offset, length) of the blob."""
-    found: dict[tuple[int, int], list[Item]] = {}
-    for item in items:
-        transformed = getattr(item.info, "transform_descriptors", None)
-        if item.payload is None and _is_tensor(item.request) and not transformed:
-            found.setdefault((item.info.offset, item.info.length), []).append(item)
-    return found
 
 
 def _ends(offset: int, length: int) -> list[tuple[int, int]]:

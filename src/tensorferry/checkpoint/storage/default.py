@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import filesystem, state_dict_saver
 from tensorferry.checkpoint.staging import Stager
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
-from tensorferry.transfers import kept_path
+from tensorferry.checks import kept_path
 
 _PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint._storage_utils")
 _HUGGING_FACE_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.hf_storage")

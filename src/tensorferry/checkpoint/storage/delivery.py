@@ -212,7 +212,8 @@ def deliver(
     offsets = [offsets[dim] for dim in order]
     lengths = [lengths[dim] for dim in order]
     target = target.permute(order)
-    as_it_is = target.dtype == payload.dtype and _can_be_read_into(target)
+    is_reached = target.is_cpu or (target.is_cuda and torch.version.cuda is not None)
+    as_it_is = target.dtype == payload.dtype and is_reached
     found = rows(sizes, offsets, lengths, target.stride()) if as_it_is else None
     if found is not None and (found.dims == 0 or found.length * itemsize >= _MIN_ROW_NBYTES):
         for index in itertools.product(*map(range, lengths[: found.dims])):
@@ -274,11 +275,6 @@ def resolved(tensor: torch.Tensor, payload: Payload) -> torch.Tensor:
     if payload.conj:
         tensor = tensor.conj().resolve_conj()
     return tensor.neg() if payload.neg else tensor
-
-
-def _can_be_read_into(tensor: torch.Tensor) -> bool:
-    """Return whether the core can reach a tensor's memory."""
-    return tensor.is_cpu or (tensor.is_cuda and torch.version.cuda is not None)
 
 
 def _slabs(

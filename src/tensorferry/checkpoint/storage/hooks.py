@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.distributed.checkpoint import filesystem
 
-from tensorferry.transfers import checked_path, kept_path
+from tensorferry.checks import checked_path, kept_path
 from tensorferry.warned import warn
 
 if TYPE_CHECKING:

@@ -42,13 +42,12 @@ from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import commit, hooks
 from tensorferry.checkpoint.storage.assembly import write_tensors
-from tensorferry.checkpoint.storage.contents import Item
+from tensorferry.checkpoint.storage.contents import Item, Located
 from tensorferry.checkpoint.storage.reader import Load, Narrowed
 from tensorferry.checkpoint.storage.reading import DataFile, Reading
 from tensorferry.checkpoint.storage.writer import all_of, done, is_of_state, note_staged
 from tensorferry.checkpoint.zipformat.blobs import Payload
-from tensorferry.checkpoint.zipformat.ranges import is_inside
-from tensorferry.replacement import make_directory
+from tensorferry.publication import make_directory
 from tensorferry.safetensors import dtypes, header, index, sources
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import Entry
@@ -56,7 +55,7 @@ from tensorferry.safetensors.sharded import Model
 from tensorferry.safetensors.version import Version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping
 
     from torch.distributed.checkpoint.planner import (
         LoadPlan,
@@ -71,7 +70,6 @@ if TYPE_CHECKING:
 
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.storage.assembly import Source
-    from tensorferry.checkpoint.storage.reading import Want
     from tensorferry.safetensors.sources import Stored
 
 _VERSION = "1.0"
@@ -438,7 +436,7 @@ class HuggingFaceStorageReader(TorchsReader):
             meter.add(sum(_nbytes_read(self.storage_data, item) for item in plan.items))
             self.last_load = meter.finish()
             return done(None)
-        contents: Any = SafetensorsFiles(self._places(plan.items))
+        contents: Any = PlacedTensors(self._places(plan.items))
         by_file = contents.locate(plan.items)
         meter.expect(sum(item.nbytes for items in by_file.values() for item in items), len(by_file))
         with Reading(lambda: meter.add(0, files=1)) as reading:
@@ -521,66 +519,30 @@ class Place(NamedTuple):  # made in less time than a frozen dataclass
     neg: bool = False
 
 
-class SafetensorsFiles:
-    """The data of safetensors files: what :mod:`tensorferry.checkpoint.storage.contents` has of a checkpoint's."""
+class PlacedTensors(Located):
+    """The data of tensors whose places are known, in files of safetensors or another format without chunk checksums."""
 
     def __init__(self, places: Mapping[MetadataIndex, Place]) -> None:
         self._places = places
+        self._identities: dict[str, Version] = {}  # of files of which something was asked for
 
-    def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
-        """Return the items of each file, in the order in which they lie there."""
-        by_file: dict[str, list[Item]] = {}
-        for request in requests:
-            place = self._places.get(request.storage_index)
-            if place is None:
-                raise CheckpointError(
-                    "no file has this part of it", names=(request.storage_index.fqn,)
-                )
-            sizes = tuple(place.shape)
-            order = tuple(range(len(sizes))) if place.order is None else place.order
-            payload = Payload(
-                place.offset,
-                place.length,
-                place.dtype,
-                sizes,
-                order,
-                conj=place.conj,
-                neg=place.neg,
-            )
-            info: Any = place
-            by_file.setdefault(place.relative_path, []).append(Item(request, info, payload))
-        for items in by_file.values():
-            items.sort(key=lambda item: item.begin)
-        return by_file
+    def open(self, name: str) -> DataFile:
+        """Open a file, if it is the one whose header was read."""
+        file = DataFile(name, name, None, lambda *_: ())
+        if Version.of(file.file) != self._identities[name]:
+            raise CheckpointError("it is not the file whose header was read: load again", name)
+        return file
 
-    def read(
-        self,
-        reading: Reading,
-        by_file: dict[str, list[Item]],
-        begin: Callable[[Item, DataFile], Iterator[Want]],
-    ) -> None:
-        """Read items; of each, ``begin`` is asked what it wants of the file shortly before that is read."""
-        for path, items in by_file.items():
-            file = DataFile(path, path, None, lambda *_: ())
-            reading.begin_file(file)
-            place: Any = items[0].info
-            if Version.at(path) != place.identity:
-                raise CheckpointError("it is not the file whose header was read: load again", path)
-            for item in items:
-                request, payload = item.request, item.payload
-                assert payload is not None
-                file.require(payload.begin + payload.nbytes)
-                if not is_inside(payload.sizes, request.storage_offsets, request.lengths):
-                    raise CheckpointError(
-                        f"it has the size {list(payload.sizes)}, in which there are no {list(request.lengths)} at "
-                        f"{list(request.storage_offsets)}",
-                        path,
-                        names=(request.storage_index.fqn,),
-                    )
-            for item in items:
-                reading.advance(item.begin)
-                reading.add(begin(item, file))
-        reading.finish()
+    def item(self, request: ReadItem) -> Item:
+        """Return where what is asked for lies."""
+        place: Any = self._places.get(request.storage_index)
+        if place is None:
+            raise CheckpointError("no file has this part of it", names=(request.storage_index.fqn,))
+        path, size, dtype, begin, nbytes, identity, order, conj, neg = place
+        self._identities[path] = identity
+        order = tuple(range(len(size))) if order is None else order
+        payload = Payload(begin, nbytes, dtype, tuple(size), order, conj=conj, neg=neg)
+        return Item(request, place, payload)
 
     def has_only_payload_crc(self, *_: Any) -> bool:
         """Return False: the format has no checksums."""
@@ -615,10 +577,21 @@ def scan(
     return tensors, places
 
 
-def headers_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape of torch's as headers have it."""
-    bits = dtypes.DTYPES[dtype].bits
-    return tuple(shape) if bits >= 8 or not shape else (*shape[:-1], shape[-1] * 8 // bits)
+def of_payloads(
+    path: str, payloads: Mapping[str, Payload], identity: Version
+) -> tuple[dict[str, TensorStorageMetadata], PlacedTensors]:
+    """Return the whole tensors of a file of another format, as :func:`scan` does, and their data."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, Place] = {}
+    for name, payload in payloads.items():
+        begin, nbytes, dtype, sizes, order, _, conj, neg = payload
+        size, origin = torch.Size(sizes), torch.Size([0] * len(sizes))
+        places[MetadataIndex(name, origin)] = Place(
+            path, size, dtype, begin, nbytes, identity, order, conj, neg
+        )
+        chunk = ChunkStorageMetadata(origin, size)
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
+    return tensors, PlacedTensors(places)
 
 
 def consolidate(
@@ -654,7 +627,7 @@ def consolidate(
         raise CheckpointError(
             "what has been saved is not what fqn_to_index_mapping names", names=wrong
         )
-    source = SafetensorsFiles(places)
+    source = PlacedTensors(places)
     by_file: dict[int, list[str]] = {}
     for name, number in mapping.items():
         by_file.setdefault(number, []).append(name)
@@ -708,7 +681,7 @@ def entries_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[Entry]:
     entries = []
     for name, described in tensors.items():
         dtype = dtype_of(name, described.properties.dtype)
-        entries.append(Entry(name, dtype, headers_shape(dtype, described.size), None))
+        entries.append(Entry(name, dtype, dtypes.header_shape(described.size, dtype, name), None))
     return entries
 
 
@@ -746,7 +719,7 @@ def _write_file(
             )
         by_name[each] = item
         dtype = dtype_of(each, _data(item).properties.dtype)
-        entries.append((each, dtype, headers_shape(dtype, _data(item).chunk.sizes)))
+        entries.append((each, dtype, dtypes.header_shape(_data(item).chunk.sizes, dtype, each)))
     parts = {
         each: {sources.OFFSETS: list(_data(item).chunk.offsets)} for each, item in by_name.items()
     }

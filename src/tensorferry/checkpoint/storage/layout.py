@@ -30,7 +30,9 @@ def files_of(
     """
     if not single_file_per_rank:
         return [[item] for item in items]
-    by_size = thread_count == 1 and copies_ahead and _has_accelerator()
+    custom = getattr(torch, torch._C._get_privateuse1_backend_name(), None)
+    has_accelerator = torch.cuda.is_available() or bool(custom and custom.is_available())
+    by_size = thread_count == 1 and copies_ahead and has_accelerator
     files = []
     for bucket in _spread(items, thread_count):
         tensors = [item for item in bucket if item.type != WriteItemType.BYTE_IO]
@@ -72,8 +74,3 @@ def _spread(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
 def _global_nbytes(item: WriteItem) -> int:
     assert item.tensor_data is not None
     return math.prod(item.tensor_data.size) * item.tensor_data.properties.dtype.itemsize
-
-
-def _has_accelerator() -> bool:
-    custom = getattr(torch, torch._C._get_privateuse1_backend_name(), None)
-    return torch.cuda.is_available() or bool(custom and custom.is_available())

@@ -48,6 +48,7 @@ from tensorferry.checkpoint.zipformat.pickles import (
     table,
     text,
 )
+from tensorferry.checks import MAX_FILE_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +61,6 @@ EXTRAS = "tensorferry"
 EXTRAS_VERSION = 1
 _TRAILER = re.compile(rb"tensorferry crc32 ([0-9a-f]{8})\n")
 TRAILER_NBYTES = 27
-_MAX_FILE_NBYTES = (1 << 63) - 1
 _MIN_CHUNK_NBYTES, _MAX_CHUNK_NBYTES = 4096, 4 << 20
 _PAGE_NBYTES = 4096
 # A list index in `planner_data`: torch makes lists of that length.
@@ -461,7 +461,7 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, torch.Size) and (not value or min(value) >= 0)
 
 
-def _is_count(value: Any, most: int = _MAX_FILE_NBYTES) -> bool:
+def _is_count(value: Any, most: int = MAX_FILE_NBYTES) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
@@ -479,7 +479,7 @@ def _check_place(index: MetadataIndex, info: _StorageInfo, files: dict[str, int]
         or not isinstance(relative_path, str)
         or not _is_count(offset)
         or not _is_count(length)
-        or offset + length > files.get(relative_path, _MAX_FILE_NBYTES)
+        or offset + length > files.get(relative_path, MAX_FILE_NBYTES)
     ):
         raise MalformedError(f"the place of {name!r} is damaged")
     if relative_path in ("", ".") or "\0" in relative_path or not _can_be_named(relative_path):

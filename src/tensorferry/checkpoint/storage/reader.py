@@ -32,6 +32,7 @@ from tensorferry.checkpoint.storage.metadata import (
 )
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.storage.reading import Reading
+from tensorferry.checks import one_of
 from tensorferry.file_locks import read_directory
 from tensorferry.reprs import once_made
 from tensorferry.warned import warn
@@ -105,8 +106,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         broadcast: sharing.Broadcast = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if verify not in _LEVELS:
-            raise ValueError(f"verify: {verify!r} is none of {', '.join(_LEVELS)}")
+        one_of(verify, "verify", _LEVELS)
         path = hooks.first_folder(self, FileSystemReader, path)
         super().__init__(path, *(() if _extension_registry is None else (_extension_registry,)))
         self.nbytes_read = 0
@@ -453,7 +453,8 @@ class Load:
                 target.copy_(delivery.resolved(inner, payload))
             else:
                 self._held.remove(held)
-                _mark_changed(target)
+                if not target.is_inference():  # autograd does not see where bytes are copied
+                    torch.autograd.graph.increment_version(target)
             self._planner.commit_tensor(request, target)
 
         whole = delivery.Delivery(item.nbytes, finish, self._count, takes_crc=takes_crc)
@@ -567,21 +568,15 @@ def _resolved(
     if target.layout is torch.strided:  # what another one gets would not reach the planner's
         target = target.detach()
     if stored is not None and target.dtype != stored:
-        if not converts:
-            _refuse_as_torch_does(request, target.dtype, stored)
+        # Where torch's reader does not; versions up to 2.15 convert it.
+        if not converts and (kind := _torchs_refusal()) is not None:
+            raise kind(f"req {request.storage_index} mismatch dtypes {target.dtype} vs {stored}")
         narrowed.note(request.storage_index.fqn, stored, target.dtype)
     if target.size() != torch.Size(request.lengths):
         raise AssertionError(
             f"req {request.storage_index} mismatch sizes {target.size()} vs {torch.Size(request.lengths)}"
         )
     return target
-
-
-def _refuse_as_torch_does(request: ReadItem, wanted: torch.dtype, stored: torch.dtype) -> None:
-    """Refuse a tensor of another dtype where torch's reader does; versions up to 2.15 convert it."""
-    kind = _torchs_refusal()
-    if kind is not None:
-        raise kind(f"req {request.storage_index} mismatch dtypes {wanted} vs {stored}")
 
 
 @functools.cache
@@ -627,9 +622,3 @@ def _memory_of(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
     begin = int(tensor.storage_offset()) * tensor.element_size()
     end = begin + (int(span) * tensor.element_size() if tensor.numel() else 0)
     return (str(tensor.device), tensor.untyped_storage().data_ptr()), begin, end
-
-
-def _mark_changed(target: torch.Tensor) -> None:
-    """Tell autograd that a tensor has changed, which it does not see where bytes are copied."""
-    if not target.is_inference():
-        torch.autograd.graph.increment_version(target)

@@ -19,13 +19,13 @@ import errno
 import fcntl
 import os
 import time
-import weakref
 from typing import TYPE_CHECKING
 
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.errors import StorageError
 from tensorferry.file_locks import REMOTE, open_lock_file, set_lock
 from tensorferry.mounts import mount_of
+from tensorferry.processes import lock_descriptors, when_dropped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,8 +52,6 @@ _NO_LOCKS = frozenset(
         *(errno.ENOSYS, errno.ENXIO, errno.EOPNOTSUPP),
     ]
 )
-
-_descriptors: set[int] = set()
 
 
 class Saver:
@@ -83,9 +81,7 @@ class Saver:
                 message = f"{error.strerror} (opening {path.name}, which shows others that a save is alive)"
                 raise StorageError(error.errno, message, str(directory)) from error
         if self._descriptor is not None:
-            leave = weakref.finalize(self, _leave, self._descriptor, path, os.getpid())
-            leave.atexit = False  # threads may still be saving
-            self._leave = leave
+            self._leave = when_dropped(self, _leave, self._descriptor, path)
         self._reaches_all = self._descriptor is not None and _reach_all(directory)
 
     @property
@@ -139,7 +135,7 @@ class Saver:
                 locked = set_lock(descriptor, fcntl.F_RDLCK, _PRESENCE + self._offset, self._nbytes)
                 # Who was the last to leave has removed it, perhaps just now.
                 if locked and _is_at(descriptor, path):
-                    _descriptors.add(descriptor)
+                    lock_descriptors.add(descriptor)
                     return descriptor
             except BaseException:
                 os.close(descriptor)
@@ -155,7 +151,7 @@ class Saver:
 
     def _lock(self, kind: int, where: int) -> bool:
         descriptor = self._descriptor
-        if descriptor is None or descriptor not in _descriptors:
+        if descriptor is None or descriptor not in lock_descriptors:
             return False
         try:
             return set_lock(descriptor, kind, where + self._offset, self._nbytes)
@@ -170,21 +166,16 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _leave(descriptor: int, path: Path, process: int) -> None:
-    if os.getpid() != process or descriptor not in _descriptors:
-        return
-    with contextlib.suppress(OSError):
-        # Closing is not enough while a child that was forked without Python's knowledge has the file open.
+def _leave(descriptor: int, path: Path) -> None:
+    def unlock() -> None:
         set_lock(descriptor, fcntl.F_UNLCK, 0, 0)
         # Where all are gone the last one succeeds; who comes now finds it removed, and makes another one.
         if set_lock(descriptor, fcntl.F_WRLCK, 0, 0):
             if _is_at(descriptor, path):
                 path.unlink()
             set_lock(descriptor, fcntl.F_UNLCK, 0, 0)
-    _descriptors.discard(descriptor)
-    # Remote file systems may refuse it, and what was written here is in other files.
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
+
+    lock_descriptors.unlock(descriptor, unlock)
 
 
 def _reach_all(directory: Path) -> bool:
@@ -199,12 +190,3 @@ def _reach_all(directory: Path) -> bool:
     return mount["type"] in LOCAL_FILE_SYSTEMS or (
         mount["type"] in REMOTE and not options & _LOCAL_LOCKS
     )
-
-
-def _forget_after_fork() -> None:
-    for descriptor in _descriptors:
-        os.close(descriptor)  # the parent's keeps the lock
-    _descriptors.clear()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)

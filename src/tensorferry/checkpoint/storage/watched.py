@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint import filesystem
 
-from tensorferry.checkpoint.storage import commit
+from tensorferry import publication
 
 if TYPE_CHECKING:
     import io
@@ -46,7 +46,7 @@ class WatchedFileSystem(filesystem.FileSystem):
                 yield stream
             # Before torch 2.14, its own came before Python's buffer had been written.
             if self._sync:
-                commit.sync_file(Path(path))
+                publication.sync_file(Path(path))
         except BaseException as error:
             self.failures.append(error)
             raise

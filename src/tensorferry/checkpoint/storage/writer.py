@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 import tensorferry
-from tensorferry import _core
+from tensorferry import publication
 from tensorferry.arrays import check_storage, is_plain
 from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
@@ -41,10 +41,10 @@ from tensorferry.checkpoint.zipformat.archive import (
     plain_bytes,
     tensor_archive,
 )
+from tensorferry.checks import checked_path, kept_path
 from tensorferry.new_file import NewFile, RawNewFile
 from tensorferry.reprs import once_made
 from tensorferry.runtime import descriptor_limit
-from tensorferry.transfers import checked_path, kept_path
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -204,7 +204,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             )
             self._of_thread.save = None
             return super().prepare_local_plan(plan)
-        commit.make_directory(directory)
+        publication.make_directory(directory)
         if self._alone() is not None:
             commit.refuse_beside_all(directory)
         own = copy.copy(self)
@@ -221,7 +221,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         save.saver = Saver(save.directory, self._alone())
         if not save.saver.reaches_all:  # FUSE, for one
             is_there = metadata_path(save.directory, self._alone()).exists()
-            commit.check_renames(save.directory, replaced=is_there)
+            publication.check_renames(save.directory, replaced=is_there)
         with contextlib.suppress(OSError), save.saver.alone() as alone:
             if alone:
                 commit.remove_leftovers(save.directory, rank=self._alone())
@@ -417,7 +417,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             while unfinished:
                 finish_oldest()
             if self.sync_files:
-                commit.sync_directory(directory)
+                publication.sync_directory(directory)
             self.last_save = meter.finish()
             plain_objects.warn_of(refusals or {}, "FileSystemReader")
         except BaseException:
@@ -432,7 +432,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     ) -> list[WriteResult]:
         """Have torch write the files, whose threads and streams would hide failures."""
         directory, watched = self._directory(), WatchedFileSystem(self.sync_files)
-        generation = _core.fork_generation()
+        here = os.getpid()
         own = copy.copy(self)
         own.path, own.fs = directory, watched
         plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
@@ -442,9 +442,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             )
             all_of(results, plan)
             if self.sync_files:
-                commit.sync_directory(directory)
+                publication.sync_directory(directory)
         except BaseException as error:
-            if generation == _core.fork_generation():  # else they are the parent's
+            if here == os.getpid():  # else they are the parent's
                 watched.give_up()
                 for path in watched.written:
                     with contextlib.suppress(OSError):  # what failed before is what matters
@@ -554,7 +554,7 @@ def _write_tensor(
     if archive is None:
         kept = False
         tensor = tensor.cpu()
-        if tensor.layout is torch.strided and not _has_own_storage(tensor):
+        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # with no more storage than it needs, as torch does
         content, archive = _bytes_and_archive(tensor)
     if content is None or archive is None:
@@ -589,7 +589,3 @@ def _bytes_and_archive(
         return content, tensor_archive(tensor.dtype, tensor.size(), tensor.stride())
     except UnknownArchiveError:
         return content, None
-
-
-def _has_own_storage(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -6,12 +6,10 @@ import os
 from typing import TYPE_CHECKING
 
 from tensorferry.checkpoint.errors import NotACheckpointError
-from tensorferry.checkpoint.tools.kinds import Kind, kind_of
+from tensorferry.checkpoint.tools.formats import format_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tensorferry.checkpoint.progress import Progress
+    from tensorferry.checkpoint.progress import Listener
     from tensorferry.checkpoint.tools.findings import Entry, Report
 
 
@@ -20,7 +18,7 @@ def verify(
     *,
     trust_pickle: bool = False,
     write_checksums: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Listener | None = None,
 ) -> Report:
     """Read a whole checkpoint, a file that :func:`save` or torch.save has written, or safetensors files, and verify it.
 
@@ -51,20 +49,12 @@ def verify(
         It cannot be read.
     """
     text = os.fsdecode(path)
-    kind = kind_of(text)
-    if kind is Kind.SAFETENSORS:
-        from tensorferry.checkpoint.tools import safetensors_files
-
-        return safetensors_files.verify(text, write_checksums=write_checksums, progress=progress)
-    if write_checksums:
+    found = format_of(text)
+    if write_checksums and not found.keeps_checksums:
         raise NotACheckpointError("it is no safetensors file: it has checksums of its own", text)
-    if kind is Kind.CHECKPOINT:
-        from tensorferry.checkpoint.tools import audit
-
-        return audit.verify(text, trust_pickle=trust_pickle, progress=progress)
-    from tensorferry.checkpoint.tools import files
-
-    return files.verify(text, progress=progress)
+    return found.tools.verify(
+        text, trust_pickle=trust_pickle, write_checksums=write_checksums, progress=progress
+    )
 
 
 def entries(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> list[Entry]:
@@ -78,15 +68,4 @@ def entries(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> list
         As for :func:`verify`, or what says what there is is damaged, or holds what torch does not put there.
     """
     text = os.fsdecode(path)
-    kind = kind_of(text)
-    if kind is Kind.SAFETENSORS:
-        from tensorferry.checkpoint.tools import safetensors_files
-
-        return safetensors_files.entries(text)
-    if kind is Kind.CHECKPOINT:
-        from tensorferry.checkpoint.tools import listing
-
-        return listing.list_checkpoint(text, trust_pickle=trust_pickle)
-    from tensorferry.checkpoint.tools import files
-
-    return files.tensors(text)
+    return format_of(text).tools.entries(text, trust_pickle=trust_pickle)

@@ -1,4 +1,4 @@
-"""Checking a checkpoint without loading it: whether it is complete, and every byte as it was written.
+"""Checkpoints of torch.distributed.checkpoint: listed by their metadata, verified without loading.
 
 Files with chunk checksums are read once, headers and gaps included. Of others (those that torch wrote) each blob is a
 zip archive, whose records have checksums that torch itself never looks at.
@@ -7,29 +7,33 @@ zip archive, whose records have checksums that torch itself never looks at.
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING
+
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from tensorferry.checkpoint.checksums import crc32
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.progress import Progress
 from tensorferry.checkpoint.storage.contents import Contents
 from tensorferry.checkpoint.storage.delivery import Delivery, Memory
 from tensorferry.checkpoint.storage.metadata import file_checksums, read_metadata
+from tensorferry.checkpoint.storage.names import metadata_files
 from tensorferry.checkpoint.storage.reading import Reading, Want
-from tensorferry.checkpoint.tools.findings import Report
-from tensorferry.checkpoint.tools.kinds import metadata_files
-from tensorferry.checkpoint.tools.listing import entries_of, incomplete
+from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import blobs
 from tensorferry.checksums import Checksums
+from tensorferry.safetensors.sources import tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import os
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.metadata import Metadata
 
     import tensorferry
+    from tensorferry.checkpoint.progress import Listener
     from tensorferry.checkpoint.storage.reading import DataFile
 
 
@@ -37,65 +41,116 @@ def verify(
     path: str,
     *,
     trust_pickle: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Listener | None = None,
+    **_options: object,
 ) -> Report:
-    """Verify a checkpoint's folder; see :func:`tensorferry.checkpoint.verify`."""
-    return _Audit(path, trust_pickle, progress).run()
+    """Verify a checkpoint's folder, which has checksums of its own."""
+    return _Audit(path, progress, trust_pickle).run()
 
 
-class _Audit:
-    def __init__(
-        self, path: str, trusted: bool, progress: Callable[[Progress], None] | None
-    ) -> None:
-        self._report = Report(path)
+def entries(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> list[Entry]:
+    """Return the entries of a checkpoint by name; no data file is opened.
+
+    Raises
+    ------
+    OSError
+        The metadata is not there, or cannot be read.
+    CheckpointError
+        It is damaged, or holds what torch does not put there.
+    """
+    found: dict[str, Entry] = {}
+    for file in metadata_files(path):
+        for entry in entries_of(read_metadata(file, trust_pickle=trust_pickle)):
+            other = found.get(entry.name)
+            if other is not None:  # each rank's metadata has that rank's shards
+                entry = Entry(
+                    entry.name, entry.dtype, entry.shape, entry.nbytes, other.shards + entry.shards
+                )
+            found[entry.name] = entry
+    return [found[name] for name in sorted(found)]
+
+
+def incomplete(metadata: Metadata) -> Iterator[str]:
+    """Yield the names of tensors whose parts do not fill them exactly."""
+    for name, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            boxes = dict.fromkeys((chunk.offsets, chunk.sizes) for chunk in described.chunks)
+            if not tiles(described.size, boxes):
+                yield name
+
+
+def entries_of(metadata: Metadata) -> list[Entry]:
+    """Return what checked metadata describes."""
+    infos = metadata.storage_data
+    entries = []
+    for name, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            dtype = described.properties.dtype
+            nbytes = math.prod(described.size) * dtype.itemsize
+            shards = tuple(
+                _shard(chunk.offsets, chunk.sizes, infos.get(MetadataIndex(name, chunk.offsets)))
+                for chunk in described.chunks
+            )
+            kind = str(dtype).removeprefix("torch.")
+            entries.append(Entry(name, kind, tuple(described.size), nbytes, shards))
+        else:
+            shard = _shard((), (), infos.get(MetadataIndex(name)))
+            entries.append(Entry(name, None, (), shard.end - shard.begin, (shard,)))
+    return entries
+
+
+def _shard(offsets: tuple[int, ...], sizes: tuple[int, ...], info: _StorageInfo | None) -> Shard:
+    if info is None:
+        return Shard(tuple(offsets), tuple(sizes), None)
+    end = info.offset + info.length
+    return Shard(tuple(offsets), tuple(sizes), info.relative_path, info.offset, end)
+
+
+class _Audit(Audit):
+    def __init__(self, path: str, progress: Listener | None, trusted: bool) -> None:
+        super().__init__(path, progress)
         self._trusted = trusted
-        self._progress = progress
-        self._done = self._total = 0
-        self._files_done = self._files_total = 0
 
     def run(self) -> Report:
         checkpoints = []
-        for file in metadata_files(self._report.path):
+        for file in metadata_files(self.report.path):
             try:
                 metadata = read_metadata(file, trust_pickle=self._trusted)
             except (CheckpointError, OSError) as error:
-                self._report.problems.append(error)
+                self.problem(error)
                 continue
             except Exception as error:  # a trusted pickle may do anything
-                self._report.problems.append(_unexpected(error, str(file)))
+                self.problem(_unexpected(error, str(file)))
                 continue
             checkpoints.append((file, metadata))
             if not file_checksums(metadata):
-                self._report.unverified.append(file.name)
+                self.report.unverified.append(file.name)
             infos = metadata.storage_data.values()
-            self._total += sum(info.length for info in infos)
             names = {*file_checksums(metadata), *(info.relative_path for info in infos)}
-            self._files_total += len(names)
+            self.meter.expect(sum(info.length for info in infos), len(names))
         for file, metadata in checkpoints:
             try:
                 self._check_complete(file, metadata)
                 self._check_files(metadata)
             except Exception as error:
-                self._report.problems.append(_unexpected(error, str(file)))
-        return self._report
+                self.problem(_unexpected(error, str(file)))
+        return self.finish()
 
     def _check_complete(self, file: Path, metadata: Metadata) -> None:
         entries = entries_of(metadata)
-        self._report.entries += len(entries)
+        self.report.entries += len(entries)
         for entry in entries:
             missing = sum(shard.file is None for shard in entry.shards)
             if missing:
                 reason = f"{missing} of {len(entry.shards)} parts are nowhere"
-                self._report.problems.append(
-                    CheckpointError(reason, str(file), names=(entry.name,))
-                )
+                self.problem(CheckpointError(reason, str(file), names=(entry.name,)))
 
         for name in incomplete(metadata):
             reason = "parts of it are missing, or there twice: they do not fill its shape"
-            self._report.problems.append(CheckpointError(reason, str(file), names=(name,)))
+            self.problem(CheckpointError(reason, str(file), names=(name,)))
 
     def _check_files(self, metadata: Metadata) -> None:
-        contents = Contents(self._report.path, metadata, trusted=self._trusted)
+        contents = Contents(self.report.path, metadata, trusted=self._trusted)
         by_file: dict[str, list[tuple[MetadataIndex, _StorageInfo]]] = {
             name: [] for name in file_checksums(metadata)
         }
@@ -103,43 +158,40 @@ class _Audit:
             by_file.setdefault(info.relative_path, []).append((index, info))
         for name, infos in sorted(by_file.items()):
             infos.sort(key=lambda each: each[1].offset)
-            begin = self._done
+            begin = self.meter.nbytes
             try:
                 self._check_file(contents, name, infos)
             except (CheckpointError, OSError) as error:
-                self._report.problems.append(error)
+                self.problem(error)
             except Exception as error:
-                self._report.problems.append(_unexpected(error, f"{self._report.path}/{name}"))
-            self._files_done += 1
-            self._advance(begin + sum(info.length for _, info in infos) - self._done)
+                self.problem(_unexpected(error, f"{self.report.path}/{name}"))
+            rest = begin + sum(info.length for _, info in infos) - self.meter.nbytes
+            self.meter.add(rest, files=1)
 
     def _check_file(
         self, contents: Contents, name: str, infos: list[tuple[MetadataIndex, _StorageInfo]]
     ) -> None:
-        file = contents.open(name, damaged=self._report.problems.append)
+        file = contents.open(name, damaged=self.problem)
         if contents.has_checksums(name):
-            self._check_chunks(file)
+            everything = Memory(Delivery(file.nbytes, count=self.meter.add))
+            with Reading() as reading:
+                reading.begin_file(file)
+                if file.nbytes:
+                    reading.add(iter([Want(0, file.nbytes, everything)]))
+                reading.finish()
+            self.report.nbytes += file.nbytes
             return
         try:
             end = 0
             for index, info in infos:
                 if info.offset > end:
-                    self._report.unverified.append(f"bytes {end} to {info.offset} of {name}")
+                    self.report.unverified.append(f"bytes {end} to {info.offset} of {name}")
                 self._check_blob(contents, file, index, info)
                 end = max(end, info.offset + info.length)
             if file.nbytes > end:
-                self._report.unverified.append(f"bytes {end} to {file.nbytes} of {name}")
+                self.report.unverified.append(f"bytes {end} to {file.nbytes} of {name}")
         finally:
             file.file.close()
-
-    def _check_chunks(self, file: DataFile) -> None:
-        everything = Memory(Delivery(file.nbytes, count=self._advance))
-        with Reading() as reading:
-            reading.begin_file(file)
-            if file.nbytes:
-                reading.add(iter([Want(0, file.nbytes, everything)]))
-            reading.finish()
-        self._report.nbytes += file.nbytes
 
     def _check_blob(
         self, contents: Contents, file: DataFile, index: MetadataIndex, info: _StorageInfo
@@ -148,27 +200,21 @@ class _Audit:
         try:
             file.require(end)
         except CheckpointError as error:
-            self._report.problems.append(error)
+            self.problem(error)
             return
         blob = _Blob(file.file, info.offset, info.length)
         problem, verified = blobs.examine_range(info.length, blob.read, blob.crc_of)
         if problem is None and verified:
             problem = contents.contradiction(index, info, blob.read)
         if problem is not None:
-            self._report.problems.append(
+            self.problem(
                 CheckpointError(problem, file.path, names=(index.fqn,), begin=info.offset, end=end)
             )
         elif verified:
-            self._report.nbytes += info.length
+            self.report.nbytes += info.length
         else:
-            self._report.unverified.append(index.fqn)
-        self._advance(info.length)
-
-    def _advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress is not None:
-            done = min(self._done, self._total)
-            self._progress(Progress(done, self._total, self._files_done, self._files_total))
+            self.report.unverified.append(index.fqn)
+        self.meter.add(info.length)
 
 
 def _unexpected(error: Exception, path: str) -> CheckpointError:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tensorferry.checkpoint.progress import Meter
+
 if TYPE_CHECKING:
     from tensorferry.checkpoint.errors import CheckpointError
+    from tensorferry.checkpoint.progress import Listener
 
 
 @dataclass
@@ -41,6 +44,30 @@ class Report:
     def sound(self) -> bool:
         """Whether nothing is wrong."""
         return not self.problems
+
+    def require_sound(self) -> None:
+        """Raise the first problem, if there is one."""
+        if self.problems:
+            raise self.problems[0]
+
+
+class Audit:
+    """A report in the making, and how far it has come; each format has a subclass that finds."""
+
+    def __init__(self, path: str, progress: Listener | None) -> None:
+        self.report = Report(path)
+        self.meter = Meter(progress)
+
+    def finish(self) -> Report:
+        """Return the report, and say that all is done."""
+        self.meter.finish()
+        return self.report
+
+    def problem(self, error: CheckpointError | OSError, path: str = "") -> None:
+        """Keep what is wrong; one of the system's that names no file is of ``path``."""
+        if isinstance(error, OSError):
+            error.filename = error.filename or path or self.report.path
+        self.report.problems.append(error)
 
 
 @dataclass(frozen=True)

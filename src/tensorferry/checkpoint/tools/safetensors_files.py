@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING
 import tensorferry
 from tensorferry._core import crc32
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.progress import Progress
-from tensorferry.checkpoint.tools.findings import Entry, Report, Shard
+from tensorferry.checkpoint.progress import Meter
+from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.safetensors import checksums, header, index, sources
 from tensorferry.safetensors.dtypes import DTYPES
 from tensorferry.safetensors.errors import SafetensorError
+from tensorferry.safetensors.parsing import METADATA
 from tensorferry.safetensors.version import Version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tensorferry.checkpoint.progress import Listener, Throughput
+    from tensorferry.checkpoint.tools.formats import Found
     from tensorferry.safetensors.checksums import FileChecksums
     from tensorferry.safetensors.header import Header
     from tensorferry.safetensors.sources import Stored
@@ -35,13 +38,14 @@ def verify(
     path: str,
     *,
     write_checksums: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Listener | None = None,
+    **_options: object,
 ) -> Report:
     """Verify a file, a sharded model by its index, or a folder; see :func:`tensorferry.checkpoint.verify`."""
-    return _Audit(path, write_checksums, progress).run()
+    return _Audit(path, progress, write_checksums).run()
 
 
-def entries(path: str) -> list[Entry]:
+def entries(path: str, **_options: object) -> list[Entry]:
     """Return the tensors of a file, a sharded model, or a folder, in the order of files and of their bytes.
 
     Raises
@@ -56,6 +60,43 @@ def entries(path: str) -> list[Entry]:
     except SafetensorError as error:
         raise _plain(error) from None
     return [_entry(shape, parts) for shape, parts in held.tensors.values()]
+
+
+def find(path: str, **_options: object) -> Found:
+    """Return what there is to convert; a file of several is not a model."""
+    from tensorferry.checkpoint.storage import huggingface
+    from tensorferry.checkpoint.tools.formats import Found
+
+    file_name = Path(path).name if Path(path).is_file() else ""
+    several = index.ONE_OF_SEVERAL.fullmatch(file_name)
+    if index.RANKS_FILE.fullmatch(file_name) or (several and int(several[3]) > 1):
+        raise CheckpointError("it is one file of several: give their folder, or the index", path)
+    held = sources.hold(path, complete=True)
+    if any(Path(checksums.path_of(each)).exists() for each in sources.files_of(path).paths):
+        verify(path).require_sound()
+    tensors, places = huggingface.scan(held.tensors)
+    others = [f"{METADATA}.{key}" for key in sorted(held.differing)]
+    metadata = {key: text for key, text in held.metadata.items() if key not in held.differing}
+    return Found(tensors, huggingface.PlacedTensors(places), others, metadata)
+
+
+def write(found: Found, folder: Path, shard_nbytes: int, progress: Listener | None) -> Throughput:
+    """Write a model of files of limited size."""
+    from tensorferry.checkpoint.storage import huggingface
+    from tensorferry.safetensors import sharded
+
+    shards = sharded.split(huggingface.entries_of(found.tensors), shard_nbytes)
+    nbytes = sum(entry.nbytes for entries in shards.values() for entry in entries)
+    meter = Meter(progress, total_nbytes=nbytes, total_files=len(shards))
+    with sharded.Model(folder, sync=True) as model:
+        model.check_count(len(shards))
+        for name, entries in shards.items():
+            tensors = {entry.name: found.tensors[entry.name] for entry in entries}
+            huggingface.write_whole(model, name, tensors, found.source, meter.add, found.metadata)
+            meter.add(0, files=1)
+        weights = {entry.name: name for name, entries in shards.items() for entry in entries}
+        model.commit(None if len(shards) == 1 else sharded.index_of(weights, nbytes))
+    return meter.finish()
 
 
 def _missed(
@@ -82,16 +123,13 @@ def _entry(shape: tuple[int, ...], parts: list[Stored]) -> Entry:
     return Entry(name, kind, shape, math.prod(shape) * dtype.bits // 8, shards)
 
 
-class _Audit:
-    def __init__(self, path: str, write: bool, progress: Callable[[Progress], None] | None) -> None:
-        self._report = Report(path)
+class _Audit(Audit):
+    def __init__(self, path: str, progress: Listener | None, write: bool) -> None:
+        super().__init__(path, progress)
         self._write = write
-        self._progress = progress
-        self._done = self._total = 0
-        self._files_done = self._files_total = 0
 
     def run(self) -> Report:
-        path = Path(self._report.path)
+        path = Path(self.report.path)
         files, indexes = index.names_in(path) if path.is_dir() else ([], [])
         inside = [str(path / name) for name in files]
         models = [str(path / name) for name in indexes] if len(indexes) > 1 else [str(path)]
@@ -99,29 +137,28 @@ class _Audit:
         for model in models:
             with contextlib.suppress(SafetensorError, OSError):  # which will be found
                 known.update(sources.files_of(model).paths)
-        self._files_total = len(known)
-        self._total = sum(Path(file).stat().st_size for file in known if Path(file).is_file())
+        nbytes = sum(Path(file).stat().st_size for file in known if Path(file).is_file())
+        self.meter.expect(nbytes, len(known))
         look = functools.cache(self._look)
         for model in models:
-            told = _missed(model, self._problem)
+            told = _missed(model, self._damaged)
             try:
                 sources.hold(model, complete=True, together=False, look=look, problem=told)
             except (SafetensorError, OSError) as error:
-                self._problem(error)
+                self._damaged(error)
         for file in inside:
             look(file)
-        return self._report
+        return self.finish()
 
     def _look(self, file: str) -> tuple[Header, Version] | None:
         found = None
         try:
             found = self._check_file(file)
             if found is not None:
-                self._report.entries += len(found.tensors)
+                self.report.entries += len(found.tensors)
         except (SafetensorError, OSError) as error:
-            self._problem(error, file)
-        self._files_done += 1
-        self._advance(0)
+            self._damaged(error, file)
+        self.meter.add(0, files=1)
         return None if found is None else (found, Version.at(file))
 
     def _check_file(self, path: str) -> Header | None:
@@ -130,20 +167,20 @@ class _Audit:
             try:
                 found = header.read(file)
             except SafetensorError as error:
-                self._problem(error)
+                self._damaged(error)
                 found = None
             try:
                 sums = checksums.read(path, file.size)
             except FileNotFoundError:
                 if self._write and found is not None:
-                    self._report.written += checksums.write(path, progress=self._advance)
+                    self.report.written += checksums.write(path, progress=self.meter.add)
                 else:
-                    self._report.unverified.append(Path(path).name)
-                    self._advance(file.size)
+                    self.report.unverified.append(Path(path).name)
+                    self.meter.add(file.size)
                 return found
             except (SafetensorError, OSError) as error:
-                self._problem(error)
-                self._advance(file.size)
+                self._damaged(error)
+                self.meter.add(file.size)
                 return found
             self._check_data(file, sums, found)
         return found
@@ -155,7 +192,7 @@ class _Audit:
         chunk = sums.chunk_nbytes
         damage: list[tuple[int, int, str]] = []
         for begin, end, crcs in checksums.chunk_crcs(file, sums.nbytes, chunk):
-            self._advance(end - begin)
+            self.meter.add(end - begin)
             if isinstance(crcs, OSError):
                 damage.append((begin, end, f"it cannot be read: {crcs.strerror}"))
                 continue
@@ -163,34 +200,22 @@ class _Audit:
             for number, (crc, wanted) in enumerate(zip(crcs, expected, strict=True)):
                 at = begin + number * chunk
                 if crc == wanted:
-                    self._report.nbytes += min(chunk, end - at)
+                    self.report.nbytes += min(chunk, end - at)
                 else:
                     damage.append((at, min(at + chunk, end), "it is not what its checksum is of"))
         if damage and _header_crc(file, sums) != sums.header_crc32:
             reason = "its header is not what its checksum is of: it is damaged, or the file was replaced since"
-            self._report.problems.append(
-                CheckpointError(reason, file.path, begin=0, end=sums.header_nbytes)
-            )
+            self.problem(CheckpointError(reason, file.path, begin=0, end=sums.header_nbytes))
         where = _Places(found)
         for begin, end, reason in _joined(damage):
-            self._report.problems.append(
+            self.problem(
                 CheckpointError(
                     reason, file.path, names=where.names(begin, end), begin=begin, end=end
                 )
             )
 
-    def _problem(self, error: SafetensorError | OSError, path: str = "") -> None:
-        if isinstance(error, SafetensorError):
-            self._report.problems.append(_plain(error))
-            return
-        error.filename = error.filename or path
-        self._report.problems.append(error)
-
-    def _advance(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress is not None:
-            done = min(self._done, self._total)
-            self._progress(Progress(done, self._total, self._files_done, self._files_total))
+    def _damaged(self, error: SafetensorError | OSError, path: str = "") -> None:
+        self.problem(_plain(error) if isinstance(error, SafetensorError) else error, path)
 
 
 class _Places:

@@ -129,10 +129,6 @@ def _blank(*arguments: Any, called: str = "") -> Blank:
     return made
 
 
-def _build(made: Blank, state: Any) -> None:
-    made.inside.append(state)
-
-
 def _with(made: Any, *more: Any) -> Any:
     """Return a tensor, or where there is more to it a blank that has both."""
     more = tuple(each for each in more if each)
@@ -181,7 +177,7 @@ _NAMES = _Names(
             Maker("torch._tensor._rebuild_from_type_v2", _of_type),
             Maker("collections.OrderedDict", _dict, _attributes, dict),
             Maker("collections.defaultdict", _dict),
-            Maker("", _blank, _build, Blank),
+            Maker("", _blank, lambda made, state: made.inside.append(state), Blank),
         ]
     )
 )

@@ -280,10 +280,6 @@ def _plain(tensor: Tensor, _grad: Any, hooks: Any, more: dict[Any, Any]) -> Tens
     return tensor
 
 
-def _no_hooks(*_arguments: Any) -> dict[str, Any]:
-    return {}
-
-
 def _nothing(*_arguments: Any) -> Any:
     raise MalformedError("a storage made by the pickle")
 
@@ -291,7 +287,7 @@ def _nothing(*_arguments: Any) -> Any:
 DESCRIPTIONS = table(
     [
         *tensor_makers(_plain),
-        Maker("collections.OrderedDict", _no_hooks),
+        Maker("collections.OrderedDict", lambda *_: {}),
         *(Maker(name, _nothing) for name in STORAGES),
     ]
 )

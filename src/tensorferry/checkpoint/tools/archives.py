@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import tensorferry
 from tensorferry.checkpoint.checksums import crc32, crc32_combine
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.progress import Progress
-from tensorferry.checkpoint.tools.findings import Entry, Report, Shard
+from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import zips
 from tensorferry.checkpoint.zipformat.zips import Place, UnknownArchiveError
+from tensorferry.safetensors.version import Version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tensorferry.checkpoint.progress import Listener
+    from tensorferry.checkpoint.tools.formats import Found
     from tensorferry.checkpoint.zipformat.blobs import Payload, Tensor
 
 # What is read at once, in pieces of which each is retried by itself where something cannot be read.
@@ -37,13 +39,13 @@ _TAIL_NBYTES = 1 << 16
 _SHOWN_TENSORS = 4
 
 
-def verify(path: str, *, progress: Callable[[Progress], None] | None = None) -> Report:
-    """Verify a file; see :func:`tensorferry.checkpoint.verify`."""
+def verify(path: str, *, progress: Listener | None = None, **_options: object) -> Report:
+    """Verify a file, which has checksums of its own, and of whose pickle no code is ever run."""
     with open(path, "rb", buffering=0) as file:
         return _Audit(path, file, progress).run()
 
 
-def tensors(path: str) -> list[Entry]:
+def entries(path: str, **_options: object) -> list[Entry]:
     """Return the tensors of a file in the order of its pickle, then the payloads of which it says nothing.
 
     Raises
@@ -64,13 +66,30 @@ def tensors(path: str) -> list[Entry]:
     payloads = {
         _short(place.name): place for place in places if _short(place.name).startswith("data/")
     }
-    entries = [_entry(name, tensor, path, payloads.get(_key(tensor))) for name, tensor in found]
+    listed = [_entry(name, tensor, path, payloads.get(_key(tensor))) for name, tensor in found]
     known = {_key(tensor) for _, tensor in found}
     for name, place in payloads.items():
         if name not in known:
             shard = Shard((), (), Path(path).name, place.begin, place.begin + place.nbytes)
-            entries.append(Entry(place.name, None, (), place.nbytes, (shard,)))
-    return entries
+            listed.append(Entry(place.name, None, (), place.nbytes, (shard,)))
+    return listed
+
+
+def find(path: str, **_options: object) -> Found:
+    """Return what there is to convert."""
+    from tensorferry.checkpoint.storage import huggingface
+    from tensorferry.checkpoint.tools.formats import Found
+    from tensorferry.checkpoint.tools.trees import MAX_NAME
+
+    identity = Version.at(path)
+    verify(path).require_sound()
+    found, others = payloads(path)
+    unclear = tuple(name for name in found if len(name) >= MAX_NAME or "?" in name.split("."))
+    if unclear:
+        raise CheckpointError(
+            "their names are too long, or their keys are no text", path, names=unclear
+        )
+    return Found(*huggingface.of_payloads(path, found, identity), others)
 
 
 def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
@@ -223,30 +242,26 @@ class _Piece(NamedTuple):
     nbytes: int
 
 
-class _Audit:
-    def __init__(
-        self, path: str, file: BinaryIO, progress: Callable[[Progress], None] | None
-    ) -> None:
-        self._report = Report(path)
+class _Audit(Audit):
+    def __init__(self, path: str, file: BinaryIO, progress: Listener | None) -> None:
+        super().__init__(path, progress)
         self._archive = _Archive(path, file)
-        self._progress = progress
+        self.meter.expect(self._archive.nbytes, 1)
         self._damage: list[tuple[int, int, str, str]] = []  # begin, end, record, reason
 
     def run(self) -> Report:
         try:
             places = self._archive.places(self._damaged)
         except (CheckpointError, OSError) as error:
-            if isinstance(error, OSError):
-                error.filename = error.filename or self._report.path
-            self._report.problems.append(error)
-            return self._report
-        self._report.entries = len(places) + len(self._damage)
+            self.problem(error)
+            return self.report
+        self.report.entries = len(places) + len(self._damage)
         unverified = []
         for place, crc in zip(places, self._crcs(places), strict=True):
             if crc is None:
                 continue
             if crc == place.crc:
-                self._report.nbytes += place.nbytes
+                self.report.nbytes += place.nbytes
             elif place.crc == 0:  # torch's compute_crc32 was off
                 unverified.append(place.name)
             else:
@@ -254,10 +269,10 @@ class _Audit:
                 self._damaged(place.name, place.begin, place.begin + place.nbytes, problem)
         names = self._names(places) if self._damage or unverified else {}
         for begin, end, record, reason in sorted(self._damage):
-            self._report.problems.append(
+            self.problem(
                 CheckpointError(
                     reason,
-                    self._report.path,
+                    self.report.path,
                     names=(record, *names.get(_short(record), ())),
                     begin=begin,
                     end=end,
@@ -265,8 +280,8 @@ class _Audit:
             )
         for record in unverified:
             known = names.get(_short(record), [])[:_SHOWN_TENSORS]
-            self._report.unverified.append(f"{record} ({', '.join(known)})" if known else record)
-        return self._report
+            self.report.unverified.append(f"{record} ({', '.join(known)})" if known else record)
+        return self.finish()
 
     def _damaged(self, record: str, begin: int, end: int, reason: str) -> None:
         self._damage.append((begin, end, record, reason))
@@ -287,8 +302,8 @@ class _Audit:
                         crcs[index] = None
                         reason = f"it cannot be read: {crc.strerror}"
                         self._damaged(places[index].name, begin, begin + nbytes, reason)
-                self._tell(batch[-1].begin + batch[-1].nbytes, 0)
-        self._tell(self._archive.nbytes, 1)
+                self.meter.add(batch[-1].begin + batch[-1].nbytes - self.meter.nbytes)
+        self.meter.add(self._archive.nbytes - self.meter.nbytes, files=1)
         return crcs
 
     def _read(
@@ -308,10 +323,6 @@ class _Audit:
                 yield from self._read(file, [piece])
             return
         yield from zip(batch, sums.segments[:-1], strict=True)
-
-    def _tell(self, nbytes: int, files: int) -> None:
-        if self._progress is not None:
-            self._progress(Progress(nbytes, self._archive.nbytes, files, 1))
 
     def _names(self, places: list[Place]) -> dict[str, list[str]]:
         """Return the names of the tensors in each record, as far as the pickle can be read."""

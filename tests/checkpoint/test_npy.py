@@ -1,0 +1,272 @@
+"""NumPy's .npy and .npz files: read in place as NumPy has them, listed, verified, converted; damage is found."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorferry.checkpoint import CheckpointError, verify
+from tensorferry.checkpoint.tools import entries
+from tensorferry.checkpoint.tools.convert import convert
+from tensorferry.npy import FormatError, NumpyFile
+from tests.checkpoint.damage import flip, run
+from tests.support.effort import examples
+
+if TYPE_CHECKING:
+    import pathlib
+
+RECORD = np.dtype([("name", "S5"), ("at", ">f8", (2,)), ("ok", "?")])
+DTYPES = ("<f4", ">f8", "<i2", "?", "<c16", "S7", "<U3", "M8[ns]", "V3", RECORD)
+
+
+def made(dtype: Any, shape: tuple[int, ...], order: Any = "C") -> np.ndarray[Any, Any]:
+    """An array of bytes that are anything, but for bool."""
+    dtype = np.dtype(dtype)
+    count = int(np.prod(shape)) * dtype.itemsize
+    data = np.random.default_rng(1).integers(0, 2 if dtype.kind == "b" else 100, count, np.uint8)
+    if dtype.kind == "U":
+        data = data * (np.arange(count) % 4 == 0)
+    return np.asarray(np.ndarray(shape, dtype, data.astype(np.uint8)), order=order)
+
+
+def arrays() -> dict[str, np.ndarray[Any, Any]]:
+    return {
+        "a": made("<f4", (300, 70)),
+        "b.c": made("<i8", (40, 50), "F"),
+        "scalar": np.array(7, np.int32),
+        "empty": np.zeros((0, 3), np.float64),
+    }
+
+
+def saved(directory: pathlib.Path, kind: str) -> pathlib.Path:
+    path = directory / "it.npz"
+    write: Any = np.savez if kind == "stored" else np.savez_compressed
+    write(path, **arrays())
+    return path
+
+
+def same(found: Any, expected: Any) -> bool:
+    return (
+        type(found) is type(expected)
+        and (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        and np.ascontiguousarray(found).tobytes() == np.ascontiguousarray(expected).tobytes()
+    )
+
+
+INDICES = st.one_of(
+    st.integers(-9, 9),
+    st.slices(9),
+    st.none(),
+    st.just(...),
+    st.lists(st.integers(-3, 3), max_size=5),
+    st.tuples(st.integers(-3, 3), st.slices(5)),
+    st.tuples(st.slices(5), st.none(), st.integers(-3, 3)),
+    st.tuples(st.just(...), st.slices(7)),
+    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)),
+)
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(0, 7), max_size=3).map(tuple),
+    order=st.sampled_from("CF"),
+    kind=st.sampled_from(["npy", "stored", "compressed"]),
+    index=INDICES,
+)
+@settings(max_examples=examples(300))
+def test_arrays_and_what_indices_choose_are_numpys(
+    directory: pathlib.Path, dtype: Any, shape: Any, order: str, kind: str, index: Any
+) -> None:
+    array, path, name = made(dtype, shape, order), directory / "it", ""
+    with path.open("wb") as stream:
+        if kind == "npy":
+            np.save(stream, array)
+        else:
+            name = "x"
+            (np.savez if kind == "stored" else np.savez_compressed)(stream, x=array)
+    with NumpyFile(path) as file:
+        assert list(file) == [name]
+        assert same(file[name].read(), array)
+        assert same(np.asarray(file[name]), array)
+        try:
+            expected = array[index]
+        except IndexError:
+            with pytest.raises(IndexError):
+                file[name][index]
+        else:
+            assert same(file[name][index], expected)
+    assert verify(path).sound
+    (entry,) = entries(path)
+    assert (entry.dtype, entry.shape, entry.nbytes) == (str(array.dtype), shape, array.nbytes)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_only_the_bytes_that_are_wanted_are_read(
+    directory: pathlib.Path, order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = made("<f4", (2000, 1500), order)
+    np.save(directory / "it.npy", array)
+    with NumpyFile(directory / "it.npy") as file:
+        read: list[int] = []
+        plain = type(file._file).read
+
+        def counted(self: Any, wanted: Any, *args: Any, **options: Any) -> Any:
+            parts = wanted if isinstance(wanted, list) else [wanted]
+            read.append(sum(each.nbytes for each in parts if not isinstance(each, int)))
+            return plain(self, wanted, *args, **options)
+
+        monkeypatch.setattr(type(file._file), "read", counted)
+        rows = (slice(None), slice(40, 60)) if order == "F" else slice(40, 60)
+        for index in (rows, 7, (slice(5, 10), slice(None, None, 400)), [3, 1999, 3]):
+            assert same(file[""][index], array[index])
+        assert read[0] == array[rows].nbytes
+        assert max(read) < array.nbytes // 2 or order == "F"
+        out = np.empty(array.shape, np.float32)
+        if order == "C":
+            assert file[""].read(out) is out
+            assert same(out, array)
+        else:
+            with pytest.raises(FormatError, match="out=, of 12000000 bytes, cannot have it"):
+                file[""].read(out)
+
+
+def test_out_is_refused_where_it_does_not_fit(directory: pathlib.Path) -> None:
+    path = saved(directory, "compressed")
+    with NumpyFile(path) as file, pytest.raises(FormatError, match="cannot have it"):
+        file["a"].read(np.empty((300, 70), np.float32))
+    with (
+        NumpyFile(saved(directory, "stored")) as file,
+        pytest.raises(FormatError, match="of 4 byt"),
+    ):
+        file["a"].read(np.empty(1, np.float32))
+
+
+@pytest.mark.parametrize("kind", ["stored", "compressed"])
+def test_every_flipped_bit_of_a_member_is_found(directory: pathlib.Path, kind: str) -> None:
+    path = saved(directory, kind)
+    report = verify(path)
+    assert report.sound
+    assert (report.entries, report.unverified) == (4, [])
+    assert report.nbytes == sum(array.nbytes for array in arrays().values())
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        (begin, end) = (archive.getinfo(f"{name}.npy").header_offset for name in ("a", "b.c"))
+    found = 0
+    for at in np.linspace(begin + 200, end - 1, 30).astype(int):
+        path.write_bytes(data)
+        flip(path, 8 * int(at) + 3)
+        report = verify(path)
+        if report.sound:  # bits behind a compressed stream's end mean nothing
+            assert kind == "compressed"
+            assert same(NumpyFile(path)["a"].read(), arrays()["a"])
+            continue
+        found += 1
+        assert str(path) in str(report.problems[0])
+        with pytest.raises(FormatError):
+            NumpyFile(path)["a"].read()
+        assert run("verify", path).exit_code == 1
+        assert run("convert", path, directory / "new.safetensors").exit_code == 1
+    assert found >= 29
+
+
+@pytest.mark.parametrize("kind", ["npy", "stored", "compressed"])
+def test_truncated_files_are_found(directory: pathlib.Path, kind: str) -> None:
+    path = directory / "it.npy"
+    if kind == "npy":
+        np.save(path, made("<f4", (10, 10)))
+    else:
+        path = saved(directory, kind)
+    data = path.read_bytes()
+    for nbytes in (*range(150), *range(150, len(data), len(data) // 100)):
+        path.write_bytes(data[:nbytes])
+        assert not verify(path).sound, nbytes
+        with pytest.raises(FormatError):
+            NumpyFile(path)
+        with pytest.raises(CheckpointError):
+            entries(path)
+
+
+def test_what_is_behind_an_array_is_not_lost_silently(directory: pathlib.Path) -> None:
+    with (directory / "two").open("wb") as stream:
+        np.save(stream, np.ones(3))
+        np.save(stream, np.ones(4))
+    with pytest.raises(FormatError, match="160 bytes stand behind it"):
+        NumpyFile(directory / "two")
+
+
+def test_pickled_objects_are_refused(directory: pathlib.Path) -> None:
+    objects = np.array([{}], object)
+    mixed = np.zeros(2, [("a", "i4"), ("b", "O")])
+    np.save(directory / "it.npy", objects, allow_pickle=True)
+    np.savez(directory / "it.npz", fine=np.ones(3), mixed=mixed)
+    for name in ("it.npy", "it.npz"):
+        with pytest.raises(FormatError, match="pickled objects, which may run any code"):
+            NumpyFile(directory / name)
+        assert run("ls", directory / name).exit_code == 1
+        assert run("verify", directory / name).exit_code == 1
+
+
+def test_archives_of_other_things_are_refused(directory: pathlib.Path) -> None:
+    plain = io.BytesIO()
+    np.save(plain, np.ones(3))
+    with zipfile.ZipFile(directory / "it.npz", "w") as archive:
+        archive.writestr("a.npy", plain.getvalue())
+        archive.writestr("text", b"text")
+    with pytest.raises(FormatError, match="its member 'text' is not"):
+        NumpyFile(directory / "it.npz")
+    with zipfile.ZipFile(directory / "it.npz", "w") as archive:
+        archive.writestr("a.npy", plain.getvalue())
+        with pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr("a.npy", plain.getvalue())
+    with pytest.raises(FormatError, match="'a': there are two"):
+        NumpyFile(directory / "it.npz")
+    (directory / "it.npz").write_bytes(b"something else")
+    with pytest.raises(FormatError, match="it is neither a"):
+        NumpyFile(directory / "it.npz")
+
+
+def test_they_become_safetensors_and_checkpoints(directory: pathlib.Path) -> None:
+    convert(saved(directory, "stored"), directory / "new.safetensors")
+    found = safetensors.numpy.load_file(directory / "new.safetensors")
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        name: np.ascontiguousarray(array).tobytes() for name, array in arrays().items()
+    }
+    assert {name: array.shape for name, array in found.items()} == {
+        name: array.shape for name, array in arrays().items()
+    }
+    convert(directory / "it.npz", directory / "checkpoint", to="dcp")
+    assert [entry.name for entry in entries(directory / "checkpoint")] == sorted(arrays())
+    np.save(directory / "weight.npy", np.ones((2, 3), order="F"))
+    convert(directory / "weight.npy", directory / "one.safetensors")
+    assert list(safetensors.numpy.load_file(directory / "one.safetensors")) == ["weight"]
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.ones(3, ">f4"), "big-endian"),
+        (np.zeros(3, RECORD), "no dtype"),
+        (np.array(["a"]), "no dtype"),
+    ],
+)
+def test_what_torch_cannot_hold_is_refused(
+    directory: pathlib.Path, array: Any, message: str
+) -> None:
+    np.savez(directory / "it.npz", it=array)
+    with pytest.raises(CheckpointError, match=rf"\('it'\): .*{message}"):
+        convert(directory / "it.npz", directory / "new.safetensors")
+    assert not (directory / "new.safetensors").exists()
+
+
+def test_compressed_members_are_not_converted(directory: pathlib.Path) -> None:
+    with pytest.raises(CheckpointError, match=r"compressed.*remedy: write it with numpy.savez\)"):
+        convert(saved(directory, "compressed"), directory / "new.safetensors")
+    # Listed with no place in the file.
+    assert {entry.shards[0].end for entry in entries(directory / "it.npz")} == {0}
