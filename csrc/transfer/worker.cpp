@@ -43,12 +43,13 @@ void Worker::run() {
     if (!again && !has_work() && queue_.is_over()) break;
     completed.clear();
     engine_->reap(completed, !again);
-    added_nbytes_ = 0;
+    added_nbytes_ = copied_since_submit_ = 0;
     for (Block* block : completed) moving_nbytes_ -= static_cast<WorkBlock&>(*block).planned.io_nbytes;
     uint32_t settled = 0;
     for (Block* block : completed) {
       auto& work = static_cast<WorkBlock&>(*block);
       go_on(work, work.transfer->settle(work, scheduler_.statistics_));
+      if (block == completed.back()) break;  // what follows is handed over by the call that waits
       if (++settled >= settled_between_submits || has_copied_enough()) {
         take_returned();
         (void)fill();
@@ -56,6 +57,7 @@ void Worker::run() {
         settled = 0;
       }
     }
+    if (added_nbytes_ == 0) copied_since_submit_ = 0;
   }
 }
 
