@@ -102,6 +102,8 @@ class Lane {
   Helpers jobs_;
   Helpers syncs_;
   Helpers streams_;
+  friend class Scheduler;
+  size_t outstanding_ = 0;  // the scheduler's mutex guards it
 };
 
 }  // namespace tensorferry

@@ -145,8 +145,8 @@ void Request::one_over(const File& file) {
     uses_.erase(found);
   }
   // All of its transfers were over before: until it is closed it counts itself.
-  use->counts_as_one = true;
-  scheduler()->one_more();
+  use->counted_in = use->lane;
+  scheduler()->one_more(*use->lane);
   change([&](auto& jobs) { make_ready(std::move(use), jobs); });
 }
 
@@ -179,9 +179,9 @@ void Request::transfer_ended(const Transfer& transfer, const File* file, File::L
     }
   }
   if (ready) {
-    ready->counts_as_one = true;  // in the transfer's place
+    ready->counted_in = transfer.lane();  // in the transfer's place
   } else {
-    scheduler()->transfer_over();  // before the request can be done: who sees that finds nothing of it outstanding
+    scheduler()->one_less(*transfer.lane());  // before the request can be done: who sees that finds nothing of it outstanding
   }
   change([&](auto& jobs) {
     --to_come_;
@@ -277,7 +277,7 @@ bool Request::settle(std::unique_ptr<Use> use) {
     cut = !incomplete_.contains(use->file->identity());
   }
   const auto scheduler = this->scheduler();
-  const bool counts_as_one = use->counts_as_one;
+  const auto counted_in = use->counted_in;
   std::string directory;
   std::optional<Fault> fault;
   const Settled settled = settle(*use, cut, directory, fault);
@@ -302,7 +302,7 @@ bool Request::settle(std::unique_ptr<Use> use) {
     record(*use, std::move(*fault));
   }
   use.reset();  // and with it the lease
-  if (counts_as_one) scheduler->transfer_over();
+  scheduler->one_less(*counted_in);
   std::lock_guard lock(mutex_);
   --to_come_;
   return true;

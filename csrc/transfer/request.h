@@ -129,7 +129,7 @@ class Request : public std::enable_shared_from_this<Request> {
     size_t to_come = 1;       // what has to end before its turn comes: transfers, its cut's turn, its seal
     bool sealed = false;      // no transfer is still to come
     bool failed = false;
-    bool counts_as_one = false;  // of the scheduler's outstanding transfers
+    std::shared_ptr<Lane> counted_in = nullptr;  // where it is outstanding, once its turn has come
   };
 
   // Of one lane: the uses whose turn has come, and the jobs that were posted to settle them, and have not ended.

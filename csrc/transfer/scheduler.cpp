@@ -187,20 +187,29 @@ std::shared_ptr<Queue> Scheduler::queue_for_a_lane() {
 
 bool Scheduler::belongs_to_this_process() const { return fork_generation_ == tensorferry::fork_generation(); }
 
-Scheduler::Admission Scheduler::admit(size_t count, std::chrono::milliseconds timeout) {
+Scheduler::Admission Scheduler::admit(const std::vector<Places>& places, std::chrono::milliseconds timeout) {
+  const auto has_room = [](const Places& wanted) {
+    const size_t outstanding = wanted.lane->outstanding_;
+    return outstanding == 0 || outstanding + wanted.count <= max_outstanding;
+  };
   std::unique_lock lock(mutex_);
-  const bool decided = progress_.wait_for(lock, timeout, [&] {
-    return state_ != State::open || outstanding_ == 0 || outstanding_ + count <= max_outstanding;
-  });
+  const bool decided = progress_.wait_for(
+      lock, timeout, [&] { return state_ != State::open || std::ranges::all_of(places, has_room); });
   if (!decided) return Admission::full;
   if (state_ != State::open) return Admission::closed;
-  outstanding_ += count;
+  for (const auto& [lane, count] : places) {
+    lane->outstanding_ += count;
+    outstanding_ += count;
+  }
   return Admission::admitted;
 }
 
-void Scheduler::take_back(size_t count) {
+void Scheduler::take_back(const std::vector<Places>& places) {
   std::lock_guard lock(mutex_);
-  outstanding_ -= count;
+  for (const auto& [lane, count] : places) {
+    lane->outstanding_ -= count;
+    outstanding_ -= count;
+  }
   end_if_abandoned();
   progress_.notify_all();
 }
@@ -403,6 +412,7 @@ void Scheduler::move_singly(Transfer& joined) {
     if (spec.positions[index] == gap_position) continue;
     const size_t position = spec.positions[index];
     TransferSpec own{spec.file, Segments(piece.memory, piece.nbytes), spec.offset + piece.begin, spec.write};
+    own.lane = spec.lane;
     auto made = Transfer::create(std::move(own), request, position, block_nbytes_for(piece.nbytes));
     if (!made) {
       faults.emplace(position, made.fault());
@@ -430,11 +440,11 @@ void Scheduler::leave(const std::shared_ptr<Transfer>& transfer) {
   if (!request.uses_files()) {
     // Its owner may have dropped the file meanwhile: it is closed now, which may block, and is outstanding until then.
     if (lease.is_all_that_is_left()) {
-      one_more();
+      one_more(*transfer->lane());
       transfer->lane()->help([self = shared_from_this(), lane = transfer->lane(),
                               held = std::make_shared<File::Lease>(std::move(lease))]() mutable {
         held.reset();
-        self->transfer_over();
+        self->one_less(*lane);
       });
     }
     lease = {};  // before anybody hears of the end: who then drops the file has closed it
@@ -442,9 +452,10 @@ void Scheduler::leave(const std::shared_ptr<Transfer>& transfer) {
   request.transfer_ended(*transfer, file, std::move(lease));
 }
 
-void Scheduler::transfer_over() {
+void Scheduler::one_less(Lane& lane) {
   {
     std::lock_guard lock(mutex_);
+    --lane.outstanding_;
     --outstanding_;
     ++completed_;
     end_if_abandoned();
@@ -457,8 +468,9 @@ void Scheduler::let_go(uint64_t id) {
   finished_.push_back(id);
 }
 
-void Scheduler::one_more() {
+void Scheduler::one_more(Lane& lane) {
   std::lock_guard lock(mutex_);
+  ++lane.outstanding_;
   ++outstanding_;
 }
 

@@ -62,7 +62,7 @@ struct EngineRefusal {
 
 class Scheduler : public std::enable_shared_from_this<Scheduler> {
  public:
-  // Transfers that may be outstanding at a time; submitters wait beyond.
+  // Transfers of one lane that may be outstanding at a time; who submits more to it waits.
   static constexpr size_t max_outstanding = 16384;
 
   // Null when no engine could be had: `refusals` then says why. It also names those passed over.
@@ -83,10 +83,16 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   enum class Admission { admitted, full, closed };
 
-  // Counts `count` more transfers as outstanding, as soon as so many may be, or says why not when time is over. Each is
-  // to be handed over or, if nothing becomes of it, taken back.
-  Admission admit(size_t count, std::chrono::milliseconds timeout);
-  void take_back(size_t count);
+  // So many transfers of a lane.
+  struct Places {
+    std::shared_ptr<Lane> lane;
+    size_t count;
+  };
+
+  // Counts them as outstanding, as soon as so many may be in each of the lanes, or says why not when time is over. Each
+  // is to be handed over or, if nothing becomes of it, taken back.
+  Admission admit(const std::vector<Places>& places, std::chrono::milliseconds timeout);
+  void take_back(const std::vector<Places>& places);
 
   // Waits until something finishes that was outstanding; false when time is over. True at once if nothing is.
   bool wait_for_progress(std::chrono::milliseconds timeout);
@@ -146,10 +152,11 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void help_to_touch(Helpers::Job job) { touch_helpers_.post(std::move(job)); }
   bool help_to_copy(Helpers::Job job) { return copy_helpers_.offer(std::move(job)); }
 
-  // For requests: one of their transfers is over; something else is outstanding, until transfer_over() as well; all of
-  // the request is over.
-  void transfer_over();
-  void one_more();
+  // Something else is outstanding in a lane; that, or a transfer, is over.
+  void one_more(Lane& lane);
+  void one_less(Lane& lane);
+
+  // All of a request is over.
   void request_over(const Request& request);
 
   // Memory kept under an id of next_request_id() is needed no more.

@@ -55,6 +55,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     if (fault.path.empty()) fault.path = file.path();
     return fault;
   };
+  if (!spec.lane) spec.lane = request->scheduler()->lane_of(file.device());
   if (!spec.lease) spec.lease = file.lease();
   if (!spec.lease) return refused(Fault{.error_number = EBADF, .operation = "use of a closed file"});
   auto pool =
@@ -71,7 +72,6 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     }
   }
   std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
-  transfer->lane_ = transfer->request_->scheduler()->lane_of(file.device());
   const TransferSpec& own = transfer->spec_;
   bool direct = file.direct() && nbytes > 0;
   const bool may_be_cached = !snapshot || !snapshot->nothing_cached;
@@ -177,7 +177,7 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
   block.nbytes = planned.io_nbytes;
   if (!planned.direct && !use_buffered_descriptor(block)) return Step::done;
   if (planned.bounced) {
-    auto pool = pinned_pool_ ? pinned_pool_ : lane_->pool();
+    auto pool = pinned_pool_ ? pinned_pool_ : spec_.lane->pool();
     if (!pool) return fail(block, ENOMEM, false, why_no_memory(BouncePool::process_pool_nbytes()));
     if (!pool->has_room_for(planned.io_nbytes)) {  // chunks to be verified, or the pool has become smaller
       return fail(block, ENOMEM, false,

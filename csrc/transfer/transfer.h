@@ -38,6 +38,7 @@ struct TransferSpec {
   bool use_cufile = false;
   std::shared_ptr<Checksums> checksums = nullptr;  // if any are wanted; of this transfer alone
   File::Lease lease = {};                          // on the file; without one it is taken
+  std::shared_ptr<Lane> lane = nullptr;            // of the file's device; without it, it is looked up
   // Where several items of a call are joined: the position of each segment's item, and gap_position of a gap.
   std::vector<size_t> positions = {};
 };
@@ -83,7 +84,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
                                                   uint64_t block_nbytes, const File::Snapshot* snapshot = nullptr);
 
   Request& request() const { return *request_; }
-  const std::shared_ptr<Lane>& lane() const { return lane_; }
+  const std::shared_ptr<Lane>& lane() const { return spec_.lane; }
   uint64_t nbytes() const { return spec_.memory.nbytes(); }
   bool is_write() const { return spec_.write; }
   const std::shared_ptr<File>& file() const { return spec_.file; }  // null once it has ended
@@ -185,7 +186,6 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
  private:
   TransferSpec spec_;
   std::shared_ptr<Request> request_;
-  std::shared_ptr<Lane> lane_;
   Plan plan_;
   std::shared_ptr<BouncePool> pinned_pool_;  // if there is memory of GPUs
   Residency residency_ = Residency::none;

@@ -63,7 +63,7 @@ Result<std::shared_ptr<Request>> try_start(Scheduler& scheduler, std::shared_ptr
   auto request = new_request(scheduler);
   auto transfer = Transfer::create(std::move(spec), request, 0, scheduler.options().block_nbytes);
   if (!transfer) {
-    scheduler.take_back(1);
+    scheduler.take_back(places(scheduler));
     return transfer.fault();
   }
   hand_over(scheduler, request, *transfer, blocking);

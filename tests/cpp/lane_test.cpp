@@ -69,7 +69,9 @@ TEST_CASE("a lane all of whose helpers hang holds up no other device's reads, wr
     }
     auto file = open_file(directory.file("stream"), true);
     auto stream = std::make_shared<Stream>(scheduler, file, StreamOptions{});
-    REQUIRE(scheduler->admit(2, milliseconds(0)) == Scheduler::Admission::admitted);
+    for (int job = 0; job < 2; ++job) {
+      REQUIRE(scheduler->admit(stream->place(), milliseconds(0)) == Scheduler::Admission::admitted);
+    }
     stream->append(const_cast<char*>(source.data()), source.size());
     stream->begin_job();
     stream->end({.sync = true});

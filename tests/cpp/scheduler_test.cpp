@@ -178,7 +178,7 @@ TEST_CASE("the pieces of a file that goes with its request are written before it
     const auto source = pattern(32 * 5'000, 4);
     for (int round = 0; round < 100; ++round) {
       const RequestOptions options{.write = true, .truncate = round % 2 == 1, .close_files = true};
-      REQUIRE(scheduler->admit(32, milliseconds(60'000)) == Scheduler::Admission::admitted);
+      REQUIRE(scheduler->admit(places(*scheduler, 32), milliseconds(60'000)) == Scheduler::Admission::admitted);
       auto request = std::make_shared<Request>(scheduler, options);
       auto file = open_file(path, true);
       std::vector<std::shared_ptr<Transfer>> transfers;
@@ -337,14 +337,27 @@ TEST_CASE("a read that is cancelled while its memory gets pages ends, and small 
   CHECK(scheduler->close(milliseconds(10'000)));
 }
 
-TEST_CASE("who submits more than may be outstanding waits") {
+TEST_CASE("who submits more to a device than may be outstanding waits, and nobody else") {
   auto scheduler = make("threads");
+  using enum Scheduler::Admission;
   const milliseconds at_once(0);
-  CHECK(scheduler->admit(Scheduler::max_outstanding, at_once) == Scheduler::Admission::admitted);
-  CHECK(scheduler->admit(1, at_once) == Scheduler::Admission::full);
-  scheduler->take_back(1);
-  CHECK(scheduler->admit(1, at_once) == Scheduler::Admission::admitted);
-  scheduler->take_back(Scheduler::max_outstanding);
+  const auto hung = scheduler->lane_of(1);
+  const auto other = scheduler->lane_of(2);
+  const std::vector<Scheduler::Places> all{{hung, Scheduler::max_outstanding}};
+  const std::vector<Scheduler::Places> one{{hung, 1}};
+  const std::vector<Scheduler::Places> one_of_each{{other, 1}, {hung, 1}};
+  CHECK(scheduler->admit(all, at_once) == admitted);
+  CHECK(scheduler->admit(one, at_once) == full);
+  CHECK(scheduler->admit(one_of_each, at_once) == full);
+  CHECK(scheduler->admit({{other, Scheduler::max_outstanding}}, at_once) == admitted);
+  CHECK(scheduler->outstanding() == 2 * Scheduler::max_outstanding);
+  scheduler->take_back({{other, Scheduler::max_outstanding}});
+  scheduler->take_back(one);
+  CHECK(scheduler->admit(one_of_each, at_once) == admitted);
+  CHECK(scheduler->admit(one, at_once) == full);
+  scheduler->take_back({{other, 1}});
+  scheduler->take_back(all);
+  CHECK(scheduler->outstanding() == 0);
   CHECK(scheduler->close(milliseconds(10'000)));
 }
 
@@ -359,7 +372,7 @@ TEST_CASE("closing finishes what is outstanding") {
     auto request = start(*scheduler, {open_file(path, true), {source.data(), source.size()}, 5, true});
     request->notify([queue] { queue->push(42); });
     CHECK(scheduler->close(milliseconds(10'000)));
-    CHECK(scheduler->admit(1, milliseconds(0)) == Scheduler::Admission::closed);
+    CHECK(scheduler->admit(places(*scheduler), milliseconds(0)) == Scheduler::Admission::closed);
     CHECK(request->done());
     CHECK(queue->take() == std::vector<uint64_t>{42});
     struct stat status;

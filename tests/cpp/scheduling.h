@@ -69,9 +69,18 @@ inline std::shared_ptr<File> open_file(const std::string& path, bool write, Dire
   return *file;
 }
 
+// For transfers of files in TemporaryDirectories.
+inline std::vector<Scheduler::Places> places(Scheduler& scheduler, size_t count = 1) {
+  static const uint64_t device = [] {
+    TemporaryDirectory directory;
+    return open_file(directory.file("any"), true)->device();
+  }();
+  return {{scheduler.lane_of(device), count}};
+}
+
 // For one transfer, which has been admitted.
 inline std::shared_ptr<Request> new_request(Scheduler& scheduler, const RequestOptions& options = {}) {
-  REQUIRE(scheduler.admit(1, milliseconds(60'000)) == Scheduler::Admission::admitted);
+  REQUIRE(scheduler.admit(places(scheduler), milliseconds(60'000)) == Scheduler::Admission::admitted);
   return std::make_shared<Request>(scheduler.shared_from_this(), options);
 }
 

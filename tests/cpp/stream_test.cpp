@@ -32,11 +32,11 @@ struct Writer {
     begin();
   }
   void begin() {
-    REQUIRE(scheduler.admit(1, milliseconds(60'000)) == Scheduler::Admission::admitted);
+    REQUIRE(scheduler.admit(stream->place(), milliseconds(60'000)) == Scheduler::Admission::admitted);
     stream->begin_job();
   }
   void end(const RequestOptions& options = {.truncate = true}) {
-    REQUIRE(scheduler.admit(1, milliseconds(60'000)) == Scheduler::Admission::admitted);
+    REQUIRE(scheduler.admit(stream->place(), milliseconds(60'000)) == Scheduler::Admission::admitted);
     stream->end(options);
     REQUIRE(stream->wait_until_ended(milliseconds(60'000)));
   }
@@ -222,7 +222,7 @@ TEST_CASE("streams meet the end of their scheduler") {
     const auto bytes = pattern(1 << 20, 3);
     std::thread writer([&] {
       for (int count = 0; count < 40; ++count) {
-        if (scheduler->admit(1, milliseconds(60'000)) != Scheduler::Admission::admitted) break;
+        if (scheduler->admit(stream->place(), milliseconds(60'000)) != Scheduler::Admission::admitted) break;
         stream->append(const_cast<char*>(bytes.data()), bytes.size());
         stream->begin_job();
       }
