@@ -35,6 +35,12 @@ constexpr uint64_t looked_at_nbytes = uint64_t{64} << 20;
 // What cuFile asks of offsets and lengths, where the drive asks for less.
 constexpr uint32_t cufile_alignment = 4096;
 
+int64_t move_by_cufile(const Block& block) {
+  const auto& work = static_cast<const WorkBlock&>(block);
+  cuda::Gpu& gpu = work.transfer->gates().front()->gpu();
+  return cufile::transfer(work.operation == Operation::write, work.cufile, gpu, work.memory, work.nbytes, work.offset);
+}
+
 const char* describe(Operation operation) { return operation == Operation::write ? "write" : "read"; }
 
 }  // namespace
@@ -136,20 +142,12 @@ bool Transfer::take(WorkBlock& block, bool& exhausted) {
   moved_nbytes_.fetch_add(begin - cursor_, std::memory_order_relaxed);
   cursor_ = begin;
   if (cursor_ >= nbytes()) return false;
+  block = {};
   block.operation = spec_.write ? Operation::write : Operation::read;
   block.planned = plan_.block_at(cursor_);
   cursor_ += block.planned.nbytes;
   exhausted = cursor_ >= nbytes();
   block.transfer = shared_from_this();
-  block.moved = 0;
-  block.attempts = 0;
-  block.station = 0;
-  block.gate = 0;
-  block.resident = false;
-  block.of_gpu = false;
-  block.refused = false;
-  block.cufile = nullptr;
-  block.sums.reset();
   open_.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
@@ -193,7 +191,7 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
     block.memory = piece.memory;
     if (!piece.in_host()) {
       block.cufile = file.cufile_handle();
-      block.gpu = &gates().front()->gpu();
+      block.call = block.cufile ? &move_by_cufile : nullptr;
     }
   }
   return advance(block, statistics);

@@ -70,6 +70,7 @@ struct WorkBlock : Block {
   bool direct_descriptor = false;
   bool resident = false;  // the page cache holds all of it
   Line::Class in = Line::normal;
+  cufile::Handle cufile = nullptr;       // if it moves the block, from or to memory of a GPU
   bool of_gpu = false;                   // its buffer is of the pinned pool
   bool refused = false;                  // by the direct descriptor: the buffered one is to be opened, and takes it
   std::optional<Checksums::Block> sums;  // of all of it, if they were made while it was read
