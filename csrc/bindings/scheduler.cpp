@@ -131,7 +131,7 @@ std::optional<PyRequest> PyScheduler::run(Item item, const RequestOptions& optio
     if (!prepared.fault && !prepared.refused.empty()) prepared.fault = std::move(prepared.refused.front().second);
     transfers = std::move(prepared.transfers);
     inlined = !prepared.fault && core_->try_inline(transfers.front(), taken);
-    over = inlined && core_->go_on(taken) && request.core->settle();
+    over = inlined && core_->go_on(taken) && request.core->settle_files();
     return prepared.fault;
   });
   if (fault) refuse(*fault);
@@ -163,7 +163,7 @@ std::optional<PyRequest> PyScheduler::run(Item item, const RequestOptions& optio
 
 // A signal came while this thread moved what it had taken on. Its handlers end that by what they raise.
 void PyScheduler::end_interrupted(const PyRequest& request, Scheduler::Inline& taken) {
-  const auto go_on = [&] { return core_->go_on(taken) && request.core->settle(); };
+  const auto go_on = [&] { return core_->go_on(taken) && request.core->settle_files(); };
   try {
     check_signals(request.core->fork_generation(), "this transfer");
     (void)interruptibly("this transfer", go_on);

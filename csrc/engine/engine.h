@@ -27,7 +27,7 @@ struct Block {
   char* memory = nullptr;
   uint64_t nbytes = 0;
   uint64_t offset = 0;
-  int64_t result = 0;  // after completion: bytes moved, or -errno (or what `call` has returned)
+  int64_t result = 0;                       // after completion: bytes moved, or -errno (or what `call` has returned)
   int64_t (*call)(const Block&) = nullptr;  // moves it in the place of a system call, by engines with threads only
 };
 

@@ -193,8 +193,8 @@ Scheduler::Admission Scheduler::admit(const std::vector<Places>& places, std::ch
     return outstanding == 0 || outstanding + wanted.count <= max_outstanding;
   };
   std::unique_lock lock(mutex_);
-  const bool decided = progress_.wait_for(
-      lock, timeout, [&] { return state_ != State::open || std::ranges::all_of(places, has_room); });
+  const bool decided =
+      progress_.wait_for(lock, timeout, [&] { return state_ != State::open || std::ranges::all_of(places, has_room); });
   if (!decided) return Admission::full;
   if (state_ != State::open) return Admission::closed;
   for (const auto& [lane, count] : places) {

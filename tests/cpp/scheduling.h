@@ -88,7 +88,7 @@ inline void hand_over(Scheduler& scheduler, const std::shared_ptr<Request>& requ
                       const std::shared_ptr<Transfer>& transfer, bool blocking = false) {
   if (Scheduler::Inline taken; blocking && scheduler.try_inline(transfer, taken)) {
     REQUIRE(scheduler.go_on(taken));
-    REQUIRE(request->settle());
+    REQUIRE(request->settle_files());
     return;
   }
   const auto file = transfer->file();
