@@ -3,7 +3,7 @@
 #include <algorithm>
 
 namespace tensorferry {
-void Checksums::begin(const Segments& segments) {
+void Checksums::attach(const Segments& segments) {
   std::lock_guard lock(mutex_);
   nbytes_ = segments.nbytes();
   kept_nbytes_ = 0;

@@ -34,7 +34,7 @@ class Checksums {
   }
 
   // For a transfer of these segments, before anything of it is added.
-  void begin(const Segments& segments);
+  void attach(const Segments& segments);
 
   // Once there is such a transfer that will be moved.
   void hand_over() { handed_over_ = true; }

@@ -1,9 +1,8 @@
-// Who is admitted, what is outstanding, and which lane serves it.
+// Who is admitted, what is outstanding, and what becomes of it.
 //
-// Who wants something moved is admitted first. From then on closing waits for it; who comes later is refused. Each
-// device has a lane of its own (lane.h), made when a transfer first needs it, and given back when it has not been used
-// for some seconds. In it a worker with room takes the block that is next in line, so blocks spread over workers by
-// themselves, and one request's last blocks fly together with another's.
+// Who wants something moved is admitted first. From then on closing waits for it; who comes later is refused. What
+// was admitted gets in line in its device's lane (lanes.h). There a worker with room takes the block that is next in
+// line, so blocks spread over workers by themselves, and one request's last blocks fly together with another's.
 #pragma once
 
 #include <algorithm>
@@ -23,6 +22,7 @@
 #include "engine/engine.h"
 #include "transfer/helpers.h"
 #include "transfer/lane.h"
+#include "transfer/lanes.h"
 #include "transfer/request.h"
 #include "transfer/statistics.h"
 #include "transfer/transfer.h"
@@ -70,7 +70,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   ~Scheduler();
 
-  const char* engine_name() const { return engine_kind_->name; }
+  const char* engine_name() const { return lanes_.engine_kind().name; }
   const SchedulerOptions& options() const { return options_; }
   Statistics& statistics() { return statistics_; }
 
@@ -98,8 +98,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   bool wait_for_progress(std::chrono::milliseconds timeout);
 
   // That of a device, as File::device() tells it. Where there may be no further lane, another device's.
-  std::shared_ptr<Lane> lane_of(uint64_t device);
-  size_t lane_count() const;
+  std::shared_ptr<Lane> lane_of(uint64_t device) { return lanes_.of(device); }
+  size_t lane_count() const { return lanes_.count(); }
 
   // To be called, with success, before transfers of GPU memory are handed over.
   std::optional<Fault> prepare_for_gpus();
@@ -126,7 +126,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   bool go_on(Inline& taken);
 
   // A submitted write no longer has to wait for another.
-  void begin(const std::shared_ptr<Transfer>& transfer);
+  void line_up(const std::shared_ptr<Transfer>& transfer);
 
   // Returns true when nothing is left to take, false when time is over.
   bool share(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout);
@@ -149,8 +149,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   bool close(std::chrono::milliseconds patience);
 
   // For what takes a processor's time; copying: false where nobody is free to do it.
-  void help_to_touch(Helpers::Job job) { touch_helpers_.post(std::move(job)); }
-  bool help_to_copy(Helpers::Job job) { return copy_helpers_.offer(std::move(job)); }
+  void help_to_touch(Helpers::Job job) { lanes_.help_to_touch(std::move(job)); }
+  bool help_to_copy(Helpers::Job job) { return lanes_.help_to_copy(std::move(job)); }
 
   // Something else is outstanding in a lane; that, or a transfer, is over.
   void one_more(Lane& lane);
@@ -166,29 +166,13 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   bool belongs_to_this_process() const;
 
  private:
-  friend class Lane;
   friend class Queue;
   friend class Worker;
   using Transfers = std::vector<std::shared_ptr<Transfer>>;
   explicit Scheduler(const SchedulerOptions& options);
 
-  // Ends threads that have nothing to do any more.
-  void stop_workers();
-  void abandon_workers();
   void end_if_abandoned();  // with mutex_ held: what was left behind has come back
   bool is_idle() const { return outstanding_ == 0 && requests_.empty(); }  // with mutex_ held
-
-  struct KeptLane {
-    std::shared_ptr<Lane> lane;
-    bool used;  // since it was last looked at
-  };
-  using Lanes = std::unordered_map<uint64_t, KeptLane>;
-  std::shared_ptr<Queue> queue_for_a_lane();
-  std::shared_ptr<Lane> take_out_idle(bool unused);  // with lanes_mutex_ held; null: none is idle
-  void give_back(std::shared_ptr<Lane> lane);
-  void look_after_lanes();
-  void share_processors();  // with lanes_mutex_ held
-  std::pair<std::vector<std::shared_ptr<Lane>>, std::vector<std::shared_ptr<Queue>>> all_lanes() const;
 
   void drop(WorkBlock& block);  // settled or abandoned
   Step run_now(WorkBlock& block, Step step);
@@ -197,13 +181,12 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   std::vector<bool> enter_order(Request& request, const Transfers& transfers,
                                 const std::vector<std::shared_ptr<File>>& last);
   void drive(WorkBlock& block);  // from its beginning to its end, on this thread; waits for memory
-  void finish(WorkBlock& block, Step step);
-  void end(const std::shared_ptr<Transfer>& transfer);
+  void run_to_end(WorkBlock& block, Step step);
+  void end_transfer(const std::shared_ptr<Transfer>& transfer);
   void move_singly(Transfer& joined);  // blocks
-  void leave(const std::shared_ptr<Transfer>& transfer);
+  void tell_request(const std::shared_ptr<Transfer>& transfer);
 
   const SchedulerOptions options_;
-  const EngineKind* engine_kind_ = nullptr;
   const uint64_t fork_generation_;
   Statistics statistics_;
   std::atomic<uint64_t> last_request_id_{0};
@@ -216,17 +199,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   uint64_t completed_ = 0;
   enum class State { open, refusing, closing, closed, abandoned } state_ = State::open;
 
-  mutable std::mutex lanes_mutex_;
-  std::condition_variable lanes_news_;
   Lanes lanes_;
-  // Of all lanes; one that only stands here is for the next lane that needs one.
-  std::vector<std::shared_ptr<Queue>> queues_;
-  bool lanes_are_over_ = false;
-  std::thread caretaker_;  // gives lanes back; there is one once there have been two lanes
-
   std::unique_ptr<cuda::Watcher> watcher_;
-  Helpers copy_helpers_;
-  Helpers touch_helpers_;
 };
 
 }  // namespace tensorferry

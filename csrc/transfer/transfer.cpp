@@ -119,7 +119,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     }
   }
   if (own.checksums) {
-    own.checksums->begin(own.memory);
+    own.checksums->attach(own.memory);
     input.all_wanted = true;
     input.block_nbytes = std::min(input.block_nbytes, max_summed_block_nbytes);
     if (own.checksums->verify_first()) {
@@ -135,7 +135,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   return transfer;
 }
 
-bool Transfer::take(WorkBlock& block, bool& exhausted) {
+bool Transfer::next_block(WorkBlock& block, bool& exhausted) {
   exhausted = true;
   if (stopped()) return false;
   const uint64_t begin = plan_.skip(cursor_);
@@ -251,7 +251,7 @@ bool Transfer::has_gpu_piece(WorkBlock& block) const {
   return false;
 }
 
-Step Transfer::settle(WorkBlock& block, Statistics& statistics) {
+Step Transfer::look_at_result(WorkBlock& block, Statistics& statistics) {
   const int64_t result = block.result;
   if (result == -EINTR || result == -EAGAIN || (spec_.write && result == 0)) {
     return try_again(block, statistics, result == 0 ? EIO : static_cast<int>(-result));
@@ -427,7 +427,7 @@ void Transfer::refuse(Fault fault) {
   record(std::move(fault));
 }
 
-void Transfer::turn_has_come() { request_->scheduler()->begin(shared_from_this()); }
+void Transfer::turn_has_come() { request_->scheduler()->line_up(shared_from_this()); }
 
 void Transfer::finish() {
   if (!fault_ && request_->canceled() && cursor_ < nbytes()) {

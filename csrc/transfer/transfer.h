@@ -53,7 +53,7 @@ enum class Step : uint8_t {
   touch,            // touch(): memory that has no pages yet
   copy,             // copy(): between its buffer and host memory
   copy_gpu,         // start_copy() and copied(), or copy_now(): the same with memory of a GPU
-  move,             // an engine, or execute_now(), then settle()
+  move,             // an engine, or execute_now(), then look_at_result()
   get_over,         // what may block: get_over()
   done,             // it is settled, or has failed; drop it
 };
@@ -102,7 +102,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
   // Takes the next block, if there is one to take. Sets `exhausted` when there will be no further one. Callers
   // serialize calls.
-  bool take(WorkBlock& block, bool& exhausted);
+  bool next_block(WorkBlock& block, bool& exhausted);
 
   // Forgets that blocks were taken; all of them must have been dropped or settled.
   void rewind();
@@ -115,7 +115,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   int64_t move_here(WorkBlock& block, int64_t (*call)(const Block&)) const;
 
   // Looks at block.result.
-  Step settle(WorkBlock& block, Statistics& statistics);
+  Step look_at_result(WorkBlock& block, Statistics& statistics);
 
   // A pause, or opening a descriptor.
   Step get_over(WorkBlock& block);
@@ -138,7 +138,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
   // Counts down what keeps it going: each block, and the cursor while it may yield blocks. True when it has ended;
   // then call finish().
-  bool release() { return open_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
+  bool count_down() { return open_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
   void finish();
 
   const std::optional<Fault>& fault() const { return fault_; }
