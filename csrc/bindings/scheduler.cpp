@@ -253,7 +253,7 @@ bool PyScheduler::end() {
   bool ended;
   {
     WithoutGil release;
-    ended = core_->close(milliseconds(0));
+    ended = core_->close();
   }
   reap();
   if (!ended && !left_behind_.exchange(true)) new std::shared_ptr<Owners>(owners_);

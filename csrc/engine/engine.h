@@ -7,7 +7,6 @@
 // (resume, retry, fail) is decided above, in transfer/.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>

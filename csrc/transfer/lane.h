@@ -5,7 +5,6 @@
 // written by callers' own threads has a lane without a thread.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>

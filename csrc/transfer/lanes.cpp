@@ -15,10 +15,10 @@ namespace {
 // Queues of all schedulers of the process beyond the first of each. What wants more shares those that there are.
 constexpr size_t max_further_queues = 64;
 
-std::atomic<size_t>& further_queues() {
-  static constinit ForkSafe<std::atomic<size_t>> instance;
-  return instance.get();
-}
+struct FurtherQueues {
+  std::atomic<size_t> count{0};
+};
+std::atomic<size_t>& further_queues() { return of_this_process<FurtherQueues>().count; }
 
 // Four zero memory faster than most drives fill it. All processors may: nothing moves before. On two, two made a load
 // into memory that the host had taken back up to 1.6 times as fast as one, and none slower.

@@ -4,7 +4,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <system_error>
 
 #include "base/after_fork.h"
 #include "base/interruption.h"
@@ -18,8 +17,6 @@ namespace {
 
 // Beyond this a blocking call is left to a worker, which has several blocks in flight.
 constexpr uint64_t max_inline_nbytes = uint64_t{1} << 20;
-
-constexpr std::chrono::milliseconds patience_slice{100};
 
 }  // namespace
 
@@ -168,26 +165,17 @@ uint64_t Scheduler::progress() const {
   return completed_ + statistics_.read_nbytes + statistics_.written_nbytes;
 }
 
-bool Scheduler::close(std::chrono::milliseconds patience) {
+bool Scheduler::close() {
   std::unique_lock lock(mutex_);
   if (state_ != State::open && state_ != State::refusing) {
     progress_.wait(lock, [&] { return state_ != State::closing; });
     return state_ == State::closed;
   }
-  state_ = State::closing;
+  // Hung in the kernel. The threads own the scheduler; they end when all has come back, or with the process.
+  const bool hung = !is_idle();
+  state_ = hung ? State::abandoned : State::closing;
   progress_.notify_all();  // for those who wait to be admitted
-  auto left = patience;
-  while (!is_idle()) {
-    const auto moved = [&] { return completed_ + statistics_.read_nbytes + statistics_.written_nbytes; };
-    const uint64_t before = moved();
-    // In slices, since the clock goes on while the process is stopped (SIGSTOP, a frozen container).
-    const auto slice = std::min(left, patience_slice);
-    const bool quiet = !progress_.wait_for(lock, slice, [&] { return moved() != before || is_idle(); });
-    left = quiet ? left - slice : patience;
-    if (!quiet || left.count() > 0) continue;
-    // Hung in the kernel. The threads own the scheduler; they end when all has come back, or with the process.
-    state_ = State::abandoned;
-    progress_.notify_all();
+  if (hung) {
     lanes_.abandon();
     return false;
   }

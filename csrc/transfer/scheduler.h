@@ -143,10 +143,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // Changes whenever bytes have moved or something has ended.
   uint64_t progress() const;
 
-  // Refuses what comes from now on, lets outstanding work finish and ends the workers. Gives up, and leaves them
-  // behind, when nothing has moved for `patience`; returns whether all ended well. Whoever else calls it meanwhile
-  // waits for that as well.
-  bool close(std::chrono::milliseconds patience);
+  // Ends the workers; where something is outstanding still, leaves them behind. Returns whether all ended well. Who
+  // else calls it meanwhile waits for that as well.
+  bool close();
 
   // For what takes a processor's time; copying: false where nobody is free to do it.
   void help_to_touch(Helpers::Job job) { lanes_.help_to_touch(std::move(job)); }

@@ -84,10 +84,7 @@ class Stock {
   std::vector<Stream::Memory> kept_;
 };
 
-Stock& stock() {
-  static constinit ForkSafe<Stock> instance;
-  return instance.get();
-}
+Stock& stock() { return of_this_process<Stock>(); }
 
 uint64_t buffer_nbytes_for(uint64_t expected_nbytes) {
   return std::bit_ceil(std::clamp(expected_nbytes, Stream::min_buffer_nbytes, Stream::max_buffer_nbytes));
@@ -238,10 +235,6 @@ void Stream::wake() {
     if (running_) return;
     running_ = true;
   }
-  post();
-}
-
-void Stream::post() {
   scheduler_->one_more(*lane_);
   lane_->help_stream([self = shared_from_this()] {
     self->run();

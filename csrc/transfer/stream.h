@@ -187,7 +187,6 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void written(std::shared_ptr<Buffer> buffer, const std::optional<Fault>& fault, bool last);
   void fail(Fault fault);
   void wake();
-  void post();
   bool stopped() const { return stopping_ || fault_.has_value(); }  // with mutex_ held
   bool is_copying() const { return (at_work_ && !handing_over_) || open_copies_ > 0; }
   void news(std::unique_lock<std::mutex>& lock);  // lets go of it

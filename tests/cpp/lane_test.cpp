@@ -78,7 +78,7 @@ TEST_CASE("a lane all of whose helpers hang holds up no other device's reads, wr
     CHECK(stream->wait_until_ended(milliseconds(60'000)));
     CHECK_FALSE(stream->fault());
     hung.release();
-    CHECK(scheduler->close(milliseconds(60'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -108,7 +108,7 @@ TEST_CASE("a small read passes large blocks that wait for bounce memory") {
     all.reset();
     REQUIRE(large->wait_for(milliseconds(60'000)));
     CHECK(std::equal(source.begin(), source.end(), into.begin() + 1));
-    CHECK(scheduler->close(milliseconds(60'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -126,7 +126,7 @@ TEST_CASE("devices have lanes of their own until there may be no more; then they
   lanes.clear();
   CHECK(scheduler->lane_of(5)->device() == 5);  // one that nobody used made room
   CHECK(scheduler->lane_count() == 3);
-  CHECK(scheduler->close(milliseconds(60'000)));
+  CHECK(close(*scheduler));
 }
 
 TEST_CASE("lanes that nobody uses are given back, but one; those in use stay") {
@@ -139,7 +139,7 @@ TEST_CASE("lanes that nobody uses are given back, but one; those in use stay") {
   }
   while (scheduler->lane_count() > 1) std::this_thread::sleep_for(milliseconds(1));
   CHECK(scheduler->lane_of(1) == used);
-  CHECK(scheduler->close(milliseconds(60'000)));
+  CHECK(close(*scheduler));
 }
 
 TEST_CASE("devices appear and vanish at random while files are written, read, synced and closed, and nothing is lost") {
@@ -184,7 +184,7 @@ TEST_CASE("devices appear and vanish at random while files are written, read, sy
       });
     }
     for (auto& thread : threads) thread.join();
-    CHECK(scheduler->close(milliseconds(60'000)));  // after the jobs that are still in line
+    CHECK(close(*scheduler));  // after the jobs that are still in line
     CHECK(done == jobs);
     CHECK(done >= 4 * 61);
   }

@@ -37,10 +37,17 @@ class TemporaryDirectory {
   std::vector<std::string> names_;
 };
 
+// When all has ended, or after a minute. Returns whether all ended well.
+inline bool close(Scheduler& scheduler) {
+  scheduler.refuse();
+  (void)scheduler.wait_until_idle(milliseconds(60'000));
+  return scheduler.close();
+}
+
 // As it is, and closed with its last owner among the tests, if it was not before.
 inline std::shared_ptr<Scheduler> closed_at_end(const std::shared_ptr<Scheduler>& scheduler) {
   if (!scheduler) return nullptr;
-  return {scheduler.get(), [scheduler](Scheduler*) { (void)scheduler->close(milliseconds(60'000)); }};
+  return {scheduler.get(), [scheduler](Scheduler*) { (void)close(*scheduler); }};
 }
 
 inline std::shared_ptr<Scheduler> make(const std::string& engine, uint32_t workers = 1, uint32_t depth = 8,

@@ -93,7 +93,7 @@ TEST_CASE("segments are gathered and scattered, and their checksums are right") 
             CHECK(target.joined() == bytes);
             CHECK(found->of_chunks() == sums->of_chunks());
           }
-          CHECK(scheduler->close(milliseconds(60'000)));
+          CHECK(close(*scheduler));
         }
 }
 

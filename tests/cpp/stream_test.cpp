@@ -103,7 +103,7 @@ TEST_CASE("what is appended is what the file has, with its checksums") {
       writer.stream.reset();
       CHECK(scheduler->outstanding() == 0);
     }
-    CHECK(scheduler->close(milliseconds(5'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -189,7 +189,7 @@ TEST_CASE("a write that fails is the stream's fault, and nobody waits any more")
     CHECK(writer.stream->fault()->error_number == EBADF);
     CHECK_FALSE(writer.stream->chunk_crcs());
     writer.append(bytes);
-    CHECK(scheduler->close(milliseconds(5'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -209,7 +209,7 @@ TEST_CASE("memory is free to go after abort, at any moment") {
       bytes.reset();
       writer.stream.reset();
     }
-    CHECK(scheduler->close(milliseconds(5'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -228,7 +228,7 @@ TEST_CASE("streams meet the end of their scheduler") {
       }
     });
     std::this_thread::sleep_for(std::chrono::microseconds(500 * round));
-    CHECK(scheduler->close(milliseconds(5'000)));
+    CHECK(close(*scheduler));
     writer.join();
     CHECK(stream->abort(milliseconds(60'000)));
   }
@@ -261,7 +261,7 @@ TEST_CASE("a stream whose job waits for a thread is given up at once, and one wh
     writer.stream->tell_when_aborted(7);
     CHECK(scheduler->take_finished() == std::vector<uint64_t>{7});
     hung.unlock();
-    CHECK(scheduler->close(milliseconds(60'000)));
+    CHECK(close(*scheduler));
     CHECK(over == 8);
   }
 }

@@ -103,7 +103,7 @@ class Shared {
   }
 
   static void close(Scheduler& scheduler) {
-    if (!scheduler.close(patience)) failed("a close gave up");
+    if (!tensorferry::close(scheduler)) failed("a close gave up");
   }
 
   const std::vector<std::string> engines_;
@@ -262,7 +262,7 @@ TEST_CASE("nothing is lost where threads submit, cancel, close and drop at rando
   for (const auto& engine : engines) {
     if (auto scheduler = make(engine)) {
       usable.push_back(engine);
-      CHECK(scheduler->close(patience));
+      CHECK(close(*scheduler));
     }
   }
   const unsigned first = seed();

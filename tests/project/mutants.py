@@ -806,7 +806,7 @@ MUTANTS = [
         "child-waits-for-writes-of-its-parent",
         "a forked child cannot hang on its parent's threads",
         "csrc/transfer/write_order.cpp",
-        "  static constinit ForkSafe<Lines> instance;\n  return instance.get();",
+        "return of_this_process<Lines>();",
         "  static auto* instance = new Lines;\n  return *instance;",
         "tests/transfers/test_write_order.py::test_a_forked_child_does_not_wait_for_the_writes_of_its_parent[threads]",
     ),
