@@ -156,11 +156,11 @@ class Request : public std::enable_shared_from_this<Request> {
   // Makes a change with the lock held, and then without it does what follows: posts jobs, or tells that all is over.
   template <typename Change>
   void change(Change change);
-  // With mutex_ held:
+  // With mutex_ held: its turn has come; what is to be posted.
   void make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs);
   Job job_of(std::shared_ptr<Lane> lane, std::function<void()> action);
-  std::unique_ptr<Use> take_ready(const std::shared_ptr<Lane>& lane);
 
+  std::unique_ptr<Use> take_ready(const std::shared_ptr<Lane>& lane);
   bool settle_file(std::unique_ptr<Use> use);  // false: a signal came
   Done act_on_file(Use& use, bool cut) const;
   void sync_names(const std::string& directory, const Uses& uses);
