@@ -78,61 +78,73 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     }
   }
   std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
-  const TransferSpec& own = transfer->spec_;
-  bool direct = file.direct() && nbytes > 0;
-  const bool may_be_cached = !snapshot || !snapshot->nothing_cached;
+  transfer->pinned_pool_ = std::move(*pool);
   transfer->shared_ = file.in_memory();
-  if (file.in_memory() && !own.write) {
-    transfer->residency_ = Residency::whole;
-  } else if (!direct && !own.write && nbytes > block_nbytes) {
-    // It goes through the cache anyhow; what that holds, several may copy.
-    const auto resident = file.residency(own.offset, nbytes);
-    if (resident && resident->cached_pages >= resident->total_pages) transfer->residency_ = Residency::whole;
-  } else if (direct && !own.write && may_be_cached && file.direct_mode() == DirectMode::automatic) {
-    if (auto resident = file.residency(own.offset, nbytes); resident && resident->cached_pages > 0) {
-      const bool whole = resident->cached_pages >= resident->total_pages;
-      // Without a descriptor to read it by (a limit), what is cached is on the drive as well.
-      if (file.buffered_descriptor()) {
-        transfer->residency_ = whole ? Residency::whole : Residency::partial;
-        if (whole) direct = false;
-      }
-    }
+  if (const auto& sums = transfer->spec_.checksums) sums->attach(transfer->spec_.memory);
+  const bool direct = transfer->goes_past_the_cache(block_nbytes, !snapshot || !snapshot->nothing_cached);
+  transfer->plan_ = Plan(transfer->plan_input(block_nbytes, direct), transfer->spec_.memory);
+  // A buffered descriptor that will be needed is opened now, where a descriptor limit can still be waited out.
+  if (transfer->plan_.uses_buffered() && nbytes > 0) {
+    if (auto descriptor = file.buffered_descriptor(); !descriptor) return refused(descriptor.fault());
   }
+  return transfer;
+}
+
+// Looks up, too, what of a read the cache holds.
+bool Transfer::goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached) {
+  File& file = *spec_.file;
+  const bool direct = file.direct() && nbytes() > 0;
+  if (spec_.write) return direct;
+  if (file.in_memory()) {
+    residency_ = Residency::whole;
+    return direct;
+  }
+  // What goes through the cache anyhow, several may copy if it is there.
+  const bool matters = direct ? may_be_cached && file.direct_mode() == DirectMode::automatic : nbytes() > block_nbytes;
+  const auto found = matters ? file.residency(spec_.offset, nbytes()) : std::nullopt;
+  if (!found || found->cached_pages == 0) return direct;
+  const bool whole = found->cached_pages >= found->total_pages;
+  if (!direct) {
+    if (whole) residency_ = Residency::whole;
+    return false;
+  }
+  // Without a descriptor to read it by (a limit), what is cached is on the drive as well.
+  if (!file.buffered_descriptor()) return true;
+  residency_ = whole ? Residency::whole : Residency::partial;
+  return !whole;
+}
+
+PlanInput Transfer::plan_input(uint64_t block_nbytes, bool direct) const {
+  File& file = *spec_.file;
   PlanInput input;
-  input.write = own.write;
+  input.write = spec_.write;
   input.direct = direct;
-  input.offset = own.offset;
+  input.offset = spec_.offset;
   input.memory_alignment = file.alignment().memory;
   input.offset_alignment = file.alignment().offset;
-  input.page_nbytes = own.write && direct ? file.write_granularity() : page_nbytes();
+  input.page_nbytes = spec_.write && direct ? file.write_granularity() : page_nbytes();
   input.block_nbytes = block_nbytes;
   input.bounce_nbytes = std::min<uint64_t>(BouncePool::process_pool_nbytes() / 8, max_bounced_block_nbytes);
-  if (!own.memory.gates().empty()) {
-    transfer->pinned_pool_ = std::move(*pool);
-    const uint64_t pool_nbytes = transfer->pinned_pool_->nbytes();
+  if (pinned_pool_) {
+    const uint64_t pool_nbytes = pinned_pool_->nbytes();
     input.bounce_nbytes = pool_nbytes / staged_blocks;
-    if (direct && own.use_cufile && own.memory.count() == 1 && !own.checksums && file.cufile_handle() != nullptr) {
+    const bool by_cufile = direct && spec_.use_cufile && spec_.memory.count() == 1 && !spec_.checksums;
+    if (by_cufile && file.cufile_handle() != nullptr) {
       input.cufile = true;
       input.block_nbytes = std::min<uint64_t>(block_nbytes, pool_nbytes / 4);  // what is cached will be staged
       input.memory_alignment = 1;
       input.offset_alignment = std::max(input.offset_alignment, cufile_alignment);
     }
   }
-  if (own.checksums) {
-    own.checksums->attach(own.memory);
+  if (spec_.checksums) {
     input.all_wanted = true;
     input.block_nbytes = std::min(input.block_nbytes, max_summed_block_nbytes);
-    if (own.checksums->verify_first()) {
-      input.verified_nbytes = own.checksums->chunk_nbytes();
+    if (spec_.checksums->verify_first()) {
+      input.verified_nbytes = spec_.checksums->chunk_nbytes();
       input.bounce_nbytes = std::max(input.bounce_nbytes, input.verified_nbytes + 2 * input.offset_alignment);
     }
   }
-  transfer->plan_ = Plan(input, own.memory);
-  // A buffered descriptor that will be needed is opened now, where a descriptor limit can still be waited out.
-  if (transfer->plan_.uses_buffered() && nbytes > 0) {
-    if (auto descriptor = file.buffered_descriptor(); !descriptor) return refused(descriptor.fault());
-  }
-  return transfer;
+  return input;
 }
 
 bool Transfer::next_block(WorkBlock& block, bool& exhausted) {
