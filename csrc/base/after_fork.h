@@ -1,5 +1,5 @@
 // What a forked child may trust: fork(2) copies the memory of the parent but only one of its threads, so a
-// mutex may be held for ever and workers are gone. State for the whole process lives in a ForkSafe, which gives
+// mutex may be held for ever and workers are gone. State for the whole process lives in of_this_process(), which gives
 // the child a new instance and leaves the parent's copy untouched (and leaked); objects tied to threads
 // remember the generation in which they were made.
 #pragma once
@@ -19,8 +19,6 @@ inline std::unique_lock<std::mutex> locked_unless_forked(std::mutex& mutex, uint
   return generation == fork_generation() ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
 }
 
-// Static ones are constinit: a thread that makes one at its first use has it locked, and a child forked then would wait
-// for ever.
 template <typename T>
 class ForkSafe {
  public:
@@ -42,5 +40,13 @@ class ForkSafe {
   };
   std::atomic<State*> state_{nullptr};
 };
+
+// The only T of this process. It is constinit: a thread that makes a static one at its first use has it locked, and a
+// child forked then would wait for ever.
+template <typename T>
+T& of_this_process() {
+  static constinit ForkSafe<T> instance;
+  return instance.get();
+}
 
 }  // namespace tensorferry

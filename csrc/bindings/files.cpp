@@ -44,39 +44,14 @@ bool retire(const PyFile& file, double timeout_seconds) {
 
 using Bytes = nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu>;
 
-// A mapping and what is to be kept as long as it.
-struct KeptMapping {
-  std::unique_ptr<Mapping> mapping;
+// Memory that is files where they are mapped, and no file's in between; and what is to be kept as long as it.
+struct PyMapping {
+  std::shared_ptr<Mapping> core;
   nb::object owner;
 };
 
-// Ranges of files as one writable array; `owner` goes with its last view.
-Bytes map_ranges(const std::vector<PyFile>& files, const std::vector<uint64_t>& offsets,
-                 const std::vector<uint64_t>& nbytes, nb::object owner) {
-  if (files.empty() || offsets.size() != files.size() || nbytes.size() != files.size()) {
-    throw nb::value_error("files, offsets and nbytes: as many of each, and one at least");
-  }
-  std::vector<Mapping::Piece> pieces;
-  for (size_t index = 0; index < files.size(); ++index) {
-    pieces.push_back({files[index].core, offsets[index], nbytes[index]});
-  }
-  auto mapping = [&] {
-    WithoutGil release;
-    return Mapping::create(pieces);
-  }();
-  if (!mapping) raise(mapping.fault());
-  auto* kept = new KeptMapping{std::move(*mapping), std::move(owner)};
-  nb::capsule keeper(kept, [](void* pointer) noexcept { delete static_cast<KeptMapping*>(pointer); });
-  return Bytes(kept->mapping->data(), {kept->mapping->nbytes()}, keeper);
-}
-
-// Memory that is files where they are mapped, and no file's in between.
-struct PyMapping {
-  std::shared_ptr<Mapping> core;
-};
-
 PyMapping map_pieces(const std::vector<std::optional<PyFile>>& files, const std::vector<uint64_t>& offsets,
-                     const std::vector<uint64_t>& nbytes) {
+                     const std::vector<uint64_t>& nbytes, nb::object owner) {
   if (files.empty() || offsets.size() != files.size() || nbytes.size() != files.size()) {
     throw nb::value_error("files, offsets and nbytes: as many of each, and one at least");
   }
@@ -89,23 +64,19 @@ PyMapping map_pieces(const std::vector<std::optional<PyFile>>& files, const std:
     return Mapping::create(pieces);
   }();
   if (!mapping) raise(mapping.fault());
-  return {std::shared_ptr<Mapping>(std::move(*mapping))};
+  return {std::shared_ptr<Mapping>(std::move(*mapping)), std::move(owner)};
 }
 
-// Bytes of a mapping, and what keeps it. Who has them alone gives their pages back with them.
+// Bytes of a mapping. Who has them alone gives their pages back with them.
 struct MappedBytes {
-  std::shared_ptr<Mapping> mapping;
+  PyMapping of;
   size_t begin;
   size_t end;
   bool alone;
 
-  MappedBytes(std::shared_ptr<Mapping> of, size_t first, size_t nbytes, bool is_alone)
-      : mapping(std::move(of)), begin(first), end(first + nbytes), alone(is_alone) {}
-  MappedBytes(const MappedBytes&) = delete;
-  MappedBytes& operator=(const MappedBytes&) = delete;
   ~MappedBytes() {
     // The last one gives back everything by itself.
-    if (alone && mapping.use_count() > 1) mapping->forget(begin, end);
+    if (alone && of.core.use_count() > 1) of.core->forget(begin, end);
   }
 };
 
@@ -113,8 +84,8 @@ Bytes mapped_bytes(const PyMapping& self, size_t begin, size_t nbytes, bool alon
   if (begin > self.core->nbytes() || nbytes > self.core->nbytes() - begin) {
     throw nb::value_error("these bytes are not all of the mapping's");
   }
-  auto* kept = new MappedBytes(self.core, begin, nbytes, alone);
-  nb::capsule keeper(kept, [](void* pointer) noexcept { delete static_cast<MappedBytes*>(pointer); });
+  nb::capsule keeper(new MappedBytes{self, begin, begin + nbytes, alone},
+                     [](void* kept) noexcept { delete static_cast<MappedBytes*>(kept); });
   return Bytes(self.core->data() + begin, {nbytes}, keeper);
 }
 
@@ -124,6 +95,13 @@ std::optional<std::pair<uint64_t, uint64_t>> residency(const PyFile& file, uint6
   const auto found = file.core->residency(offset, nbytes);
   if (!found) return std::nullopt;
   return std::pair(found->cached_pages, found->total_pages);
+}
+
+// Does something with a file that stays open meanwhile, and raises what went wrong.
+template <typename Action>
+void act_on(const PyFile& file, Action action) {
+  const auto lease = lease_of(file);
+  raise_fault_of([&] { return action(*file.core); });
 }
 
 nb::object path_object(const PyFile& self) {
@@ -168,40 +146,33 @@ void bind_files(nb::module_& module) {
       .def("sync",
            [](const PyFile& file) {
              if (file.core->fork_generation() != fork_generation()) raise_forked("this file");
-             const auto lease = lease_of(file);
-             raise_fault_of([&] { return file.core->sync(); });
+             act_on(file, [](File& core) { return core.sync(); });
            })
       .def(
           "truncate",
-          [](const PyFile& file, uint64_t size) {
-            const auto lease = lease_of(file);
-            raise_fault_of([&] { return file.core->truncate(size); });
-          },
+          [](const PyFile& file, uint64_t size) { act_on(file, [&](File& core) { return core.truncate(size); }); },
           "size"_a)
       .def(
           "preallocate",
           [](const PyFile& file, uint64_t offset, uint64_t nbytes, bool keep_size) {
-            const auto lease = lease_of(file);
-            raise_fault_of([&] { return file.core->preallocate(offset, nbytes, keep_size); });
+            act_on(file, [&](File& core) { return core.preallocate(offset, nbytes, keep_size); });
           },
           "offset"_a, "nbytes"_a, "keep_size"_a = false)
       .def(
           "punch",
           [](const PyFile& file, uint64_t offset, uint64_t nbytes) {
-            const auto lease = lease_of(file);
-            raise_fault_of([&] { return file.core->punch(offset, nbytes); });
+            act_on(file, [&](File& core) { return core.punch(offset, nbytes); });
           },
           "offset"_a, "nbytes"_a)
       .def(
           "reserve",
           [](const PyFile& file, const std::vector<uint64_t>& offsets, const std::vector<uint64_t>& nbytes) {
             if (nbytes.size() != offsets.size()) throw nb::value_error("offsets and nbytes differ in length");
-            const auto lease = lease_of(file);
             std::vector<Range> pieces;
             for (size_t index = 0; index < offsets.size(); ++index) {
               pieces.push_back({offsets[index], offsets[index] + nbytes[index]});
             }
-            raise_fault_of([&] { return reserve(*file.core, std::move(pieces)); });
+            act_on(file, [&](File& core) { return reserve(core, pieces); });
           },
           "offsets"_a, "nbytes"_a)
       .def("residency", &residency, "offset"_a, "nbytes"_a)
@@ -214,8 +185,7 @@ void bind_files(nb::module_& module) {
              "direct"_a, "replaced"_a = false, "for_request"_a = false);
   module.def("file_from_descriptor", &file_from_descriptor, "descriptor"_a, "write"_a, "direct"_a,
              "for_request"_a = false);
-  module.def("map_ranges", &map_ranges, "files"_a, "offsets"_a, "nbytes"_a, "owner"_a.none());
-  module.def("map_pieces", &map_pieces, "files"_a, "offsets"_a, "nbytes"_a);
+  module.def("map_pieces", &map_pieces, "files"_a, "offsets"_a, "nbytes"_a, "owner"_a.none() = nb::none());
   module.def("open_descriptors", &File::open_descriptors);
   module.def("files_of_requests", [] {
     const auto [open, given_back] = File::of_requests();

@@ -84,7 +84,8 @@ PyRequest PyScheduler::new_request(const RequestOptions& options) {
 
 nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::object owner,
                              const std::optional<std::vector<bool>>& last) {
-  Admitted admitted(*this, items.size());
+  check_usable();
+  Admitted admitted(*this, find_lanes(items, *core_));
   auto prepared = [&] {
     WithoutGil release;
     return prepare(items, *core_, request.core);
@@ -93,7 +94,7 @@ nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::ob
   const auto& transfers = prepared.transfers;
   if (!transfers.empty()) {
     owners_->keep(request.core->id(), std::move(owner));
-    admitted.handed_over(transfers.size());
+    admitted.handed_over(transfers);
     tell_checksums(transfers);
   }
   if (transfers.size() == 1 && transfers.front()->is_shared()) request.cached = transfers.front();
@@ -120,7 +121,7 @@ std::optional<PyRequest> PyScheduler::run(Item item, const RequestOptions& optio
   const auto file = item.file;
   std::vector<Item> items;
   items.push_back(std::move(item));
-  Admitted admitted(*this, 1);
+  Admitted admitted(*this, find_lanes(items, *core_));
   std::vector<std::shared_ptr<Transfer>> transfers;
   Scheduler::Inline taken;
   bool inlined = false;
@@ -130,20 +131,20 @@ std::optional<PyRequest> PyScheduler::run(Item item, const RequestOptions& optio
     if (!prepared.fault && !prepared.refused.empty()) prepared.fault = std::move(prepared.refused.front().second);
     transfers = std::move(prepared.transfers);
     inlined = !prepared.fault && core_->try_inline(transfers.front(), taken);
-    over = inlined && core_->go_on(taken) && request.core->settle();
+    over = inlined && core_->go_on(taken) && request.core->settle_files();
     return prepared.fault;
   });
   if (fault) refuse(*fault);
   tell_checksums(transfers);
   if (inlined) {
-    admitted.handed_over(1);
+    admitted.handed_over();
     if (!over) end_interrupted(request, taken);
     if (request.core->done() && request.core->faults().empty()) return std::nullopt;
   }
   if (!request.core->done()) {
     owners_->keep(request.core->id(), std::move(owner));
     if (!inlined) {
-      admitted.handed_over(1);
+      admitted.handed_over();
       if (transfers.front()->is_shared()) request.cached = transfers.front();
       WithoutGil release;
       core_->submit(request.core, transfers, {file});
@@ -162,7 +163,7 @@ std::optional<PyRequest> PyScheduler::run(Item item, const RequestOptions& optio
 
 // A signal came while this thread moved what it had taken on. Its handlers end that by what they raise.
 void PyScheduler::end_interrupted(const PyRequest& request, Scheduler::Inline& taken) {
-  const auto go_on = [&] { return core_->go_on(taken) && request.core->settle(); };
+  const auto go_on = [&] { return core_->go_on(taken) && request.core->settle_files(); };
   try {
     check_signals(request.core->fork_generation(), "this transfer");
     (void)interruptibly("this transfer", go_on);
@@ -252,7 +253,7 @@ bool PyScheduler::end() {
   bool ended;
   {
     WithoutGil release;
-    ended = core_->close(milliseconds(0));
+    ended = core_->close();
   }
   reap();
   if (!ended && !left_behind_.exchange(true)) new std::shared_ptr<Owners>(owners_);
@@ -296,17 +297,24 @@ void PyScheduler::refuse(const Fault& fault) {
   raise(fault);
 }
 
-PyScheduler::Admitted::Admitted(PyScheduler& scheduler, size_t count) : core_(*scheduler.core_), count_(count) {
+PyScheduler::Admitted::Admitted(PyScheduler& scheduler, std::vector<Scheduler::Places> places)
+    : core_(*scheduler.core_), places_(std::move(places)) {
   scheduler.check_usable();
   scheduler.reap();
-  auto answer = core_.admit(count, milliseconds(0));  // without letting go of the GIL
+  auto answer = core_.admit(places_, milliseconds(0));  // without letting go of the GIL
   while (answer == Scheduler::Admission::full) {
     wait_interruptibly(std::nullopt, [&](milliseconds slice) {
-      answer = core_.admit(count, slice);
+      answer = core_.admit(places_, slice);
       return answer != Scheduler::Admission::full;
     });
   }
   if (answer == Scheduler::Admission::closed) raise_closed();
+}
+
+void PyScheduler::Admitted::handed_over(const std::vector<std::shared_ptr<Transfer>>& transfers) {
+  for (const auto& transfer : transfers) {
+    --std::ranges::find(places_, transfer->lane(), &Scheduler::Places::lane)->count;
+  }
 }
 
 void bind_schedulers(nb::module_& module) {

@@ -176,18 +176,19 @@ class PyScheduler {
   // Room for transfers; what is not handed over is taken back.
   class Admitted {
    public:
-    Admitted(PyScheduler& scheduler, size_t count);
+    Admitted(PyScheduler& scheduler, std::vector<Scheduler::Places> places);
     ~Admitted() {
-      if (count_ > 0) core_.take_back(count_);
+      if (!places_.empty()) core_.take_back(places_);
     }
     Admitted(const Admitted&) = delete;
     Admitted& operator=(const Admitted&) = delete;
 
-    void handed_over(size_t count) { count_ -= count; }
+    void handed_over() { places_.clear(); }  // all
+    void handed_over(const std::vector<std::shared_ptr<Transfer>>& transfers);
 
    private:
     Scheduler& core_;
-    size_t count_;
+    std::vector<Scheduler::Places> places_;
   };
 
   void end_interrupted(const PyRequest& request, Scheduler::Inline& taken);

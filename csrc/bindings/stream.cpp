@@ -40,7 +40,7 @@ class PyStream {
       on_gpu = on_gpu || *gate;
       passed.push_back(std::move(*gate));
     }
-    PyScheduler::Admitted admitted(scheduler, 1);
+    PyScheduler::Admitted admitted(scheduler, core_->place());
     if (on_gpu) {
       if (auto fault = core_->prepare_for_gpus()) PyScheduler::refuse(*fault);
     }
@@ -50,7 +50,7 @@ class PyStream {
       taken = core_->append(reinterpret_cast<char*>(piece.address), piece.nbytes, std::move(passed[index]));
     }
     owners_.push_back({core_->segment_count(), nb::borrow(segments)});
-    admitted.handed_over(1);
+    admitted.handed_over();
     core_->begin_job();
     if (!taken) raise_ended();
   }
@@ -65,19 +65,19 @@ class PyStream {
       const auto [added, left, right] = fold;
       made.fields.push_back({of, position, segment, begin, nbytes, crcs, {added, left, right}});
     }
-    PyScheduler::Admitted admitted(scheduler, 1);
+    PyScheduler::Admitted admitted(scheduler, core_->place());
     if (!core_->append(std::move(made))) {
       if (core_->has_ended()) raise_ended();
       throw nb::value_error("a field does not fit, or names no earlier segment");
     }
-    admitted.handed_over(1);
+    admitted.handed_over();
     core_->begin_job();
   }
 
   void end(PyScheduler& scheduler, bool truncate, bool sync, bool sync_names) {
     check_process();
-    PyScheduler::Admitted admitted(scheduler, 1);
-    admitted.handed_over(1);
+    PyScheduler::Admitted admitted(scheduler, core_->place());
+    admitted.handed_over();
     if (!core_->end(RequestOptions{.write = true, .truncate = truncate, .sync = sync, .sync_names = sync_names})) {
       raise_ended();
     }
@@ -87,8 +87,8 @@ class PyStream {
   void wait_for_copies(PyScheduler& scheduler, uint64_t uncopied_nbytes) const {
     check_process();
     if (core_->wait_until_uncopied_is(uncopied_nbytes, milliseconds(0))) return;  // the GIL stays here
-    PyScheduler::Admitted admitted(scheduler, 1);
-    admitted.handed_over(1);
+    PyScheduler::Admitted admitted(scheduler, core_->place());
+    admitted.handed_over();
     core_->begin_job(true);
     (void)wait_interruptibly(std::nullopt,
                              [&](milliseconds slice) { return core_->wait_until_uncopied_is(uncopied_nbytes, slice); });

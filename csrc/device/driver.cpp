@@ -79,10 +79,7 @@ struct State {
   Driver table{};
 };
 
-State& state() {
-  static constinit ForkSafe<State> instance;
-  return instance.get();
-}
+State& state() { return of_this_process<State>(); }
 
 // Generation of the process that initialised the driver first; a child of it can use no GPU.
 std::atomic<uint64_t> first_user{UINT64_MAX};

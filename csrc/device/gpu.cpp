@@ -20,10 +20,7 @@ struct Registry {
   std::map<int, Gpu*> by_ordinal;
 };
 
-Registry& registry() {
-  static constinit ForkSafe<Registry> instance;
-  return instance.get();
-}
+Registry& registry() { return of_this_process<Registry>(); }
 
 }  // namespace
 

@@ -15,10 +15,7 @@ const std::vector<EngineKind>& engine_kinds() {
 }
 
 int64_t execute_now(const Block& block) {
-  if (block.cufile != nullptr) {
-    return cufile::transfer(block.operation == Operation::write, block.cufile, *block.gpu, block.memory, block.nbytes,
-                            block.offset);
-  }
+  if (block.call != nullptr) return block.call(block);
   ssize_t result = -1;
   switch (block.operation) {
     case Operation::read:

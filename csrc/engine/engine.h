@@ -7,13 +7,10 @@
 // (resume, retry, fail) is decided above, in transfer/.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
-
-#include "device/cufile.h"
 
 namespace tensorferry {
 
@@ -29,10 +26,8 @@ struct Block {
   char* memory = nullptr;
   uint64_t nbytes = 0;
   uint64_t offset = 0;
-  int64_t result = 0;  // after completion: bytes moved, or -errno (or a code of cuFile's)
-  // Where cuFile moves it, and memory is a GPU's:
-  cufile::Handle cufile = nullptr;
-  cuda::Gpu* gpu = nullptr;
+  int64_t result = 0;                       // after completion: bytes moved, or -errno (or what `call` has returned)
+  int64_t (*call)(const Block&) = nullptr;  // moves it in the place of a system call, by engines with threads only
 };
 
 class Engine {

@@ -13,6 +13,7 @@
 #include <system_error>
 #include <thread>
 
+#include "device/cufile.h"
 #include "engine/engine.h"
 
 namespace tensorferry {

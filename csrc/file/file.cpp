@@ -162,10 +162,7 @@ struct NamesMade {
   bool all = fork_generation() > 0;
 };
 
-NamesMade& names_made() {
-  static constinit ForkSafe<NamesMade> instance;
-  return instance.get();
-}
+NamesMade& names_made() { return of_this_process<NamesMade>(); }
 
 // One name on its way into NamesMade.
 class Making {
@@ -294,9 +291,8 @@ struct Mounts {
 };
 
 Mounted mounted(int descriptor, const Status& status) {
-  static constinit ForkSafe<Mounts> instance;
   if (status.mount == 0) return ask_mounted(descriptor);
-  Mounts& mounts = instance.get();
+  Mounts& mounts = of_this_process<Mounts>();
   {
     std::lock_guard lock(mounts.mutex);
     if (auto found = mounts.known.find(status.mount); found != mounts.known.end()) return found->second;

@@ -19,10 +19,7 @@ struct Registry {
   std::map<uintptr_t, std::weak_ptr<Allocation>> by_address;
 };
 
-ForkSafe<Registry>& registry() {
-  static constinit ForkSafe<Registry> instance;
-  return instance;
-}
+Registry& registry() { return of_this_process<Registry>(); }
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -50,7 +47,7 @@ std::shared_ptr<Allocation> Allocation::create(size_t nbytes, Locking locking) {
     allocation->locked_ = ::mlock(data, used) == 0;
   }
 
-  Registry& known = registry().get();
+  Registry& known = registry();
   std::lock_guard lock(known.mutex);
   known.by_address[reinterpret_cast<uintptr_t>(data)] = allocation;
   return allocation;
@@ -59,7 +56,7 @@ std::shared_ptr<Allocation> Allocation::create(size_t nbytes, Locking locking) {
 Allocation::~Allocation() {
   if (cuda::Gpu* gpu = gpu_.exchange(nullptr)) gpu->unregister_host(data_);
   {
-    Registry& known = registry().get();
+    Registry& known = registry();
     std::lock_guard lock(known.mutex);
     known.by_address.erase(reinterpret_cast<uintptr_t>(data_));
   }
@@ -80,7 +77,7 @@ bool Allocation::give_back() {
 
 std::shared_ptr<Allocation> Allocation::containing(const void* address, size_t nbytes) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
-  Registry& known = registry().get();
+  Registry& known = registry();
   std::lock_guard lock(known.mutex);
   auto after = known.by_address.upper_bound(begin);
   if (after == known.by_address.begin()) return nullptr;

@@ -55,10 +55,7 @@ struct BouncePool::Registry {
   Kind plain, pinned;
 };
 
-BouncePool::Registry& BouncePool::registry() {
-  static constinit ForkSafe<Registry> instance;
-  return instance.get();
-}
+BouncePool::Registry& BouncePool::registry() { return of_this_process<Registry>(); }
 
 BounceBuffer& BounceBuffer::operator=(BounceBuffer&& other) noexcept {
   if (this == &other) return *this;

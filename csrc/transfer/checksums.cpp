@@ -3,7 +3,7 @@
 #include <algorithm>
 
 namespace tensorferry {
-void Checksums::begin(const Segments& segments) {
+void Checksums::attach(const Segments& segments) {
   std::lock_guard lock(mutex_);
   nbytes_ = segments.nbytes();
   kept_nbytes_ = 0;
@@ -13,13 +13,13 @@ void Checksums::begin(const Segments& segments) {
 }
 
 void Checksums::Block::add(const char* bytes, uint64_t nbytes, size_t segment) {
-  const bool of_chunks = all_.chunk_nbytes_ > 0;
+  const bool of_chunks = all_->chunk_nbytes_ > 0;
   while (nbytes > 0) {
-    const uint64_t end = of_chunks ? std::min(all_.chunk_end(position_), position_ + nbytes) : position_ + nbytes;
+    const uint64_t end = of_chunks ? std::min(all_->chunk_end(position_), position_ + nbytes) : position_ + nbytes;
     const uint64_t length = end - position_;
-    const size_t chunk = of_chunks ? position_ / all_.chunk_nbytes_ : 0;
+    const size_t chunk = of_chunks ? position_ / all_->chunk_nbytes_ : 0;
     if (of_chunks && !chunk_) chunk_ = Part{{}, chunk, position_};
-    if (all_.of_segments_ && (!segment_ || segment_->index != segment)) {
+    if (all_->of_segments_ && (!segment_ || segment_->index != segment)) {
       if (segment_) segments_.push_back(*segment_);
       segment_ = Part{{}, segment, position_};
     }
@@ -27,7 +27,7 @@ void Checksums::Block::add(const char* bytes, uint64_t nbytes, size_t segment) {
     position_ = end;
     bytes += length;
     nbytes -= length;
-    if (chunk_ && position_ == all_.chunk_end(chunk_->begin)) {
+    if (chunk_ && position_ == all_->chunk_end(chunk_->begin)) {
       chunks_.push_back(*chunk_);
       chunk_.reset();
     }
@@ -37,13 +37,13 @@ void Checksums::Block::add(const char* bytes, uint64_t nbytes, size_t segment) {
 std::optional<uint64_t> Checksums::Block::keep() {
   if (chunk_) chunks_.push_back(*chunk_);
   if (segment_) segments_.push_back(*segment_);
-  std::lock_guard lock(all_.mutex_);
+  std::lock_guard lock(all_->mutex_);
   for (const Part& part : chunks_) {
-    const bool whole = all_.chunks_.add(part, all_.nbytes_of_chunk(part.index));
-    if (whole && all_.verify() && all_.expected_[part.index] != all_.chunks_.crcs[part.index]) return part.index;
+    const bool whole = all_->chunks_.add(part, all_->nbytes_of_chunk(part.index));
+    if (whole && all_->verify() && all_->expected_[part.index] != all_->chunks_.crcs[part.index]) return part.index;
   }
-  for (const Part& part : segments_) all_.segments_.add(part, (*all_.of_)[part.index].nbytes);
-  all_.kept_nbytes_ += position_ - begin_;
+  for (const Part& part : segments_) all_->segments_.add(part, (*all_->of_)[part.index].nbytes);
+  all_->kept_nbytes_ += position_ - begin_;
   return std::nullopt;
 }
 

@@ -34,7 +34,7 @@ class Checksums {
   }
 
   // For a transfer of these segments, before anything of it is added.
-  void begin(const Segments& segments);
+  void attach(const Segments& segments);
 
   // Once there is such a transfer that will be moved.
   void hand_over() { handed_over_ = true; }
@@ -43,7 +43,7 @@ class Checksums {
   // The CRCs of one block, in the order of its bytes; kept when the block has been added.
   class Block {
    public:
-    Block(Checksums& all, uint64_t begin) : all_(all), begin_(begin), position_(begin) {}
+    Block(Checksums& all, uint64_t begin) : all_(&all), begin_(begin), position_(begin) {}
 
     // Of a piece of `segment` that ends where it or a chunk does, or anywhere.
     void add(const char* bytes, uint64_t nbytes, size_t segment);
@@ -59,8 +59,8 @@ class Checksums {
     };
     friend class Checksums;
 
-    Checksums& all_;
-    const uint64_t begin_;
+    Checksums* all_;
+    uint64_t begin_;
     uint64_t position_;
     std::optional<Part> chunk_, segment_;
     std::vector<Part> chunks_, segments_;

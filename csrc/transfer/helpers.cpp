@@ -148,7 +148,7 @@ void Helpers::abandon() {
   }
 }
 
-void Helpers::release() {
+void Helpers::let_end() {
   {
     std::lock_guard lock(state_->mutex);
     state_->stopping = true;

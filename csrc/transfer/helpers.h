@@ -31,9 +31,9 @@ class Helpers {
   // Waits for all jobs and ends the threads.
   void stop();
 
-  // Nobody will wait for the threads; they go on with jobs until release().
+  // Nobody will wait for the threads; they go on with jobs until let_end().
   void abandon();
-  void release();
+  void let_end();
 
  private:
   struct State;

@@ -71,6 +71,7 @@ struct Call {
     }
     TransferSpec spec{item.file, std::move(*memory), item.offset, request->options().write};
     spec.lease = std::move(item.lease);
+    spec.lane = item.lane;
     spec.checksums = item.checksums;
     spec.use_cufile = scheduler.options().engine == "cufile";
     return create(std::move(spec), item.position);
@@ -80,6 +81,7 @@ struct Call {
     const Item& first = items[begin];
     TransferSpec spec{first.file, {}, first.offset, request->options().write};
     spec.lease = first.file->lease();
+    spec.lane = first.lane;
     for (size_t index = begin; index < end; ++index) {
       const Item& item = items[index];
       if (const uint64_t at = first.offset + spec.memory.nbytes(); at < item.offset) {
@@ -120,6 +122,20 @@ size_t end_of_neighbours(const std::vector<Item>& items, size_t index, bool writ
     at = item.offset + item.memory.nbytes;
   }
   return end;
+}
+
+std::vector<Scheduler::Places> find_lanes(std::vector<Item>& items, Scheduler& scheduler) {
+  std::vector<Scheduler::Places> places;
+  const Item* before = nullptr;
+  for (Item& item : items) {
+    const bool same = before && item.file->device() == before->file->device();
+    item.lane = same ? before->lane : scheduler.lane_of(item.file->device());
+    auto own = std::ranges::find(places, item.lane, &Scheduler::Places::lane);
+    if (own == places.end()) own = places.insert(own, {item.lane, 0});
+    ++own->count;
+    before = &item;
+  }
+  return places;
 }
 
 Prepared prepare(std::vector<Item>& items, Scheduler& scheduler, const std::shared_ptr<Request>& request) {

@@ -37,6 +37,7 @@ struct Item {
   size_t position = 0;                            // in the call
   const std::vector<Memory>* segments = nullptr;  // in the memory's place, with as many bytes
   std::shared_ptr<Checksums> checksums = nullptr;
+  std::shared_ptr<Lane> lane = nullptr;
 };
 
 // Gates of one call: one for each location that comes.
@@ -48,6 +49,9 @@ class Gates {
  private:
   std::vector<std::pair<Location, std::shared_ptr<cuda::Gate>>> made_;
 };
+
+// Finds the items' lanes; returns what there is to be admitted.
+std::vector<Scheduler::Places> find_lanes(std::vector<Item>& items, Scheduler& scheduler);
 
 struct Prepared {
   std::vector<std::shared_ptr<Transfer>> transfers;

@@ -59,7 +59,7 @@ void Queue::add(const std::vector<std::shared_ptr<Transfer>>& transfers) {
   for (const auto& worker : woken) worker->wake();
 }
 
-bool Queue::take(WorkBlock& block, Worker* hungry, const Transfer* only, Line::Class limit) {
+bool Queue::take_block(WorkBlock& block, Worker* hungry, const Transfer* only, Line::Class limit) {
   while (true) {
     std::shared_ptr<Transfer> transfer;
     {
@@ -77,14 +77,14 @@ bool Queue::take(WorkBlock& block, Worker* hungry, const Transfer* only, Line::C
         return false;
       }
       bool exhausted = false;
-      const bool taken = transfer->take(block, exhausted);
+      const bool taken = transfer->next_block(block, exhausted);
       block.in = line_.took(*transfer, taken ? block.planned.nbytes : 0, exhausted);
       // The cursor no longer keeps the transfer going; a block, if there is one, still does.
-      const bool over = exhausted && transfer->release();
+      const bool over = exhausted && transfer->count_down();
       if (taken) return true;
       if (!over) continue;
     }
-    scheduler_.end(transfer);
+    scheduler_.end_transfer(transfer);
   }
 }
 
@@ -94,7 +94,7 @@ bool Queue::is_over() const {
 }
 
 void Queue::stop() {
-  release();
+  let_end();
   for (auto& thread : threads_) thread.join();
   std::lock_guard lock(mutex_);
   threads_.clear();
@@ -107,7 +107,7 @@ void Queue::abandon() {
   threads_.clear();
 }
 
-void Queue::release() {
+void Queue::let_end() {
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -115,8 +115,8 @@ void Queue::release() {
   for (auto& worker : workers_) worker->wake();
 }
 
-Lane::Lane(Scheduler& scheduler, uint64_t device)
-    : scheduler_(scheduler),
+Lane::Lane(Lanes& lanes, uint64_t device)
+    : lanes_(lanes),
       device_(device),
       jobs_("tensorferry-job", max_helpers),
       syncs_("tensorferry-job", max_helpers),
@@ -124,7 +124,7 @@ Lane::Lane(Scheduler& scheduler, uint64_t device)
 
 std::shared_ptr<Queue> Lane::queue() {
   std::lock_guard lock(mutex_);
-  if (!queue_) queue_ = scheduler_.queue_for_a_lane();
+  if (!queue_) queue_ = lanes_.queue_for_a_lane();
   return queue_;
 }
 
@@ -144,8 +144,8 @@ void Lane::abandon() {
   for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->abandon();
 }
 
-void Lane::release() {
-  for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->release();
+void Lane::let_end() {
+  for (Helpers* helpers : {&jobs_, &syncs_, &streams_}) helpers->let_end();
 }
 
 }  // namespace tensorferry

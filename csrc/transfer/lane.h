@@ -2,11 +2,9 @@
 //
 // A lane has a queue (a line of transfers, and workers that each own an engine), helpers for what may block, and a
 // share of the memory in between. All of it is made when it is first needed: a device whose files are only read and
-// written by callers' own threads has a lane without a thread. The scheduler makes lanes, and takes back those that
-// nobody uses.
+// written by callers' own threads has a lane without a thread.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -22,6 +20,7 @@
 
 namespace tensorferry {
 
+class Lanes;
 class Scheduler;
 class Worker;
 struct WorkBlock;
@@ -38,16 +37,16 @@ class Queue {
 
   // The next block in line of a class before `limit`, or of `only` if that is given. Where there is nothing to take,
   // the worker `hungry`, if given, will be woken when there is.
-  bool take(WorkBlock& block, Worker* hungry, const Transfer* only, Line::Class limit = Line::class_count);
+  bool take_block(WorkBlock& block, Worker* hungry, const Transfer* only, Line::Class limit = Line::class_count);
 
   // Whether workers are to end, now that there is nothing to do.
   bool is_over() const;
 
   // Ends the workers when they have nothing to do any more, and waits for that.
   void stop();
-  // The same, to be waited for by nobody: they end by themselves after release().
+  // The same, to be waited for by nobody: they end by themselves after let_end().
   void abandon();
-  void release();
+  void let_end();
 
  private:
   struct Hungry {
@@ -66,7 +65,7 @@ class Queue {
 
 class Lane {
  public:
-  Lane(Scheduler& scheduler, uint64_t device);
+  Lane(Lanes& lanes, uint64_t device);
 
   uint64_t device() const { return device_; }
 
@@ -86,7 +85,7 @@ class Lane {
   // Ends the helpers' threads when they have nothing to do any more; the queue is the scheduler's to end.
   void stop();
   void abandon();
-  void release();
+  void let_end();
   // Once stopped.
   std::shared_ptr<Queue> give_queue_back() {
     std::lock_guard lock(mutex_);
@@ -94,7 +93,7 @@ class Lane {
   }
 
  private:
-  Scheduler& scheduler_;
+  Lanes& lanes_;
   const uint64_t device_;
   std::mutex mutex_;  // for making the queue and the pool
   std::shared_ptr<Queue> queue_;
@@ -102,6 +101,8 @@ class Lane {
   Helpers jobs_;
   Helpers syncs_;
   Helpers streams_;
+  friend class Scheduler;
+  size_t outstanding_ = 0;  // the scheduler's mutex guards it
 };
 
 }  // namespace tensorferry

@@ -46,12 +46,10 @@ bool Request::wait_for(std::chrono::milliseconds timeout) {
 }
 
 void Request::notify(Listener listener) {
-  std::unique_lock lock(mutex_);
-  if (!done()) {
-    listeners_.push_back(std::move(listener));
-    return;
+  {
+    std::lock_guard lock(mutex_);
+    if (!done()) return listeners_.push_back(std::move(listener));
   }
-  lock.unlock();
   listener();
 }
 
@@ -62,7 +60,7 @@ std::shared_ptr<Scheduler> Request::scheduler() {
 
 void Request::add(const std::vector<std::shared_ptr<Transfer>>& transfers) {
   std::lock_guard lock(mutex_);
-  to_come_ += transfers.size();
+  open_ += transfers.size();
   for (const auto& transfer : transfers) {
     nbytes_.fetch_add(transfer->nbytes(), std::memory_order_relaxed);
     if (!uses_files()) continue;
@@ -81,7 +79,7 @@ Request::Use& Request::use_of(const std::shared_ptr<File>& file, const std::shar
   auto& use = uses_[file.get()];
   if (!use) {
     use = std::make_unique<Use>(Use{file, lane});
-    ++to_come_;
+    ++open_;
   }
   return *use;
 }
@@ -127,7 +125,7 @@ void Request::seal() {
     }
   }
   for (const File* file : given_up) one_over(*file);
-  change([this](auto&) { --to_come_; });
+  change([this](auto&) { --open_; });
 }
 
 bool Request::sealed() {
@@ -135,19 +133,25 @@ bool Request::sealed() {
   return sealed_;
 }
 
+std::unique_ptr<Request::Use> Request::count_down(const File& file) {
+  auto found = uses_.find(&file);
+  if (--found->second->to_come > 0) return nullptr;
+  auto use = std::move(found->second);
+  uses_.erase(found);
+  return use;
+}
+
 void Request::one_over(const File& file) {
-  std::unique_ptr<Use> use;
+  std::unique_ptr<Use> ready;
   {
     std::lock_guard lock(mutex_);
-    auto found = uses_.find(&file);
-    if (--found->second->to_come > 0) return;
-    use = std::move(found->second);
-    uses_.erase(found);
+    ready = count_down(file);
   }
+  if (!ready) return;
   // All of its transfers were over before: until it is closed it counts itself.
-  use->counts_as_one = true;
-  scheduler()->one_more();
-  change([&](auto& jobs) { make_ready(std::move(use), jobs); });
+  ready->counted_in = ready->lane;
+  scheduler()->one_more(*ready->lane);
+  change([&](auto& jobs) { make_ready(std::move(ready), jobs); });
 }
 
 void Request::refuse(const std::shared_ptr<File>& file) {
@@ -164,27 +168,24 @@ void Request::transfer_ended(const Transfer& transfer, const File* file, File::L
     std::lock_guard lock(mutex_);
     if (transfer.fault()) faults_.merge(transfer.faults());
     if (uses_files()) {
-      auto found = uses_.find(file);
-      Use& use = *found->second;
+      Use& use = *uses_.at(file);
       use.moved_nbytes += transfer.moved_nbytes();
       if (!use.lease) use.lease = std::move(lease);
       if (transfer.fault()) {
         use.failed = true;
         incomplete_.insert(transfer.identity());
       }
-      if (--use.to_come == 0) {
-        ready = std::move(found->second);
-        uses_.erase(found);
-      }
+      ready = count_down(*file);
     }
   }
   if (ready) {
-    ready->counts_as_one = true;  // in the transfer's place
+    ready->counted_in = transfer.lane();  // in the transfer's place
   } else {
-    scheduler()->transfer_over();  // before the request can be done: who sees that finds nothing of it outstanding
+    // Before the request can be done: who sees that finds nothing of it outstanding.
+    scheduler()->one_less(*transfer.lane());
   }
   change([&](auto& jobs) {
-    --to_come_;
+    --open_;
     if (ready) make_ready(std::move(ready), jobs);
   });
 }
@@ -197,146 +198,133 @@ void Request::change(Change change) {
   {
     std::lock_guard lock(mutex_);
     change(jobs);
-    over = next(jobs);
+    if (open_ == 0) {
+      for (auto& [directory, uses] : std::exchange(directories_, {})) {
+        auto lane = uses.front()->lane;
+        auto shared = std::make_shared<Uses>(std::move(uses));  // a function can be copied
+        jobs.push_back(job_of(std::move(lane), [this, directory, shared] { sync_names(directory, *shared); }));
+      }
+    }
+    over = open_ == 0;
     syncs = side_by_side();
   }
   for (Job& job : jobs) syncs ? job.lane->help_to_sync(std::move(job.action)) : job.lane->help(std::move(job.action));
   if (over) announce();
 }
 
-// Syncs are made side by side; what takes no time, one after the other.
-void Request::make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs) {
-  const auto lane = use->lane;
-  Ready& ready = ready_[lane];
-  ready.uses.push_back(std::move(use));
-  if (!by_caller_ && (ready.jobs == 0 || side_by_side())) jobs.push_back(settling(lane));
-}
-
-Request::Job Request::settling(const std::shared_ptr<Lane>& lane) {
-  ++jobs_;
-  ++ready_[lane].jobs;
-  return {lane, [self = shared_from_this(), lane] {
-            while (auto use = self->take_ready(lane)) (void)self->settle(std::move(use));
-            self->change([&](auto&) { --self->jobs_; });
+Request::Job Request::job_of(std::shared_ptr<Lane> lane, std::function<void()> action) {
+  ++open_;
+  return {std::move(lane), [self = shared_from_this(), action = std::move(action)] {
+            action();
+            self->change([&](auto&) { --self->open_; });
           }};
 }
 
-bool Request::next(std::vector<Job>& jobs) {
-  if (by_caller_ || to_come_ > 0 || over_) return false;
-  for (auto& [directory, uses] : std::exchange(directories_, {})) {
-    ++jobs_;
-    auto lane = uses.front()->lane;
-    auto shared = std::make_shared<Uses>(std::move(uses));  // a function can be copied
-    jobs.push_back({std::move(lane), [self = shared_from_this(), directory, shared] {
-                      self->settle(directory, *shared);
-                      self->change([&](auto&) { --self->jobs_; });
-                    }});
-  }
-  over_ = jobs_ == 0;
-  return over_;
+// Syncs are made side by side; what takes no time, one after the other.
+void Request::make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs) {
+  const auto lane = use->lane;
+  auto& ready = ready_[lane];
+  ready.push_back(std::move(use));
+  if (by_caller_ || (ready.size() > 1 && !side_by_side())) return;
+  jobs.push_back(job_of(lane, [this, lane] {
+    while (auto found = take_ready(lane)) (void)settle_file(std::move(found));
+  }));
 }
 
 void Request::leave_to_caller() {
   std::lock_guard lock(mutex_);
   by_caller_ = true;
+  ++open_;
 }
 
-bool Request::settle() {
+bool Request::settle_files() {
   while (auto use = take_ready(nullptr)) {
-    if (!settle(std::move(use))) return false;
+    if (!settle_file(std::move(use))) return false;
   }
   std::map<std::string, Uses> directories;
   {
     std::lock_guard lock(mutex_);
     directories.swap(directories_);
   }
-  for (const auto& [directory, uses] : directories) settle(directory, uses);
-  change([this](auto&) { by_caller_ = false; });
+  for (const auto& [directory, uses] : directories) sync_names(directory, uses);
+  change([this](auto&) {
+    by_caller_ = false;
+    --open_;
+  });
   return true;
 }
 
-// Of this lane; of any for the caller, who has but one file. Null: there is none, and a job for the lane is over.
+// Of this lane; of any for the caller, who has but one file.
 std::unique_ptr<Request::Use> Request::take_ready(const std::shared_ptr<Lane>& lane) {
   std::lock_guard lock(mutex_);
   auto found = lane ? ready_.find(lane) : ready_.begin();
-  if (found == ready_.end()) return nullptr;
-  Ready& ready = found->second;
-  if (ready.uses.empty()) {
-    if (lane && --ready.jobs == 0) ready_.erase(found);
-    return nullptr;
-  }
-  auto use = std::move(ready.uses.front());
-  ready.uses.pop_front();
+  if (found == ready_.end() || found->second.empty()) return nullptr;
+  auto use = std::move(found->second.front());
+  found->second.pop_front();
   return use;
 }
 
-bool Request::settle(std::unique_ptr<Use> use) {
+bool Request::settle_file(std::unique_ptr<Use> use) {
   bool cut;
   {
     std::lock_guard lock(mutex_);
     cut = !incomplete_.contains(use->file->identity());
   }
   const auto scheduler = this->scheduler();
-  const bool counts_as_one = use->counts_as_one;
-  std::string directory;
-  std::optional<Fault> fault;
-  const Settled settled = settle(*use, cut, directory, fault);
-  if (settled == Settled::not_yet) {
+  const auto counted_in = use->counted_in;
+  Done done = act_on_file(*use, cut);
+  if (done.interrupted) {
     std::lock_guard lock(mutex_);
-    ready_[use->lane].uses.push_front(std::move(use));
+    ready_[use->lane].push_front(std::move(use));
     return false;
   }
-  if (settled == Settled::but_for_the_name) {
-    std::unique_lock lock(mutex_);
+  bool kept = false;
+  if (done.directory) {
     // One descriptor is enough for a directory, and so many for all.
-    const bool keep = directories_.size() < max_kept_open && !directories_.contains(directory);
-    if (!keep && options_.close_files) {
-      lock.unlock();
-      fault = use->file->close();
-      lock.lock();
-    }
-    if (fault) record(*use, std::move(*fault));
-    directories_[directory].push_back(std::move(use));
-  } else if (fault) {
     std::lock_guard lock(mutex_);
-    record(*use, std::move(*fault));
+    Uses& there = directories_[*done.directory];
+    kept = !options_.close_files || (there.empty() && directories_.size() <= max_kept_open);
+    if (kept) there.push_back(std::move(use));
+  }
+  if (done.directory && !kept) done.fault = use->file->close();
+  if (!kept) {
+    std::lock_guard lock(mutex_);
+    if (done.fault) record(*use, std::move(*done.fault));
+    if (done.directory) directories_[*done.directory].push_back(std::move(use));
   }
   use.reset();  // and with it the lease
-  if (counts_as_one) scheduler->transfer_over();
+  scheduler->one_less(*counted_in);
   std::lock_guard lock(mutex_);
-  --to_come_;
+  --open_;
   return true;
 }
 
-// The name that is left is to be made durable by its directory.
-Request::Settled Request::settle(Use& use, bool cut, std::string& directory, std::optional<Fault>& fault) const {
+Request::Done Request::act_on_file(Use& use, bool cut) const {
   File& file = *use.file;
+  std::optional<Fault> fault;
   const auto interrupted = [&] { return fault && fault->error_number == EINTR && interruptions_are_returned; };
   if (!use.failed && use.cut && canceled()) fault = Fault{.error_number = ECANCELED, .operation = "truncate"};
   if (!use.failed && !fault && cut && use.cut) fault = file.end_at(use.cut->begin());
-  if (interrupted()) return Settled::not_yet;
+  if (interrupted()) return {.interrupted = true};
   if (use.cut) WriteOrder::leave(*std::exchange(use.cut, nullptr));
   if (!use.failed && !fault && options_.sync) {
     const bool given_up = canceled() && interruptions_are_returned;
     fault = given_up ? Fault{.error_number = ECANCELED, .operation = "fdatasync"} : file.sync();
   }
-  if (interrupted()) return Settled::not_yet;
+  if (interrupted()) return {.interrupted = true};
   if (!use.failed && !fault && options_.sync && options_.sync_names && file.name_made()) {
-    auto found = file.directory();
-    if (found) {
-      directory = std::move(*found);
-      return Settled::but_for_the_name;
-    }
-    fault = found.fault();
+    auto directory = file.directory();
+    if (directory) return {.directory = std::move(*directory)};
+    fault = directory.fault();
   }
   if (options_.close_files) {
     auto failed = file.close();
     if (!use.failed && !fault) fault = std::move(failed);
   }
-  return Settled::wholly;
+  return {.fault = std::move(fault)};
 }
 
-void Request::settle(const std::string& directory, const Uses& uses) {
+void Request::sync_names(const std::string& directory, const Uses& uses) {
   File& first = *uses.front()->file;
   const auto failed = sync_directory(directory, first.descriptor(), first.path());
   for (const auto& use : uses) {

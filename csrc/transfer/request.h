@@ -99,10 +99,10 @@ class Request : public std::enable_shared_from_this<Request> {
   // A transfer of this file was refused: the file is not to be cut, and not called durable.
   void refuse(const std::shared_ptr<File>& file);
 
-  // Does what is due with files, and tells everybody if the request is over by that. Blocks. A helper of the
-  // scheduler calls it; after leave_to_caller() the caller does, until it returns true: false says that a signal came
-  // (see InterruptionsReturned).
-  bool settle();
+  // Does what is due with files, and tells everybody if the request is over by that. Blocks. Helpers do this by
+  // themselves; after leave_to_caller() the caller calls it, until it returns true: false says that a signal came (see
+  // InterruptionsReturned).
+  bool settle_files();
   void leave_to_caller();
 
   // Null once done.
@@ -129,38 +129,41 @@ class Request : public std::enable_shared_from_this<Request> {
     size_t to_come = 1;       // what has to end before its turn comes: transfers, its cut's turn, its seal
     bool sealed = false;      // no transfer is still to come
     bool failed = false;
-    bool counts_as_one = false;  // of the scheduler's outstanding transfers
+    std::shared_ptr<Lane> counted_in = nullptr;  // where it is outstanding, once its turn has come
   };
 
-  // Of one lane: the uses whose turn has come, and the jobs that were posted to settle them, and have not ended.
-  struct Ready {
-    std::deque<std::unique_ptr<Use>> uses;
-    size_t jobs = 0;
-  };
   using Uses = std::vector<std::unique_ptr<Use>>;
   struct Job {
     std::shared_ptr<Lane> lane;
     std::function<void()> action;
   };
 
+  // What has been done with a file.
+  struct Done {
+    bool interrupted = false;  // by a signal: it is to be done again
+    std::optional<Fault> fault = std::nullopt;
+    std::optional<std::string> directory = std::nullopt;  // which is still to be synced, for the file's name
+  };
+
   bool cuts(const File& file) const { return options_.truncate || file.replaced(); }
+  bool side_by_side() const { return options_.sync || cuts_any_; }  // with mutex_ held
   Use& use_of(const std::shared_ptr<File>& file, const std::shared_ptr<Lane>& lane);
+
+  // With mutex_ held: of what a use waited for one is over. Null: it waits for more.
+  std::unique_ptr<Use> count_down(const File& file);
+  void one_over(const File& file);
 
   // Makes a change with the lock held, and then without it does what follows: posts jobs, or tells that all is over.
   template <typename Change>
   void change(Change change);
-  // With mutex_ held: what is to be done next. True: all is over, which is said once.
-  bool next(std::vector<Job>& jobs);
-  void make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs);  // with mutex_ held
-  Job settling(const std::shared_ptr<Lane>& lane);                    // with mutex_ held
-  bool side_by_side() const { return options_.sync || cuts_any_; }    // with mutex_ held
+  // With mutex_ held: its turn has come; what is to be posted.
+  void make_ready(std::unique_ptr<Use> use, std::vector<Job>& jobs);
+  Job job_of(std::shared_ptr<Lane> lane, std::function<void()> action);
 
-  void one_over(const File& file);  // of what a use waited for
   std::unique_ptr<Use> take_ready(const std::shared_ptr<Lane>& lane);
-  bool settle(std::unique_ptr<Use> use);  // false: a signal came
-  enum class Settled { wholly, but_for_the_name, not_yet };
-  Settled settle(Use& use, bool cut, std::string& directory, std::optional<Fault>& fault) const;
-  void settle(const std::string& directory, const Uses& uses);
+  bool settle_file(std::unique_ptr<Use> use);  // false: a signal came
+  Done act_on_file(Use& use, bool cut) const;
+  void sync_names(const std::string& directory, const Uses& uses);
   void record(const Use& use, Fault fault);
   void announce();
 
@@ -177,12 +180,11 @@ class Request : public std::enable_shared_from_this<Request> {
   bool sealed_ = false;
   bool by_caller_ = false;  // who settles what is ready, and no helper does
   bool cuts_any_ = false;
-  bool over_ = false;
-  // What has to end before names are made durable: the seal, transfers, and uses.
-  size_t to_come_ = 1;
-  size_t jobs_ = 0;  // that have been posted, and have not ended: they use the scheduler
+  // What has to end before the request does: the seal, transfers, uses, jobs, and the caller's settling. Names are made
+  // durable when nothing else is left.
+  size_t open_ = 1;
   std::unordered_map<const File*, std::unique_ptr<Use>> uses_;
-  std::map<std::shared_ptr<Lane>, Ready> ready_;
+  std::map<std::shared_ptr<Lane>, std::deque<std::unique_ptr<Use>>> ready_;
   // By identity, since one file may go by several names: where it is to be cut; of which not all was written.
   std::map<FileIdentity, uint64_t> ends_;
   std::set<FileIdentity> incomplete_;

@@ -4,7 +4,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <system_error>
 
 #include "base/after_fork.h"
 #include "base/interruption.h"
@@ -19,188 +18,51 @@ namespace {
 // Beyond this a blocking call is left to a worker, which has several blocks in flight.
 constexpr uint64_t max_inline_nbytes = uint64_t{1} << 20;
 
-constexpr std::chrono::milliseconds patience_slice{100};
-
-// Queues of all schedulers of the process beyond the first of each. What wants more shares those that there are.
-constexpr size_t max_further_queues = 64;
-
-std::atomic<size_t>& further_queues() {
-  static constinit ForkSafe<std::atomic<size_t>> instance;
-  return instance.get();
-}
-
-// Four zero memory faster than most drives fill it. All processors may: nothing moves before. On two, two made a load
-// into memory that the host had taken back up to 1.6 times as fast as one, and none slower.
-constexpr size_t touchers_of_a_device = 4;
-
-size_t processors() { return std::max(std::thread::hardware_concurrency(), 1u); }
-
 }  // namespace
 
 std::shared_ptr<Scheduler> Scheduler::create(const SchedulerOptions& options, std::vector<EngineRefusal>& refusals) {
   std::shared_ptr<Scheduler> scheduler(new Scheduler(options));
   for (const EngineKind& kind : engine_kinds()) {
     if (options.engine.empty() ? kind.on_request_only : options.engine != kind.name) continue;
-    auto queue = std::make_shared<Queue>(*scheduler);
-    const std::string refusal = queue->start(kind);
-    if (refusal.empty()) {
-      scheduler->engine_kind_ = &kind;
-      scheduler->queues_.push_back(std::move(queue));
-      return scheduler;
-    }
-    queue->stop();
+    const std::string refusal = scheduler->lanes_.start(kind);
+    if (refusal.empty()) return scheduler;
     refusals.push_back({kind.name, refusal});
   }
   return nullptr;
 }
 
 Scheduler::Scheduler(const SchedulerOptions& options)
-    : options_(options),
-      fork_generation_(tensorferry::fork_generation()),
-      copy_helpers_("tensorferry-cpy", options.copier_count),
-      touch_helpers_("tensorferry-mem", std::min(touchers_of_a_device, processors())) {}
+    : options_(options), fork_generation_(tensorferry::fork_generation()), lanes_(*this) {}
 
 Scheduler::~Scheduler() {
   if (state_ == State::abandoned) (void)watcher_.release();  // its own thread may be the one that comes here
 }
 
-std::shared_ptr<Lane> Scheduler::lane_of(uint64_t device) {
-  std::shared_ptr<Lane> idle;
-  std::shared_ptr<Lane> lane;
-  {
-    std::lock_guard lock(lanes_mutex_);
-    if (auto found = lanes_.find(device); found != lanes_.end()) {
-      found->second.used = true;
-      return found->second.lane;
-    }
-    if (lanes_.size() >= options_.max_lanes) {
-      idle = take_out_idle(false);
-      if (!idle) {  // that of the device with which least is going on
-        const auto is_less_used = [](const Lanes::value_type& one, const Lanes::value_type& other) {
-          return one.second.lane.use_count() < other.second.lane.use_count();
-        };
-        return std::min_element(lanes_.begin(), lanes_.end(), is_less_used)->second.lane;
-      }
-    }
-    lane = lanes_.emplace(device, KeptLane{std::make_shared<Lane>(*this, device), true}).first->second.lane;
-    share_processors();
-    if (lanes_are_over_) lane->abandon();  // as all others have been
-    if (lanes_.size() > 1 && !lanes_are_over_ && !caretaker_.joinable()) {
-      SignalsBlocked signals;
-      try {
-        caretaker_ = std::thread([self = shared_from_this()] {
-          (void)::pthread_setname_np(::pthread_self(), "tensorferry-job");
-          self->look_after_lanes();
-        });
-      } catch (const std::system_error&) {
-        // Lanes are then given back when another one needs their place.
-      }
-    }
-  }
-  lanes_news_.notify_one();
-  if (idle) give_back(std::move(idle));
-  return lane;
-}
-
-size_t Scheduler::lane_count() const {
-  std::lock_guard lock(lanes_mutex_);
-  return lanes_.size();
-}
-
-std::shared_ptr<Lane> Scheduler::take_out_idle(bool unused) {
-  for (auto kept = lanes_.begin(); kept != lanes_.end(); ++kept) {
-    // Whoever uses a lane has got it from here, and keeps it as long.
-    if (kept->second.lane.use_count() > 1 || (unused && kept->second.used)) continue;
-    auto lane = std::move(kept->second.lane);
-    lanes_.erase(kept);
-    share_processors();
-    return lane;
-  }
-  return nullptr;
-}
-
-void Scheduler::give_back(std::shared_ptr<Lane> lane) {
-  lane->stop();
-  auto queue = lane->give_queue_back();
-  if (!queue) return;
-  {
-    std::lock_guard lock(lanes_mutex_);
-    const auto is_spare = [&](const auto& one) { return one != queue && one.use_count() == 1; };
-    const bool is_used = queue.use_count() > 2;  // by a lane that shares it
-    // One of them stays, for the next lane.
-    if (lanes_are_over_ || is_used || std::none_of(queues_.begin(), queues_.end(), is_spare)) return;
-    std::erase(queues_, queue);
-  }
-  queue->stop();
-  --further_queues();
-}
-
-void Scheduler::look_after_lanes() {
-  std::unique_lock lock(lanes_mutex_);
-  while (!lanes_are_over_) {
-    if (lanes_.size() < 2) {
-      lanes_news_.wait(lock);
-      continue;
-    }
-    for (auto& [device, kept] : lanes_) kept.used = false;
-    if (lanes_news_.wait_for(lock, options_.idle_patience, [&] { return lanes_are_over_; })) break;
-    while (lanes_.size() > 1) {
-      auto idle = take_out_idle(true);
-      if (!idle) break;
-      lock.unlock();
-      give_back(std::move(idle));
-      lock.lock();
-    }
-  }
-}
-
-// Each device has its copying threads and those that touch memory, as long as there are processors for them.
-void Scheduler::share_processors() {
-  const size_t count = std::max<size_t>(lanes_.size(), 1);
-  const size_t copiers = std::max<size_t>(options_.copier_count, std::max<size_t>(processors() / 2, 1) - 1);
-  copy_helpers_.allow(std::min(count * options_.copier_count, copiers));
-  touch_helpers_.allow(std::min(count * touchers_of_a_device, processors()));
-}
-
-std::shared_ptr<Queue> Scheduler::queue_for_a_lane() {
-  {
-    std::lock_guard lock(lanes_mutex_);
-    for (const auto& queue : queues_) {
-      if (queue.use_count() == 1) return queue;
-    }
-  }
-  if (++further_queues() <= max_further_queues) {
-    auto queue = std::make_shared<Queue>(*this);
-    if (queue->start(*engine_kind_).empty()) {
-      std::lock_guard lock(lanes_mutex_);
-      queues_.push_back(queue);
-      if (lanes_are_over_) queue->abandon();  // as all others have been
-      return queue;
-    }
-    queue->stop();
-  }
-  --further_queues();
-  std::lock_guard lock(lanes_mutex_);
-  const auto is_less_used = [](const auto& one, const auto& other) { return one.use_count() < other.use_count(); };
-  return *std::min_element(queues_.begin(), queues_.end(), is_less_used);
-}
-
 bool Scheduler::belongs_to_this_process() const { return fork_generation_ == tensorferry::fork_generation(); }
 
-Scheduler::Admission Scheduler::admit(size_t count, std::chrono::milliseconds timeout) {
+Scheduler::Admission Scheduler::admit(const std::vector<Places>& places, std::chrono::milliseconds timeout) {
+  const auto has_room = [](const Places& wanted) {
+    const size_t outstanding = wanted.lane->outstanding_;
+    return outstanding == 0 || outstanding + wanted.count <= max_outstanding;
+  };
   std::unique_lock lock(mutex_);
-  const bool decided = progress_.wait_for(lock, timeout, [&] {
-    return state_ != State::open || outstanding_ == 0 || outstanding_ + count <= max_outstanding;
-  });
+  const bool decided =
+      progress_.wait_for(lock, timeout, [&] { return state_ != State::open || std::ranges::all_of(places, has_room); });
   if (!decided) return Admission::full;
   if (state_ != State::open) return Admission::closed;
-  outstanding_ += count;
+  for (const auto& [lane, count] : places) {
+    lane->outstanding_ += count;
+    outstanding_ += count;
+  }
   return Admission::admitted;
 }
 
-void Scheduler::take_back(size_t count) {
+void Scheduler::take_back(const std::vector<Places>& places) {
   std::lock_guard lock(mutex_);
-  outstanding_ -= count;
+  for (const auto& [lane, count] : places) {
+    lane->outstanding_ -= count;
+    outstanding_ -= count;
+  }
   end_if_abandoned();
   progress_.notify_all();
 }
@@ -257,7 +119,7 @@ std::vector<bool> Scheduler::enter_order(Request& request, const Transfers& tran
   return may_begin;
 }
 
-void Scheduler::begin(const std::shared_ptr<Transfer>& transfer) {
+void Scheduler::line_up(const std::shared_ptr<Transfer>& transfer) {
   if (may_line_up(transfer)) transfer->lane()->queue()->add({transfer});
 }
 
@@ -270,7 +132,7 @@ bool Scheduler::may_line_up(const std::shared_ptr<Transfer>& transfer) {
     if (!passed || *passed) continue;
     watcher_->add_gate(gate, [this, transfer](const std::optional<Fault>& fault) {
       if (fault) transfer->refuse(*fault);
-      begin(transfer);
+      line_up(transfer);
     });
     return false;
   }
@@ -303,92 +165,46 @@ uint64_t Scheduler::progress() const {
   return completed_ + statistics_.read_nbytes + statistics_.written_nbytes;
 }
 
-bool Scheduler::close(std::chrono::milliseconds patience) {
+bool Scheduler::close() {
   std::unique_lock lock(mutex_);
   if (state_ != State::open && state_ != State::refusing) {
     progress_.wait(lock, [&] { return state_ != State::closing; });
     return state_ == State::closed;
   }
-  state_ = State::closing;
+  // Hung in the kernel. The threads own the scheduler; they end when all has come back, or with the process.
+  const bool hung = !is_idle();
+  state_ = hung ? State::abandoned : State::closing;
   progress_.notify_all();  // for those who wait to be admitted
-  auto left = patience;
-  while (!is_idle()) {
-    const auto moved = [&] { return completed_ + statistics_.read_nbytes + statistics_.written_nbytes; };
-    const uint64_t before = moved();
-    // In slices, since the clock goes on while the process is stopped (SIGSTOP, a frozen container).
-    const auto slice = std::min(left, patience_slice);
-    const bool quiet = !progress_.wait_for(lock, slice, [&] { return moved() != before || is_idle(); });
-    left = quiet ? left - slice : patience;
-    if (!quiet || left.count() > 0) continue;
-    // Hung in the kernel. The threads own the scheduler; they end when all has come back, or with the process.
-    abandon_workers();
+  if (hung) {
+    lanes_.abandon();
     return false;
   }
   lock.unlock();
-  stop_workers();
+  lanes_.stop();
+  watcher_.reset();  // which may have been about to wake a worker
   lock.lock();
   state_ = State::closed;
   progress_.notify_all();
   return true;
 }
 
-void Scheduler::stop_workers() {
-  {
-    std::lock_guard lock(lanes_mutex_);
-    lanes_are_over_ = true;
-  }
-  lanes_news_.notify_one();
-  if (caretaker_.joinable()) caretaker_.join();
-  const auto [lanes, queues] = all_lanes();
-  for (const auto& queue : queues) queue->stop();
-  for (const auto& lane : lanes) lane->stop();
-  copy_helpers_.stop();
-  touch_helpers_.stop();
-  watcher_.reset();  // which may be about to wake a worker
-  further_queues() -= queues.size() - 1;
-}
-
-void Scheduler::abandon_workers() {
-  state_ = State::abandoned;
-  progress_.notify_all();
-  std::lock_guard lock(lanes_mutex_);
-  lanes_are_over_ = true;
-  lanes_news_.notify_one();
-  if (caretaker_.joinable()) caretaker_.detach();
-  for (const auto& queue : queues_) queue->abandon();
-  for (const auto& [device, kept] : lanes_) kept.lane->abandon();
-  copy_helpers_.abandon();
-  touch_helpers_.abandon();
-}
-
 void Scheduler::end_if_abandoned() {
   if (state_ != State::abandoned || !is_idle()) return;
-  const auto [lanes, queues] = all_lanes();
-  for (const auto& queue : queues) queue->release();
-  for (const auto& lane : lanes) lane->release();
-  copy_helpers_.release();
-  touch_helpers_.release();
-}
-
-std::pair<std::vector<std::shared_ptr<Lane>>, std::vector<std::shared_ptr<Queue>>> Scheduler::all_lanes() const {
-  std::lock_guard lock(lanes_mutex_);
-  std::vector<std::shared_ptr<Lane>> lanes;
-  for (const auto& [device, kept] : lanes_) lanes.push_back(kept.lane);
-  return {lanes, queues_};
+  lanes_.let_end();
 }
 
 void Scheduler::drop(WorkBlock& block) {
   block.bounce.reset();
   auto transfer = std::move(block.transfer);
-  if (transfer->release()) end(transfer);
+  if (transfer->count_down()) end_transfer(transfer);
 }
 
-void Scheduler::end(const std::shared_ptr<Transfer>& transfer) {
+void Scheduler::end_transfer(const std::shared_ptr<Transfer>& transfer) {
   transfer->finish();
-  if (!transfer->fault() || !transfer->joined()) return leave(transfer);
+  if (!transfer->fault() || !transfer->joined()) return tell_request(transfer);
   transfer->lane()->help([self = shared_from_this(), transfer] {
     self->move_singly(*transfer);
-    self->leave(transfer);
+    self->tell_request(transfer);
   });
 }
 
@@ -403,6 +219,7 @@ void Scheduler::move_singly(Transfer& joined) {
     if (spec.positions[index] == gap_position) continue;
     const size_t position = spec.positions[index];
     TransferSpec own{spec.file, Segments(piece.memory, piece.nbytes), spec.offset + piece.begin, spec.write};
+    own.lane = spec.lane;
     auto made = Transfer::create(std::move(own), request, position, block_nbytes_for(piece.nbytes));
     if (!made) {
       faults.emplace(position, made.fault());
@@ -411,7 +228,7 @@ void Scheduler::move_singly(Transfer& joined) {
     Transfer& single = **made;
     WorkBlock block;
     bool exhausted = false;
-    while (!exhausted && single.take(block, exhausted)) {
+    while (!exhausted && single.next_block(block, exhausted)) {
       drive(block);
       block.transfer.reset();
     }
@@ -422,7 +239,7 @@ void Scheduler::move_singly(Transfer& joined) {
   joined.ended_singly(std::move(faults), moved_nbytes);
 }
 
-void Scheduler::leave(const std::shared_ptr<Transfer>& transfer) {
+void Scheduler::tell_request(const std::shared_ptr<Transfer>& transfer) {
   if (transfer->is_write()) WriteOrder::leave(*transfer);
   const File* file = transfer->file().get();  // its request may know it, and then keeps it, and the lease
   File::Lease lease = transfer->release_file();
@@ -430,11 +247,11 @@ void Scheduler::leave(const std::shared_ptr<Transfer>& transfer) {
   if (!request.uses_files()) {
     // Its owner may have dropped the file meanwhile: it is closed now, which may block, and is outstanding until then.
     if (lease.is_all_that_is_left()) {
-      one_more();
+      one_more(*transfer->lane());
       transfer->lane()->help([self = shared_from_this(), lane = transfer->lane(),
                               held = std::make_shared<File::Lease>(std::move(lease))]() mutable {
         held.reset();
-        self->transfer_over();
+        self->one_less(*lane);
       });
     }
     lease = {};  // before anybody hears of the end: who then drops the file has closed it
@@ -442,9 +259,10 @@ void Scheduler::leave(const std::shared_ptr<Transfer>& transfer) {
   request.transfer_ended(*transfer, file, std::move(lease));
 }
 
-void Scheduler::transfer_over() {
+void Scheduler::one_less(Lane& lane) {
   {
     std::lock_guard lock(mutex_);
+    --lane.outstanding_;
     --outstanding_;
     ++completed_;
     end_if_abandoned();
@@ -457,8 +275,9 @@ void Scheduler::let_go(uint64_t id) {
   finished_.push_back(id);
 }
 
-void Scheduler::one_more() {
+void Scheduler::one_more(Lane& lane) {
   std::lock_guard lock(mutex_);
+  ++lane.outstanding_;
   ++outstanding_;
 }
 
@@ -488,7 +307,7 @@ Step Scheduler::run_now(WorkBlock& block, Step step) {
       case Step::move:
         statistics_.inline_blocks.fetch_add(block.moved == 0 && block.attempts == 0, std::memory_order_relaxed);
         block.result = transfer.move_here(block, &execute_now);
-        step = transfer.settle(block, statistics_);
+        step = transfer.look_at_result(block, statistics_);
         if (block.result == -EINTR && interruptions_are_returned) return step;
         break;
       default: return step;
@@ -520,7 +339,7 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
   if (cut) order.push_back(cut);
   if (!order.empty() && !WriteOrder::try_to_enter(order)) return false;
   bool exhausted;
-  if (transfer->take(taken.block, exhausted)) {
+  if (transfer->next_block(taken.block, exhausted)) {
     taken.step = transfer->prepare(taken.block, nullptr, statistics_);
     if (taken.step == Step::wait_for_memory) {
       taken.block.transfer.reset();
@@ -528,7 +347,7 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
       for (const auto& write : order) WriteOrder::leave(*write);
       return false;
     }
-    (void)transfer->release();  // for the block; the cursor still keeps it going
+    (void)transfer->count_down();  // for the block; the cursor still keeps it going
   }
   request.leave_to_caller();
   request.add({transfer});
@@ -542,13 +361,14 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
 bool Scheduler::go_on(Inline& taken) {
   if (!taken.transfer) return true;
   if (taken.step != Step::done && taken.transfer->request().canceled()) {
-    taken.step = taken.transfer->settle(taken.block, statistics_);  // it was interrupted, and is not tried again
+    taken.step =
+        taken.transfer->look_at_result(taken.block, statistics_);  // it was interrupted, and is not tried again
   }
   taken.step = run_on(taken.block, taken.step);
   if (taken.step != Step::done) return false;
   taken.block.bounce.reset();
   taken.block.transfer.reset();
-  end(std::exchange(taken.transfer, nullptr));
+  end_transfer(std::exchange(taken.transfer, nullptr));
   return true;
 }
 
@@ -557,10 +377,10 @@ void Scheduler::drive(WorkBlock& block) {
   while ((step = block.transfer->prepare(block, nullptr, statistics_)) == Step::wait_for_memory) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));  // the workers give theirs back
   }
-  finish(block, step);
+  run_to_end(block, step);
 }
 
-void Scheduler::finish(WorkBlock& block, Step step) {
+void Scheduler::run_to_end(WorkBlock& block, Step step) {
   while (step != Step::done) step = run_on(block, step);
   block.bounce.reset();
 }
@@ -570,7 +390,7 @@ bool Scheduler::share(const std::shared_ptr<Transfer>& transfer, std::chrono::mi
   if (!transfer->is_shared()) return true;
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   WorkBlock block;
-  while (transfer->lane()->queue()->take(block, nullptr, transfer.get())) {
+  while (transfer->lane()->queue()->take_block(block, nullptr, transfer.get())) {
     const Step step = block.transfer->prepare(block, nullptr, statistics_);
     if (step == Step::wait_for_memory) {  // which what hangs may have: nothing that a caller waits for
       transfer->lane()->help([self = shared_from_this(), block = std::make_shared<WorkBlock>(std::move(block))] {
@@ -579,7 +399,7 @@ bool Scheduler::share(const std::shared_ptr<Transfer>& transfer, std::chrono::mi
       });
       return true;
     }
-    finish(block, step);
+    run_to_end(block, step);
     drop(block);
     if (std::chrono::steady_clock::now() >= deadline) return false;
   }

@@ -1,9 +1,8 @@
-// Who is admitted, what is outstanding, and which lane serves it.
+// Who is admitted, what is outstanding, and what becomes of it.
 //
-// Who wants something moved is admitted first. From then on closing waits for it; who comes later is refused. Each
-// device has a lane of its own (lane.h), made when a transfer first needs it, and given back when it has not been used
-// for some seconds. In it a worker with room takes the block that is next in line, so blocks spread over workers by
-// themselves, and one request's last blocks fly together with another's.
+// Who wants something moved is admitted first. From then on closing waits for it; who comes later is refused. What
+// was admitted gets in line in its device's lane (lanes.h). There a worker with room takes the block that is next in
+// line, so blocks spread over workers by themselves, and one request's last blocks fly together with another's.
 #pragma once
 
 #include <algorithm>
@@ -23,6 +22,7 @@
 #include "engine/engine.h"
 #include "transfer/helpers.h"
 #include "transfer/lane.h"
+#include "transfer/lanes.h"
 #include "transfer/request.h"
 #include "transfer/statistics.h"
 #include "transfer/transfer.h"
@@ -62,7 +62,7 @@ struct EngineRefusal {
 
 class Scheduler : public std::enable_shared_from_this<Scheduler> {
  public:
-  // Transfers that may be outstanding at a time; submitters wait beyond.
+  // Transfers of one lane that may be outstanding at a time; who submits more to it waits.
   static constexpr size_t max_outstanding = 16384;
 
   // Null when no engine could be had: `refusals` then says why. It also names those passed over.
@@ -70,7 +70,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   ~Scheduler();
 
-  const char* engine_name() const { return engine_kind_->name; }
+  const char* engine_name() const { return lanes_.engine_kind().name; }
   const SchedulerOptions& options() const { return options_; }
   Statistics& statistics() { return statistics_; }
 
@@ -83,17 +83,23 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
   enum class Admission { admitted, full, closed };
 
-  // Counts `count` more transfers as outstanding, as soon as so many may be, or says why not when time is over. Each is
-  // to be handed over or, if nothing becomes of it, taken back.
-  Admission admit(size_t count, std::chrono::milliseconds timeout);
-  void take_back(size_t count);
+  // So many transfers of a lane.
+  struct Places {
+    std::shared_ptr<Lane> lane;
+    size_t count;
+  };
+
+  // Counts them as outstanding, as soon as so many may be in each of the lanes, or says why not when time is over. Each
+  // is to be handed over or, if nothing becomes of it, taken back.
+  Admission admit(const std::vector<Places>& places, std::chrono::milliseconds timeout);
+  void take_back(const std::vector<Places>& places);
 
   // Waits until something finishes that was outstanding; false when time is over. True at once if nothing is.
   bool wait_for_progress(std::chrono::milliseconds timeout);
 
   // That of a device, as File::device() tells it. Where there may be no further lane, another device's.
-  std::shared_ptr<Lane> lane_of(uint64_t device);
-  size_t lane_count() const;
+  std::shared_ptr<Lane> lane_of(uint64_t device) { return lanes_.of(device); }
+  size_t lane_count() const { return lanes_.count(); }
 
   // To be called, with success, before transfers of GPU memory are handed over.
   std::optional<Fault> prepare_for_gpus();
@@ -120,7 +126,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   bool go_on(Inline& taken);
 
   // A submitted write no longer has to wait for another.
-  void begin(const std::shared_ptr<Transfer>& transfer);
+  void line_up(const std::shared_ptr<Transfer>& transfer);
 
   // Returns true when nothing is left to take, false when time is over.
   bool share(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout);
@@ -137,19 +143,19 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // Changes whenever bytes have moved or something has ended.
   uint64_t progress() const;
 
-  // Refuses what comes from now on, lets outstanding work finish and ends the workers. Gives up, and leaves them
-  // behind, when nothing has moved for `patience`; returns whether all ended well. Whoever else calls it meanwhile
-  // waits for that as well.
-  bool close(std::chrono::milliseconds patience);
+  // Ends the workers; where something is outstanding still, leaves them behind. Returns whether all ended well. Who
+  // else calls it meanwhile waits for that as well.
+  bool close();
 
   // For what takes a processor's time; copying: false where nobody is free to do it.
-  void help_to_touch(Helpers::Job job) { touch_helpers_.post(std::move(job)); }
-  bool help_to_copy(Helpers::Job job) { return copy_helpers_.offer(std::move(job)); }
+  void help_to_touch(Helpers::Job job) { lanes_.help_to_touch(std::move(job)); }
+  bool help_to_copy(Helpers::Job job) { return lanes_.help_to_copy(std::move(job)); }
 
-  // For requests: one of their transfers is over; something else is outstanding, until transfer_over() as well; all of
-  // the request is over.
-  void transfer_over();
-  void one_more();
+  // Something else is outstanding in a lane; that, or a transfer, is over.
+  void one_more(Lane& lane);
+  void one_less(Lane& lane);
+
+  // All of a request is over.
   void request_over(const Request& request);
 
   // Memory kept under an id of next_request_id() is needed no more.
@@ -159,29 +165,13 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   bool belongs_to_this_process() const;
 
  private:
-  friend class Lane;
   friend class Queue;
   friend class Worker;
   using Transfers = std::vector<std::shared_ptr<Transfer>>;
   explicit Scheduler(const SchedulerOptions& options);
 
-  // Ends threads that have nothing to do any more.
-  void stop_workers();
-  void abandon_workers();
   void end_if_abandoned();  // with mutex_ held: what was left behind has come back
   bool is_idle() const { return outstanding_ == 0 && requests_.empty(); }  // with mutex_ held
-
-  struct KeptLane {
-    std::shared_ptr<Lane> lane;
-    bool used;  // since it was last looked at
-  };
-  using Lanes = std::unordered_map<uint64_t, KeptLane>;
-  std::shared_ptr<Queue> queue_for_a_lane();
-  std::shared_ptr<Lane> take_out_idle(bool unused);  // with lanes_mutex_ held; null: none is idle
-  void give_back(std::shared_ptr<Lane> lane);
-  void look_after_lanes();
-  void share_processors();  // with lanes_mutex_ held
-  std::pair<std::vector<std::shared_ptr<Lane>>, std::vector<std::shared_ptr<Queue>>> all_lanes() const;
 
   void drop(WorkBlock& block);  // settled or abandoned
   Step run_now(WorkBlock& block, Step step);
@@ -190,13 +180,12 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   std::vector<bool> enter_order(Request& request, const Transfers& transfers,
                                 const std::vector<std::shared_ptr<File>>& last);
   void drive(WorkBlock& block);  // from its beginning to its end, on this thread; waits for memory
-  void finish(WorkBlock& block, Step step);
-  void end(const std::shared_ptr<Transfer>& transfer);
+  void run_to_end(WorkBlock& block, Step step);
+  void end_transfer(const std::shared_ptr<Transfer>& transfer);
   void move_singly(Transfer& joined);  // blocks
-  void leave(const std::shared_ptr<Transfer>& transfer);
+  void tell_request(const std::shared_ptr<Transfer>& transfer);
 
   const SchedulerOptions options_;
-  const EngineKind* engine_kind_ = nullptr;
   const uint64_t fork_generation_;
   Statistics statistics_;
   std::atomic<uint64_t> last_request_id_{0};
@@ -209,17 +198,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   uint64_t completed_ = 0;
   enum class State { open, refusing, closing, closed, abandoned } state_ = State::open;
 
-  mutable std::mutex lanes_mutex_;
-  std::condition_variable lanes_news_;
   Lanes lanes_;
-  // Of all lanes; one that only stands here is for the next lane that needs one.
-  std::vector<std::shared_ptr<Queue>> queues_;
-  bool lanes_are_over_ = false;
-  std::thread caretaker_;  // gives lanes back; there is one once there have been two lanes
-
   std::unique_ptr<cuda::Watcher> watcher_;
-  Helpers copy_helpers_;
-  Helpers touch_helpers_;
 };
 
 }  // namespace tensorferry

@@ -84,10 +84,7 @@ class Stock {
   std::vector<Stream::Memory> kept_;
 };
 
-Stock& stock() {
-  static constinit ForkSafe<Stock> instance;
-  return instance.get();
-}
+Stock& stock() { return of_this_process<Stock>(); }
 
 uint64_t buffer_nbytes_for(uint64_t expected_nbytes) {
   return std::bit_ceil(std::clamp(expected_nbytes, Stream::min_buffer_nbytes, Stream::max_buffer_nbytes));
@@ -160,7 +157,7 @@ void Stream::begin_job(bool now) {
     now = now || uncopied_nbytes_ >= min_job_nbytes || sources_.size() >= min_job_sources;
   }
   if (now) wake();
-  scheduler_->transfer_over();
+  scheduler_->one_less(*lane_);
 }
 
 bool Stream::end(const RequestOptions& options) {
@@ -238,14 +235,10 @@ void Stream::wake() {
     if (running_) return;
     running_ = true;
   }
-  post();
-}
-
-void Stream::post() {
-  scheduler_->one_more();
+  scheduler_->one_more(*lane_);
   lane_->help_stream([self = shared_from_this()] {
     self->run();
-    self->scheduler_->transfer_over();
+    self->scheduler_->one_less(*self->lane_);
   });
 }
 
@@ -255,7 +248,7 @@ void Stream::run() {
   while (std::exchange(again_, false) && !stopped()) {
     lock.unlock();
     while (true) {
-      const bool placed = place();
+      const bool placed = place_sources();
       const bool copied = copy();
       if (!placed && !copied && !write_the_rest()) break;
     }
@@ -266,7 +259,7 @@ void Stream::run() {
 }
 
 // Gives sources their places, as far as one buffer goes.
-bool Stream::place() {
+bool Stream::place_sources() {
   bool any = false;
   while (true) {
     Source* source = nullptr;
@@ -352,7 +345,7 @@ bool Stream::start_copy(Source& source, uint64_t nbytes) {
       std::lock_guard lock(mutex_);
       if (std::exchange(gate_watched_, true)) return false;
     }
-    scheduler_->one_more();
+    scheduler_->one_more(*lane_);
     scheduler_->watcher().add_gate(source.gate, [self = shared_from_this()](const std::optional<Fault>& fault) {
       if (fault) self->fail(*fault);
       {
@@ -360,7 +353,7 @@ bool Stream::start_copy(Source& source, uint64_t nbytes) {
         self->gate_watched_ = false;
       }
       self->wake();
-      self->scheduler_->transfer_over();
+      self->scheduler_->one_less(*self->lane_);
     });
     return false;
   }
@@ -394,7 +387,7 @@ void Stream::watch_copies() {
   for (const auto& buffer : buffers) {
     auto copies = std::exchange(buffer->copies, {});
     for (auto& [gpu, event] : copies) {
-      scheduler_->one_more();
+      scheduler_->one_more(*lane_);
       {
         std::lock_guard lock(mutex_);
         ++open_copies_;
@@ -410,7 +403,7 @@ void Stream::watch_copies() {
                                          self->news(lock);
                                        }
                                        self->wake();
-                                       self->scheduler_->transfer_over();
+                                       self->scheduler_->one_less(*self->lane_);
                                      });
     }
   }
@@ -535,9 +528,9 @@ void Stream::write(std::shared_ptr<Buffer> buffer, const RequestOptions& options
 
 void Stream::hand_over(std::shared_ptr<Buffer> buffer, const RequestOptions& options, bool last) {
   const uint64_t nbytes = buffer->end - buffer->begin;
-  scheduler_->one_more();  // until it is written
+  scheduler_->one_more(*lane_);  // until it is written
   const auto request = std::make_shared<Request>(scheduler_, options);
-  TransferSpec spec{.file = file_, .offset = buffer->offset, .write = true};
+  TransferSpec spec{.file = file_, .offset = buffer->offset, .write = true, .lane = lane_};
   spec.lease = file_->lease();  // first: who closes the file waits, and its descriptor stays its own
   spec.memory = Segments(buffer->memory.data ? buffer->memory.data + buffer->begin : nullptr, nbytes);
   auto fault = spec.lease ? reserve(*file_, {{buffer->offset, buffer->offset + nbytes}}) : std::nullopt;
@@ -550,7 +543,7 @@ void Stream::hand_over(std::shared_ptr<Buffer> buffer, const RequestOptions& opt
     written(std::move(buffer), fault, last);
     return;
   }
-  scheduler_->one_more();  // the transfer
+  scheduler_->one_more(*lane_);  // the transfer
   scheduler_->submit(request, {*transfer}, {file_});
   request->seal();
   request->notify([self = shared_from_this(), request = request.get(), buffer = std::move(buffer), last]() mutable {
@@ -569,7 +562,7 @@ void Stream::written(std::shared_ptr<Buffer> buffer, const std::optional<Fault>&
   }
   buffer.reset();  // its memory is there for the next one
   wake();
-  scheduler_->transfer_over();
+  scheduler_->one_less(*lane_);
 }
 
 void Stream::fail(Fault fault) {

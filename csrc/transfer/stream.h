@@ -86,8 +86,11 @@ class Stream : public std::enable_shared_from_this<Stream> {
   Stream(std::shared_ptr<Scheduler> scheduler, std::shared_ptr<File> file, const StreamOptions& options);
   ~Stream();
 
+  // What begin_job() and end() each take over an admission to.
+  std::vector<Scheduler::Places> place() const { return {{lane_, 1}}; }
+
   // At the end. The memory must stay as it is until copied_segments() is beyond its index. The caller has been admitted
-  // by the scheduler, which begin_job() hands over. False: has_ended(). After a fault nothing is done, and all is well.
+  // to a place(), which begin_job() takes over. False: has_ended(). After a fault nothing is done, and all is well.
   bool append(char* memory, uint64_t nbytes, std::shared_ptr<cuda::Gate> gate = nullptr);
   // False as well where a field does not fit, or names a segment that is not before it.
   bool append(Made made);
@@ -169,7 +172,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
   // Steps of a job: each does something, or returns false.
   void run();
-  bool place();
+  bool place_sources();
   bool copy();
   bool write_the_rest();
 
@@ -184,7 +187,6 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void written(std::shared_ptr<Buffer> buffer, const std::optional<Fault>& fault, bool last);
   void fail(Fault fault);
   void wake();
-  void post();
   bool stopped() const { return stopping_ || fault_.has_value(); }  // with mutex_ held
   bool is_copying() const { return (at_work_ && !handing_over_) || open_copies_ > 0; }
   void news(std::unique_lock<std::mutex>& lock);  // lets go of it

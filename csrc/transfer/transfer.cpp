@@ -35,6 +35,12 @@ constexpr uint64_t looked_at_nbytes = uint64_t{64} << 20;
 // What cuFile asks of offsets and lengths, where the drive asks for less.
 constexpr uint32_t cufile_alignment = 4096;
 
+int64_t move_by_cufile(const Block& block) {
+  const auto& work = static_cast<const WorkBlock&>(block);
+  cuda::Gpu& gpu = work.transfer->gates().front()->gpu();
+  return cufile::transfer(work.operation == Operation::write, work.cufile, gpu, work.memory, work.nbytes, work.offset);
+}
+
 const char* describe(Operation operation) { return operation == Operation::write ? "write" : "read"; }
 
 }  // namespace
@@ -55,6 +61,7 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     if (fault.path.empty()) fault.path = file.path();
     return fault;
   };
+  if (!spec.lane) spec.lane = request->scheduler()->lane_of(file.device());
   if (!spec.lease) spec.lease = file.lease();
   if (!spec.lease) return refused(Fault{.error_number = EBADF, .operation = "use of a closed file"});
   auto pool =
@@ -71,57 +78,11 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
     }
   }
   std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
-  transfer->lane_ = transfer->request_->scheduler()->lane_of(file.device());
-  const TransferSpec& own = transfer->spec_;
-  bool direct = file.direct() && nbytes > 0;
-  const bool may_be_cached = !snapshot || !snapshot->nothing_cached;
+  transfer->pinned_pool_ = std::move(*pool);
   transfer->shared_ = file.in_memory();
-  if (file.in_memory() && !own.write) {
-    transfer->residency_ = Residency::whole;
-  } else if (!direct && !own.write && nbytes > block_nbytes) {
-    // It goes through the cache anyhow; what that holds, several may copy.
-    const auto resident = file.residency(own.offset, nbytes);
-    if (resident && resident->cached_pages >= resident->total_pages) transfer->residency_ = Residency::whole;
-  } else if (direct && !own.write && may_be_cached && file.direct_mode() == DirectMode::automatic) {
-    if (auto resident = file.residency(own.offset, nbytes); resident && resident->cached_pages > 0) {
-      const bool whole = resident->cached_pages >= resident->total_pages;
-      // Without a descriptor to read it by (a limit), what is cached is on the drive as well.
-      if (file.buffered_descriptor()) {
-        transfer->residency_ = whole ? Residency::whole : Residency::partial;
-        if (whole) direct = false;
-      }
-    }
-  }
-  PlanInput input;
-  input.write = own.write;
-  input.direct = direct;
-  input.offset = own.offset;
-  input.memory_alignment = file.alignment().memory;
-  input.offset_alignment = file.alignment().offset;
-  input.page_nbytes = own.write && direct ? file.write_granularity() : page_nbytes();
-  input.block_nbytes = block_nbytes;
-  input.bounce_nbytes = std::min<uint64_t>(BouncePool::process_pool_nbytes() / 8, max_bounced_block_nbytes);
-  if (!own.memory.gates().empty()) {
-    transfer->pinned_pool_ = std::move(*pool);
-    const uint64_t pool_nbytes = transfer->pinned_pool_->nbytes();
-    input.bounce_nbytes = pool_nbytes / staged_blocks;
-    if (direct && own.use_cufile && own.memory.count() == 1 && !own.checksums && file.cufile_handle() != nullptr) {
-      input.cufile = true;
-      input.block_nbytes = std::min<uint64_t>(block_nbytes, pool_nbytes / 4);  // what is cached will be staged
-      input.memory_alignment = 1;
-      input.offset_alignment = std::max(input.offset_alignment, cufile_alignment);
-    }
-  }
-  if (own.checksums) {
-    own.checksums->begin(own.memory);
-    input.all_wanted = true;
-    input.block_nbytes = std::min(input.block_nbytes, max_summed_block_nbytes);
-    if (own.checksums->verify_first()) {
-      input.verified_nbytes = own.checksums->chunk_nbytes();
-      input.bounce_nbytes = std::max(input.bounce_nbytes, input.verified_nbytes + 2 * input.offset_alignment);
-    }
-  }
-  transfer->plan_ = Plan(input, own.memory);
+  if (const auto& sums = transfer->spec_.checksums) sums->attach(transfer->spec_.memory);
+  const bool direct = transfer->goes_past_the_cache(block_nbytes, !snapshot || !snapshot->nothing_cached);
+  transfer->plan_ = Plan(transfer->plan_input(block_nbytes, direct), transfer->spec_.memory);
   // A buffered descriptor that will be needed is opened now, where a descriptor limit can still be waited out.
   if (transfer->plan_.uses_buffered() && nbytes > 0) {
     if (auto descriptor = file.buffered_descriptor(); !descriptor) return refused(descriptor.fault());
@@ -129,27 +90,76 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
   return transfer;
 }
 
-bool Transfer::take(WorkBlock& block, bool& exhausted) {
+// Looks up, too, what of a read the cache holds.
+bool Transfer::goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached) {
+  File& file = *spec_.file;
+  const bool direct = file.direct() && nbytes() > 0;
+  if (spec_.write) return direct;
+  if (file.in_memory()) {
+    residency_ = Residency::whole;
+    return direct;
+  }
+  // What goes through the cache anyhow, several may copy if it is there.
+  const bool matters = direct ? may_be_cached && file.direct_mode() == DirectMode::automatic : nbytes() > block_nbytes;
+  const auto found = matters ? file.residency(spec_.offset, nbytes()) : std::nullopt;
+  if (!found || found->cached_pages == 0) return direct;
+  const bool whole = found->cached_pages >= found->total_pages;
+  if (!direct) {
+    if (whole) residency_ = Residency::whole;
+    return false;
+  }
+  // Without a descriptor to read it by (a limit), what is cached is on the drive as well.
+  if (!file.buffered_descriptor()) return true;
+  residency_ = whole ? Residency::whole : Residency::partial;
+  return !whole;
+}
+
+PlanInput Transfer::plan_input(uint64_t block_nbytes, bool direct) const {
+  File& file = *spec_.file;
+  PlanInput input;
+  input.write = spec_.write;
+  input.direct = direct;
+  input.offset = spec_.offset;
+  input.memory_alignment = file.alignment().memory;
+  input.offset_alignment = file.alignment().offset;
+  input.page_nbytes = spec_.write && direct ? file.write_granularity() : page_nbytes();
+  input.block_nbytes = block_nbytes;
+  input.bounce_nbytes = std::min<uint64_t>(BouncePool::process_pool_nbytes() / 8, max_bounced_block_nbytes);
+  if (pinned_pool_) {
+    const uint64_t pool_nbytes = pinned_pool_->nbytes();
+    input.bounce_nbytes = pool_nbytes / staged_blocks;
+    const bool by_cufile = direct && spec_.use_cufile && spec_.memory.count() == 1 && !spec_.checksums;
+    if (by_cufile && file.cufile_handle() != nullptr) {
+      input.cufile = true;
+      input.block_nbytes = std::min<uint64_t>(block_nbytes, pool_nbytes / 4);  // what is cached will be staged
+      input.memory_alignment = 1;
+      input.offset_alignment = std::max(input.offset_alignment, cufile_alignment);
+    }
+  }
+  if (spec_.checksums) {
+    input.all_wanted = true;
+    input.block_nbytes = std::min(input.block_nbytes, max_summed_block_nbytes);
+    if (spec_.checksums->verify_first()) {
+      input.verified_nbytes = spec_.checksums->chunk_nbytes();
+      input.bounce_nbytes = std::max(input.bounce_nbytes, input.verified_nbytes + 2 * input.offset_alignment);
+    }
+  }
+  return input;
+}
+
+bool Transfer::next_block(WorkBlock& block, bool& exhausted) {
   exhausted = true;
   if (stopped()) return false;
   const uint64_t begin = plan_.skip(cursor_);
   moved_nbytes_.fetch_add(begin - cursor_, std::memory_order_relaxed);
   cursor_ = begin;
   if (cursor_ >= nbytes()) return false;
+  block = {};
   block.operation = spec_.write ? Operation::write : Operation::read;
   block.planned = plan_.block_at(cursor_);
   cursor_ += block.planned.nbytes;
   exhausted = cursor_ >= nbytes();
   block.transfer = shared_from_this();
-  block.moved = 0;
-  block.attempts = 0;
-  block.station = 0;
-  block.gate = 0;
-  block.resident = false;
-  block.of_gpu = false;
-  block.refused = false;
-  block.cufile = nullptr;
-  block.sums.reset();
   open_.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
@@ -177,7 +187,7 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
   block.nbytes = planned.io_nbytes;
   if (!planned.direct && !use_buffered_descriptor(block)) return Step::done;
   if (planned.bounced) {
-    auto pool = pinned_pool_ ? pinned_pool_ : lane_->pool();
+    auto pool = pinned_pool_ ? pinned_pool_ : spec_.lane->pool();
     if (!pool) return fail(block, ENOMEM, false, why_no_memory(BouncePool::process_pool_nbytes()));
     if (!pool->has_room_for(planned.io_nbytes)) {  // chunks to be verified, or the pool has become smaller
       return fail(block, ENOMEM, false,
@@ -193,7 +203,7 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
     block.memory = piece.memory;
     if (!piece.in_host()) {
       block.cufile = file.cufile_handle();
-      block.gpu = &gates().front()->gpu();
+      block.call = block.cufile ? &move_by_cufile : nullptr;
     }
   }
   return advance(block, statistics);
@@ -253,7 +263,7 @@ bool Transfer::has_gpu_piece(WorkBlock& block) const {
   return false;
 }
 
-Step Transfer::settle(WorkBlock& block, Statistics& statistics) {
+Step Transfer::look_at_result(WorkBlock& block, Statistics& statistics) {
   const int64_t result = block.result;
   if (result == -EINTR || result == -EAGAIN || (spec_.write && result == 0)) {
     return try_again(block, statistics, result == 0 ? EIO : static_cast<int>(-result));
@@ -429,7 +439,7 @@ void Transfer::refuse(Fault fault) {
   record(std::move(fault));
 }
 
-void Transfer::turn_has_come() { request_->scheduler()->begin(shared_from_this()); }
+void Transfer::turn_has_come() { request_->scheduler()->line_up(shared_from_this()); }
 
 void Transfer::finish() {
   if (!fault_ && request_->canceled() && cursor_ < nbytes()) {

@@ -38,6 +38,7 @@ struct TransferSpec {
   bool use_cufile = false;
   std::shared_ptr<Checksums> checksums = nullptr;  // if any are wanted; of this transfer alone
   File::Lease lease = {};                          // on the file; without one it is taken
+  std::shared_ptr<Lane> lane = nullptr;            // of the file's device; without it, it is looked up
   // Where several items of a call are joined: the position of each segment's item, and gap_position of a gap.
   std::vector<size_t> positions = {};
 };
@@ -52,7 +53,7 @@ enum class Step : uint8_t {
   touch,            // touch(): memory that has no pages yet
   copy,             // copy(): between its buffer and host memory
   copy_gpu,         // start_copy() and copied(), or copy_now(): the same with memory of a GPU
-  move,             // an engine, or execute_now(), then settle()
+  move,             // an engine, or execute_now(), then look_at_result()
   get_over,         // what may block: get_over()
   done,             // it is settled, or has failed; drop it
 };
@@ -69,6 +70,7 @@ struct WorkBlock : Block {
   bool direct_descriptor = false;
   bool resident = false;  // the page cache holds all of it
   Line::Class in = Line::normal;
+  cufile::Handle cufile = nullptr;       // if it moves the block, from or to memory of a GPU
   bool of_gpu = false;                   // its buffer is of the pinned pool
   bool refused = false;                  // by the direct descriptor: the buffered one is to be opened, and takes it
   std::optional<Checksums::Block> sums;  // of all of it, if they were made while it was read
@@ -83,7 +85,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
                                                   uint64_t block_nbytes, const File::Snapshot* snapshot = nullptr);
 
   Request& request() const { return *request_; }
-  const std::shared_ptr<Lane>& lane() const { return lane_; }
+  const std::shared_ptr<Lane>& lane() const { return spec_.lane; }
   uint64_t nbytes() const { return spec_.memory.nbytes(); }
   bool is_write() const { return spec_.write; }
   const std::shared_ptr<File>& file() const { return spec_.file; }  // null once it has ended
@@ -100,7 +102,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
   // Takes the next block, if there is one to take. Sets `exhausted` when there will be no further one. Callers
   // serialize calls.
-  bool take(WorkBlock& block, bool& exhausted);
+  bool next_block(WorkBlock& block, bool& exhausted);
 
   // Forgets that blocks were taken; all of them must have been dropped or settled.
   void rewind();
@@ -113,7 +115,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   int64_t move_here(WorkBlock& block, int64_t (*call)(const Block&)) const;
 
   // Looks at block.result.
-  Step settle(WorkBlock& block, Statistics& statistics);
+  Step look_at_result(WorkBlock& block, Statistics& statistics);
 
   // A pause, or opening a descriptor.
   Step get_over(WorkBlock& block);
@@ -136,7 +138,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
   // Counts down what keeps it going: each block, and the cursor while it may yield blocks. True when it has ended;
   // then call finish().
-  bool release() { return open_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
+  bool count_down() { return open_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
   void finish();
 
   const std::optional<Fault>& fault() const { return fault_; }
@@ -161,6 +163,8 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
 
   Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t index);
 
+  bool goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached);
+  PlanInput plan_input(uint64_t block_nbytes, bool direct) const;
   bool verified() const { return spec_.checksums && spec_.checksums->verify(); }
   bool stopped() const { return stopped_.load(std::memory_order_relaxed) || request_->canceled(); }
   Step advance(WorkBlock& block, Statistics& statistics);
@@ -185,7 +189,6 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
  private:
   TransferSpec spec_;
   std::shared_ptr<Request> request_;
-  std::shared_ptr<Lane> lane_;
   Plan plan_;
   std::shared_ptr<BouncePool> pinned_pool_;  // if there is memory of GPUs
   Residency residency_ = Residency::none;

@@ -43,12 +43,13 @@ void Worker::run() {
     if (!again && !has_work() && queue_.is_over()) break;
     completed.clear();
     engine_->reap(completed, !again);
-    added_nbytes_ = 0;
+    added_nbytes_ = copied_since_submit_ = 0;
     for (Block* block : completed) moving_nbytes_ -= static_cast<WorkBlock&>(*block).planned.io_nbytes;
     uint32_t settled = 0;
     for (Block* block : completed) {
       auto& work = static_cast<WorkBlock&>(*block);
-      go_on(work, work.transfer->settle(work, scheduler_.statistics_));
+      go_on(work, work.transfer->look_at_result(work, scheduler_.statistics_));
+      if (block == completed.back()) break;  // what follows is handed over by the call that waits
       if (++settled >= settled_between_submits || has_copied_enough()) {
         take_returned();
         (void)fill();
@@ -56,6 +57,7 @@ void Worker::run() {
         settled = 0;
       }
     }
+    if (added_nbytes_ == 0) copied_since_submit_ = 0;
   }
 }
 
@@ -67,7 +69,7 @@ bool Worker::fill() {
     for (const auto in : {Line::small, Line::normal, Line::background}) {
       if (!waiting_[in]) continue;
       WorkBlock* const waiting = std::exchange(waiting_[in], nullptr);
-      if (begin(*waiting)) {
+      if (try_to_begin(*waiting)) {
         block = waiting;
         break;
       }
@@ -77,9 +79,9 @@ bool Worker::fill() {
     if (!block) {
       if (free_.empty()) return false;
       block = free_.back();
-      if (!queue_.take(*block, this, nullptr, limit)) return false;
+      if (!queue_.take_block(*block, this, nullptr, limit)) return false;
       free_.pop_back();
-      if (!begin(*block)) {
+      if (!try_to_begin(*block)) {
         waiting_[block->in] = block;
         continue;
       }
@@ -102,7 +104,7 @@ void Worker::submit() {
   added_nbytes_ = copied_since_submit_ = 0;
 }
 
-bool Worker::begin(WorkBlock& block) {
+bool Worker::try_to_begin(WorkBlock& block) {
   if (is_full_for(block)) return false;  // goes on with the next completion
   const Step step = block.transfer->prepare(block, this, scheduler_.statistics_);
   if (step == Step::wait_for_memory) return false;
@@ -126,7 +128,7 @@ void Worker::go_on(WorkBlock& block, Step step) {
     case Step::wait_for_memory:
     case Step::done: break;
   }
-  leave(block);
+  block_over(block);
 }
 
 void Worker::move(WorkBlock& block) {
@@ -137,7 +139,7 @@ void Worker::move(WorkBlock& block) {
     block.result = block.transfer->move_here(block, &read_cached);
     if (block.result != -EAGAIN) {
       took_time_ = true;
-      return go_on(block, block.transfer->settle(block, scheduler_.statistics_));
+      return go_on(block, block.transfer->look_at_result(block, scheduler_.statistics_));
     }
     // Evicted since it was looked up: it has to be waited for.
   }
@@ -238,7 +240,7 @@ void Worker::count(const WorkBlock& block, bool more) {
   if (block.bounce && !block.of_gpu && block.in != Line::background) add(bounced_in_flight_nbytes_, nbytes);
 }
 
-void Worker::leave(WorkBlock& block) {
+void Worker::block_over(WorkBlock& block) {
   count(block, false);
   put_back(block);
 }

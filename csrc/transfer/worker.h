@@ -30,7 +30,7 @@ class Worker final : public BounceWaiter {
   // Takes and hands over blocks until the queue is full or there is nothing more to take. Returns whether it
   // should be asked again before sleeping.
   bool fill();
-  bool begin(WorkBlock& block);  // false: it has to wait
+  bool try_to_begin(WorkBlock& block);  // false: it has to wait
   void submit();
   bool has_copied_enough() const;  // for the drive to get what is prepared
   void go_on(WorkBlock& block, Step step);
@@ -41,7 +41,7 @@ class Worker final : public BounceWaiter {
   void hand_to_helper(WorkBlock& block);
   void come_back(WorkBlock& block, Step step);
   void take_returned();
-  void leave(WorkBlock& block);
+  void block_over(WorkBlock& block);
   bool is_full_for(const WorkBlock& block) const;
   void put_back(WorkBlock& block);
   void count(const WorkBlock& block, bool more);

@@ -30,10 +30,7 @@ struct Lines {
   std::map<FileIdentity, FileLine> by_file;
 };
 
-Lines& lines() {
-  static constinit ForkSafe<Lines> instance;
-  return instance.get();
-}
+Lines& lines() { return of_this_process<Lines>(); }
 
 bool is_empty(const OrderedWrite& write) { return write.begin() == write.end(); }
 

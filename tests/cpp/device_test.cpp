@@ -63,7 +63,7 @@ Result<std::shared_ptr<Request>> try_start(Scheduler& scheduler, std::shared_ptr
   auto request = new_request(scheduler);
   auto transfer = Transfer::create(std::move(spec), request, 0, scheduler.options().block_nbytes);
   if (!transfer) {
-    scheduler.take_back(1);
+    scheduler.take_back(places(scheduler));
     return transfer.fault();
   }
   hand_over(scheduler, request, *transfer, blocking);
@@ -116,7 +116,7 @@ TEST_CASE("memory of a GPU is written and read, on every engine, at any size and
             CHECK(found[8] == 'x');
             CHECK(found[9 + nbytes] == 'x');
           }
-      CHECK(scheduler->close(milliseconds(10'000)));
+      CHECK(close(*scheduler));
     }
 }
 
@@ -142,7 +142,7 @@ TEST_CASE("a file in the page cache is read into a GPU, by the caller and the wo
     REQUIRE(scheduler->share(*transfer, std::chrono::minutes(1)));
     finish(request);
     CHECK(to.bytes() == source);
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -167,10 +167,10 @@ TEST_CASE("a transfer begins when what was queued before it has passed, and hold
     }
     CHECK(standin_count("blocking_streams_made") == 0);  // else copies would wait for kernels of the default stream
     REQUIRE(scheduler->wait_for_progress(milliseconds(10'000)));
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
     auto reader = make("threads");
     CHECK(bytes_of_file(*reader, path, late.nbytes()) == std::vector<char>(late.nbytes(), 'b'));
-    CHECK(reader->close(milliseconds(10'000)));
+    CHECK(close(*reader));
   }
 }
 
@@ -211,7 +211,7 @@ TEST_CASE("every call of the driver that fails makes a fault that says so, and t
             REQUIRE(memory.bytes() == source);
           }
     CHECK(standin_count("registered_nbytes") == registered);
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -232,7 +232,7 @@ TEST_CASE("page-locked memory is one bounded pool, made when it is first needed;
   finish(started(*scheduler, open_file(path, false, DirectMode::always), {found, 0, memory.nbytes()}, 0, false));
   CHECK(found.bytes() == memory.bytes());
   CHECK(standin_peak("registered_nbytes") - before <= static_cast<int64_t>(BouncePool::pinned_pool_nbytes()));
-  CHECK(scheduler->close(milliseconds(10'000)));
+  CHECK(close(*scheduler));
   BouncePool::set_process_pool_nbytes(BouncePool::default_nbytes);
 }
 
@@ -264,7 +264,7 @@ TEST_CASE("several threads move memory of two GPUs while copies take their time;
       });
     for (auto& thread : threads) thread.join();
     CHECK(wrong == 0);
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
     standin_reset();
   }
   CHECK(standin_count("streams") <= 40);
@@ -282,13 +282,13 @@ TEST_CASE("closing waits for copies and for what comes before them") {
     REQUIRE(standin_kernel(0, nullptr, 100'000, nullptr, memory.address(), memory.nbytes(), 'b') == 0);
     const std::string path = directory.file(engine);
     auto request = started(*scheduler, open_file(path, true), {memory, 0, memory.nbytes()}, 0, true);
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
     CHECK(request->done());
     CHECK_FALSE(request->fault());
     standin_reset();
     auto reader = make("threads");
     CHECK(bytes_of_file(*reader, path, memory.nbytes()) == std::vector<char>(memory.nbytes(), 'b'));
-    CHECK(reader->close(milliseconds(10'000)));
+    CHECK(close(*reader));
   }
 }
 
@@ -314,7 +314,7 @@ TEST_CASE("cuFile gets aligned bodies of files that it takes, and others go thro
   finish(started(*scheduler, open_file(path, false, DirectMode::always), {found, 0, source.size()}, 7, false));
   CHECK(found.bytes() == source);
   standin_reset();
-  CHECK(scheduler->close(milliseconds(10'000)));
+  CHECK(close(*scheduler));
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ class Call {
       request_->cancel();
       request_->seal();
     }
-    (void)scheduler_->close(milliseconds(60'000));
+    (void)close(*scheduler_);
   }
 
   void add(uint64_t offset, uint64_t nbytes, bool other = false) {

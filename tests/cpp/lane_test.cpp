@@ -69,14 +69,16 @@ TEST_CASE("a lane all of whose helpers hang holds up no other device's reads, wr
     }
     auto file = open_file(directory.file("stream"), true);
     auto stream = std::make_shared<Stream>(scheduler, file, StreamOptions{});
-    REQUIRE(scheduler->admit(2, milliseconds(0)) == Scheduler::Admission::admitted);
+    for (int job = 0; job < 2; ++job) {
+      REQUIRE(scheduler->admit(stream->place(), milliseconds(0)) == Scheduler::Admission::admitted);
+    }
     stream->append(const_cast<char*>(source.data()), source.size());
     stream->begin_job();
     stream->end({.sync = true});
     CHECK(stream->wait_until_ended(milliseconds(60'000)));
     CHECK_FALSE(stream->fault());
     hung.release();
-    CHECK(scheduler->close(milliseconds(60'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -106,7 +108,7 @@ TEST_CASE("a small read passes large blocks that wait for bounce memory") {
     all.reset();
     REQUIRE(large->wait_for(milliseconds(60'000)));
     CHECK(std::equal(source.begin(), source.end(), into.begin() + 1));
-    CHECK(scheduler->close(milliseconds(60'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -124,7 +126,7 @@ TEST_CASE("devices have lanes of their own until there may be no more; then they
   lanes.clear();
   CHECK(scheduler->lane_of(5)->device() == 5);  // one that nobody used made room
   CHECK(scheduler->lane_count() == 3);
-  CHECK(scheduler->close(milliseconds(60'000)));
+  CHECK(close(*scheduler));
 }
 
 TEST_CASE("lanes that nobody uses are given back, but one; those in use stay") {
@@ -137,7 +139,7 @@ TEST_CASE("lanes that nobody uses are given back, but one; those in use stay") {
   }
   while (scheduler->lane_count() > 1) std::this_thread::sleep_for(milliseconds(1));
   CHECK(scheduler->lane_of(1) == used);
-  CHECK(scheduler->close(milliseconds(60'000)));
+  CHECK(close(*scheduler));
 }
 
 TEST_CASE("devices appear and vanish at random while files are written, read, synced and closed, and nothing is lost") {
@@ -182,7 +184,7 @@ TEST_CASE("devices appear and vanish at random while files are written, read, sy
       });
     }
     for (auto& thread : threads) thread.join();
-    CHECK(scheduler->close(milliseconds(60'000)));  // after the jobs that are still in line
+    CHECK(close(*scheduler));  // after the jobs that are still in line
     CHECK(done == jobs);
     CHECK(done >= 4 * 61);
   }

@@ -40,7 +40,7 @@ class Requests {
     return names;
   }
 
-  ~Requests() { (void)scheduler_->close(milliseconds(10'000)); }  // nothing was handed over
+  ~Requests() { (void)close(*scheduler_); }  // nothing was handed over
 
  private:
   char never_moved_ = 0;

@@ -42,7 +42,7 @@ TEST_CASE("what is written is read, on every engine, by any number of workers") 
           CHECK_FALSE(read->fault());
           CHECK(std::memcmp(source.data() + 1, found.data() + 3, nbytes) == 0);
         }
-      CHECK(scheduler->close(milliseconds(10'000)));
+      CHECK(close(*scheduler));
     }
 }
 
@@ -68,7 +68,7 @@ TEST_CASE("who drops a file after its transfer has ended has closed it") {
       }
     }
     CHECK(late == 0);
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -103,7 +103,7 @@ TEST_CASE("neighbours of a ragged write keep their bytes while both are written"
     auto read = start(*scheduler, {open_file(path, false), {found.data(), found.size()}, 0}, true);
     REQUIRE(read->wait_for(milliseconds(60'000)));
     CHECK(found == source);
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -138,8 +138,8 @@ TEST_CASE("overlapping writes are done in order, on different schedulers too, an
     REQUIRE(read->wait_for(milliseconds(60'000)));
     expected.resize(found.size());
     CHECK(found == expected);
-    CHECK(first->close(milliseconds(10'000)));
-    CHECK(second->close(milliseconds(10'000)));
+    CHECK(close(*first));
+    CHECK(close(*second));
   }
 }
 
@@ -165,7 +165,7 @@ TEST_CASE("a file that ends during the read is a fault with the place and the co
     CHECK(request->fault()->offset == 200'000);
     CHECK(request->fault()->expected == found.size());
     CHECK(std::memcmp(source.data(), found.data(), 196'608) == 0);
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -178,7 +178,7 @@ TEST_CASE("the pieces of a file that goes with its request are written before it
     const auto source = pattern(32 * 5'000, 4);
     for (int round = 0; round < 100; ++round) {
       const RequestOptions options{.write = true, .truncate = round % 2 == 1, .close_files = true};
-      REQUIRE(scheduler->admit(32, milliseconds(60'000)) == Scheduler::Admission::admitted);
+      REQUIRE(scheduler->admit(places(*scheduler, 32), milliseconds(60'000)) == Scheduler::Admission::admitted);
       auto request = std::make_shared<Request>(scheduler, options);
       auto file = open_file(path, true);
       std::vector<std::shared_ptr<Transfer>> transfers;
@@ -201,7 +201,7 @@ TEST_CASE("the pieces of a file that goes with its request are written before it
     auto read = start(*scheduler, {open_file(path, false), {found.data(), found.size()}, 0}, true);
     REQUIRE(read->wait_for(milliseconds(60'000)));
     CHECK(found == source);
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -237,7 +237,7 @@ TEST_CASE("several threads submit while others wait") {
     for (auto& thread : threads) thread.join();
     CHECK(wrong == 0);
     CHECK(scheduler->outstanding() == 0);
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -257,7 +257,7 @@ TEST_CASE("a cancelled request ends, and its queue goes on") {
     REQUIRE(second->wait_for(milliseconds(60'000)));
     if (first->fault()) CHECK(first->fault()->error_number == ECANCELED);
     CHECK_FALSE(second->fault());
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -307,7 +307,7 @@ TEST_CASE("memory without pages gets them before its block is an engine's, once,
         CHECK(scheduler->statistics().touched_nbytes == touched);
       }
     }
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -334,18 +334,31 @@ TEST_CASE("a read that is cancelled while its memory gets pages ends, and small 
   REQUIRE(read->wait_for(milliseconds(60'000)));
   CHECK(std::memcmp(source.data(), memory.data, memory.nbytes) == 0);
   CHECK(scheduler->statistics().touched_nbytes == before);
-  CHECK(scheduler->close(milliseconds(10'000)));
+  CHECK(close(*scheduler));
 }
 
-TEST_CASE("who submits more than may be outstanding waits") {
+TEST_CASE("who submits more to a device than may be outstanding waits, and nobody else") {
   auto scheduler = make("threads");
+  using enum Scheduler::Admission;
   const milliseconds at_once(0);
-  CHECK(scheduler->admit(Scheduler::max_outstanding, at_once) == Scheduler::Admission::admitted);
-  CHECK(scheduler->admit(1, at_once) == Scheduler::Admission::full);
-  scheduler->take_back(1);
-  CHECK(scheduler->admit(1, at_once) == Scheduler::Admission::admitted);
-  scheduler->take_back(Scheduler::max_outstanding);
-  CHECK(scheduler->close(milliseconds(10'000)));
+  const auto hung = scheduler->lane_of(1);
+  const auto other = scheduler->lane_of(2);
+  const std::vector<Scheduler::Places> all{{hung, Scheduler::max_outstanding}};
+  const std::vector<Scheduler::Places> one{{hung, 1}};
+  const std::vector<Scheduler::Places> one_of_each{{other, 1}, {hung, 1}};
+  CHECK(scheduler->admit(all, at_once) == admitted);
+  CHECK(scheduler->admit(one, at_once) == full);
+  CHECK(scheduler->admit(one_of_each, at_once) == full);
+  CHECK(scheduler->admit({{other, Scheduler::max_outstanding}}, at_once) == admitted);
+  CHECK(scheduler->outstanding() == 2 * Scheduler::max_outstanding);
+  scheduler->take_back({{other, Scheduler::max_outstanding}});
+  scheduler->take_back(one);
+  CHECK(scheduler->admit(one_of_each, at_once) == admitted);
+  CHECK(scheduler->admit(one, at_once) == full);
+  scheduler->take_back({{other, 1}});
+  scheduler->take_back(all);
+  CHECK(scheduler->outstanding() == 0);
+  CHECK(close(*scheduler));
 }
 
 TEST_CASE("closing finishes what is outstanding") {
@@ -358,8 +371,8 @@ TEST_CASE("closing finishes what is outstanding") {
     auto queue = std::make_shared<CompletionQueue>();
     auto request = start(*scheduler, {open_file(path, true), {source.data(), source.size()}, 5, true});
     request->notify([queue] { queue->push(42); });
-    CHECK(scheduler->close(milliseconds(10'000)));
-    CHECK(scheduler->admit(1, milliseconds(0)) == Scheduler::Admission::closed);
+    CHECK(close(*scheduler));
+    CHECK(scheduler->admit(places(*scheduler), milliseconds(0)) == Scheduler::Admission::closed);
     CHECK(request->done());
     CHECK(queue->take() == std::vector<uint64_t>{42});
     struct stat status;
@@ -385,7 +398,7 @@ TEST_CASE("a bounce pool smaller than the queue still moves everything") {
     REQUIRE(read->wait_for(milliseconds(60'000)));
     found[0] = source[0];
     CHECK(found == source);
-    CHECK(scheduler->close(milliseconds(10'000)));
+    CHECK(close(*scheduler));
   }
   BouncePool::set_process_pool_nbytes(BouncePool::default_nbytes);
 }
@@ -425,7 +438,7 @@ TEST_CASE("a file that is still to be closed is outstanding, though its transfer
   lock.unlock();
   REQUIRE(request->wait_for(milliseconds(60'000)));
   CHECK(scheduler->outstanding() == 0);
-  CHECK(scheduler->close(milliseconds(60'000)));
+  CHECK(close(*scheduler));
 }
 
 }  // namespace

@@ -37,10 +37,17 @@ class TemporaryDirectory {
   std::vector<std::string> names_;
 };
 
+// When all has ended, or after a minute. Returns whether all ended well.
+inline bool close(Scheduler& scheduler) {
+  scheduler.refuse();
+  (void)scheduler.wait_until_idle(milliseconds(60'000));
+  return scheduler.close();
+}
+
 // As it is, and closed with its last owner among the tests, if it was not before.
 inline std::shared_ptr<Scheduler> closed_at_end(const std::shared_ptr<Scheduler>& scheduler) {
   if (!scheduler) return nullptr;
-  return {scheduler.get(), [scheduler](Scheduler*) { (void)scheduler->close(milliseconds(60'000)); }};
+  return {scheduler.get(), [scheduler](Scheduler*) { (void)close(*scheduler); }};
 }
 
 inline std::shared_ptr<Scheduler> make(const std::string& engine, uint32_t workers = 1, uint32_t depth = 8,
@@ -69,9 +76,18 @@ inline std::shared_ptr<File> open_file(const std::string& path, bool write, Dire
   return *file;
 }
 
+// For transfers of files in TemporaryDirectories.
+inline std::vector<Scheduler::Places> places(Scheduler& scheduler, size_t count = 1) {
+  static const uint64_t device = [] {
+    TemporaryDirectory directory;
+    return open_file(directory.file("any"), true)->device();
+  }();
+  return {{scheduler.lane_of(device), count}};
+}
+
 // For one transfer, which has been admitted.
 inline std::shared_ptr<Request> new_request(Scheduler& scheduler, const RequestOptions& options = {}) {
-  REQUIRE(scheduler.admit(1, milliseconds(60'000)) == Scheduler::Admission::admitted);
+  REQUIRE(scheduler.admit(places(scheduler), milliseconds(60'000)) == Scheduler::Admission::admitted);
   return std::make_shared<Request>(scheduler.shared_from_this(), options);
 }
 
@@ -79,7 +95,7 @@ inline void hand_over(Scheduler& scheduler, const std::shared_ptr<Request>& requ
                       const std::shared_ptr<Transfer>& transfer, bool blocking = false) {
   if (Scheduler::Inline taken; blocking && scheduler.try_inline(transfer, taken)) {
     REQUIRE(scheduler.go_on(taken));
-    REQUIRE(request->settle());
+    REQUIRE(request->settle_files());
     return;
   }
   const auto file = transfer->file();

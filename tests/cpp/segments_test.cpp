@@ -93,7 +93,7 @@ TEST_CASE("segments are gathered and scattered, and their checksums are right") 
             CHECK(target.joined() == bytes);
             CHECK(found->of_chunks() == sums->of_chunks());
           }
-          CHECK(scheduler->close(milliseconds(60'000)));
+          CHECK(close(*scheduler));
         }
 }
 
@@ -234,7 +234,7 @@ TEST_CASE("parts of chunks and segments come in any order") {
   const Segments segments = source.segments();
   Checksums sums(7'000, true, {});
   CHECK_FALSE(sums.of_chunks());
-  sums.begin(segments);
+  sums.attach(segments);
   CHECK_FALSE(sums.of_chunks());
   std::vector<std::pair<uint64_t, uint64_t>> blocks;
   for (uint64_t begin = 0; begin < bytes.size(); begin += 3'333) {

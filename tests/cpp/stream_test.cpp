@@ -32,11 +32,11 @@ struct Writer {
     begin();
   }
   void begin() {
-    REQUIRE(scheduler.admit(1, milliseconds(60'000)) == Scheduler::Admission::admitted);
+    REQUIRE(scheduler.admit(stream->place(), milliseconds(60'000)) == Scheduler::Admission::admitted);
     stream->begin_job();
   }
   void end(const RequestOptions& options = {.truncate = true}) {
-    REQUIRE(scheduler.admit(1, milliseconds(60'000)) == Scheduler::Admission::admitted);
+    REQUIRE(scheduler.admit(stream->place(), milliseconds(60'000)) == Scheduler::Admission::admitted);
     stream->end(options);
     REQUIRE(stream->wait_until_ended(milliseconds(60'000)));
   }
@@ -103,7 +103,7 @@ TEST_CASE("what is appended is what the file has, with its checksums") {
       writer.stream.reset();
       CHECK(scheduler->outstanding() == 0);
     }
-    CHECK(scheduler->close(milliseconds(5'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -189,7 +189,7 @@ TEST_CASE("a write that fails is the stream's fault, and nobody waits any more")
     CHECK(writer.stream->fault()->error_number == EBADF);
     CHECK_FALSE(writer.stream->chunk_crcs());
     writer.append(bytes);
-    CHECK(scheduler->close(milliseconds(5'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -209,7 +209,7 @@ TEST_CASE("memory is free to go after abort, at any moment") {
       bytes.reset();
       writer.stream.reset();
     }
-    CHECK(scheduler->close(milliseconds(5'000)));
+    CHECK(close(*scheduler));
   }
 }
 
@@ -222,13 +222,13 @@ TEST_CASE("streams meet the end of their scheduler") {
     const auto bytes = pattern(1 << 20, 3);
     std::thread writer([&] {
       for (int count = 0; count < 40; ++count) {
-        if (scheduler->admit(1, milliseconds(60'000)) != Scheduler::Admission::admitted) break;
+        if (scheduler->admit(stream->place(), milliseconds(60'000)) != Scheduler::Admission::admitted) break;
         stream->append(const_cast<char*>(bytes.data()), bytes.size());
         stream->begin_job();
       }
     });
     std::this_thread::sleep_for(std::chrono::microseconds(500 * round));
-    CHECK(scheduler->close(milliseconds(5'000)));
+    CHECK(close(*scheduler));
     writer.join();
     CHECK(stream->abort(milliseconds(60'000)));
   }
@@ -261,7 +261,7 @@ TEST_CASE("a stream whose job waits for a thread is given up at once, and one wh
     writer.stream->tell_when_aborted(7);
     CHECK(scheduler->take_finished() == std::vector<uint64_t>{7});
     hung.unlock();
-    CHECK(scheduler->close(milliseconds(60'000)));
+    CHECK(close(*scheduler));
     CHECK(over == 8);
   }
 }

@@ -56,7 +56,7 @@ void failed(const std::string& what) {
 
 // Null: refused, since the scheduler is closed.
 std::shared_ptr<Request> begin(Scheduler& scheduler, TransferSpec spec, const RequestOptions& options, bool blocking) {
-  const auto admission = scheduler.admit(1, patience);
+  const auto admission = scheduler.admit(places(scheduler), patience);
   if (admission == Scheduler::Admission::full) failed("there was no room for a transfer");
   if (admission != Scheduler::Admission::admitted) return nullptr;
   auto request = std::make_shared<Request>(scheduler.shared_from_this(), options);
@@ -64,7 +64,7 @@ std::shared_ptr<Request> begin(Scheduler& scheduler, TransferSpec spec, const Re
   auto transfer = Transfer::create(std::move(spec), request, 0, block_nbytes);
   if (!transfer) {
     failed(std::string("refused: ") + transfer.fault().operation);
-    scheduler.take_back(1);
+    scheduler.take_back(places(scheduler));
     return nullptr;
   }
   hand_over(scheduler, request, *transfer, blocking);
@@ -103,7 +103,7 @@ class Shared {
   }
 
   static void close(Scheduler& scheduler) {
-    if (!scheduler.close(patience)) failed("a close gave up");
+    if (!tensorferry::close(scheduler)) failed("a close gave up");
   }
 
   const std::vector<std::string> engines_;
@@ -262,7 +262,7 @@ TEST_CASE("nothing is lost where threads submit, cancel, close and drop at rando
   for (const auto& engine : engines) {
     if (auto scheduler = make(engine)) {
       usable.push_back(engine);
-      CHECK(scheduler->close(patience));
+      CHECK(close(*scheduler));
     }
   }
   const unsigned first = seed();

@@ -514,7 +514,7 @@ class TensorStore(Owned):
             self._check_open()
             mapped = _Mapped(kept)
             self._mapped.add(mapped)
-            return _core.map_ranges(files, offsets, sizes, mapped)
+            return _core.map_pieces(files, offsets, sizes, mapped).bytes(0, sum(sizes))
 
     def snapshot(self, path: Path | Sequence[Path], record: bytes = b"") -> None:
         """Keep what is stored now in a new directory, for :meth:`open`. Writes that have been begun are waited for.
