@@ -30,7 +30,7 @@ from tensorferry.files import (
 from tensorferry.futures import Future, Pending
 from tensorferry.runtime import automatic_scheduler, patiently, with_descriptors
 from tensorferry.stats import summed_stats
-from tensorferry.transfers import transfer
+from tensorferry.transfers import submit_one, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -394,11 +394,8 @@ class StripedFile(Transferring):
         def submit() -> None:
             request = scheduler.new_request(write, False, sync, False, background)
             with parts.having(at, segments.nbytes, request):
-                for _, refusal in scheduler.submit(
-                    *(request, [file], [0], [segments.nbytes], [begin], [0], owner),
-                    segments=segments,
-                ):
-                    raise refusal
+                memory = segments, segments.nbytes, None, None
+                submit_one(scheduler, request, file, memory, begin, owner)
 
         with_descriptors(scheduler, submit, opens=False)
 

@@ -124,9 +124,8 @@ def start(
 ) -> Future[_Array]:
     """Begin to move one array, or several that follow each other."""
     scheduler.check_usable()
-    address, nbytes, location, segments, sums = _prepared(memory, checksums, write)
+    sums = None if checksums is None else checksums._use(memory[1], write=write)
     future = Future(array, memory)
-    locations = None if location is None else [location]
     opened = not isinstance(target, _core.File)
 
     def submit() -> _core.Request:
@@ -137,12 +136,7 @@ def start(
         )
         served = scheduler_of(scheduler, file)
         request = served.new_request(write, False, sync, opened, background)
-        for _, refusal in served.submit(
-            *(request, [file], [address], [nbytes], [offset], [0], future, locations),
-            segments=segments,
-            checksums=sums,
-        ):
-            raise refusal
+        submit_one(served, request, file, memory, offset, future, sums)
         return request
 
     try:
@@ -153,6 +147,27 @@ def start(
         raise
     future._start(request, lambda: _failure_of_memory(memory, target, offset))
     return future
+
+
+def submit_one(
+    scheduler: _core.Scheduler,
+    request: _core.Request,
+    file: _core.File,
+    memory: AnyMemory,
+    offset: int,
+    owner: object,
+    sums: _core.Checksums | None = None,
+) -> None:
+    """Give a request its one transfer, or raise what is against it. The core keeps the owner of the memory."""
+    given, nbytes, _, location = memory
+    address, segments = (given, None) if isinstance(given, int) else (0, given)
+    locations = None if location is None or segments is not None else [location]
+    for _, refusal in scheduler.submit(
+        *(request, [file], [address], [nbytes], [offset], [0], owner, locations),
+        segments=segments,
+        checksums=sums,
+    ):
+        raise refusal
 
 
 def _prepared(

@@ -20,6 +20,7 @@ from tensorferry import _core
 from tensorferry.errors import StorageError
 from tensorferry.runtime import scheduler_of, with_descriptors
 from tensorferry.store.space import Space
+from tensorferry.transfers import submit_one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -328,7 +329,9 @@ def make_durable(segments: Sequence[Segment]) -> StorageError | None:
         # A write of nothing, with sync=True.
         request = scheduler.new_request(True, False, True, False, False)
         begun.append(request)
-        for _, refusal in scheduler.submit(request, [segment.file], [0], [0], [0], [0], None):
+        try:
+            submit_one(scheduler, request, segment.file, (0, 0, None, None), 0, None)
+        except StorageError as refusal:
             failures.append(refusal)
     for segment, request in zip(segments, begun, strict=True):
         request.wait(None)

@@ -19,6 +19,7 @@ from tensorferry.arrays import moved
 from tensorferry.errors import StorageError, first_of, memory_moved
 from tensorferry.memory import locked_memory
 from tensorferry.runtime import scheduler_of
+from tensorferry.transfers import submit_one
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -386,17 +387,9 @@ def _submit(
     background: bool,
     begin: int = 0,
 ) -> _core.Request:
-    given, nbytes, _, location = memory
-    address, segments = (given, None) if isinstance(given, int) else (0, given)
     file = piece.segment.file
     scheduler = scheduler_of(piece.segment.directory.scheduler, file)
     scheduler.check_usable()
     request = scheduler.new_request(write, False, False, False, background)
-    locations: list[Any] | None = None if location is None else [location]
-    for _, refusal in scheduler.submit(
-        *(request, [file], [address], [nbytes], [piece.offset + begin], [0], owner, locations),
-        segments=segments,
-        checksums=sums,
-    ):
-        raise refusal
+    submit_one(scheduler, request, file, memory, piece.offset + begin, owner, sums)
     return request
