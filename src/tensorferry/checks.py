@@ -154,6 +154,15 @@ def checked_path(path: Path, name: str = "path") -> str:
     return text
 
 
+def can_be_path(text: str) -> bool:
+    """Return whether a text can be a file's name: half a surrogate pair, which JSON and pickles can have, cannot."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def kept_path(path: Path, name: str = "path") -> str:
     """Return the absolute path of what is used after the call: the process may change its directory meanwhile."""
     text = checked_path(path, name)

@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.mounts import mount_of
+from tensorferry.mounts import mount_if_seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -121,9 +121,10 @@ def read_directory(
 def _opened(directory: str | os.PathLike[str], name: str, access: int) -> list[int]:
     """Return descriptors of what is locked: the directory, and the file where that says more."""
     found = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
-    with contextlib.suppress(OSError, LookupError, StopIteration):
-        if mount_of(Path(directory))["type"] in REMOTE:
-            flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    mount = mount_if_seen(Path(directory))
+    if mount is not None and mount["type"] in REMOTE:
+        flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with contextlib.suppress(OSError):
             found.append(os.open(name, flags, dir_fd=found[0]))
     return found
 

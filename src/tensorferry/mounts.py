@@ -35,6 +35,14 @@ def mount_of(path: Path) -> Mount:
         os.close(descriptor)
 
 
+def mount_if_seen(path: Path) -> Mount | None:
+    """Return the mount that holds a path, None where that cannot be told."""
+    try:
+        return mount_of(path)
+    except (OSError, LookupError, StopIteration):
+        return None
+
+
 def mount_of_open(descriptor: int) -> Mount:
     """Return the mount that holds an open file, as :func:`mount_of` does."""
     # The kernel knows which of several mounts at one place is meant; comparing paths does not tell.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorferry.errors import StorageError
-from tensorferry.mounts import mount_of
+from tensorferry.mounts import mount_if_seen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -90,18 +90,11 @@ def rename(source: AnyPath, target: AnyPath, *, directory: int | None = None) ->
             where = Path(os.fsdecode(target)).parent
             if directory is not None:
                 where = Path(f"{_OWN_FILES}/{directory}") / "."
-            if late or not _is_fuse(where):
+            if late or not ((mount := mount_if_seen(where)) and mount["type"].startswith("fuse")):
                 raise
             time.sleep(_POLL_SECONDS)
         else:
             return
-
-
-def _is_fuse(directory: Path) -> bool:
-    try:
-        return mount_of(directory)["type"].startswith("fuse")
-    except (OSError, LookupError, StopIteration):
-        return False
 
 
 # Directories' devices where renaming has been tried, and whether what is replaced was there.

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from tensorferry.checks import Path, checked_path
+from tensorferry.checks import Path, can_be_path, checked_path
 from tensorferry.safetensors import small
 from tensorferry.safetensors.errors import SafetensorError, shortened
 
@@ -61,7 +61,7 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         if (
             not isinstance(file_name, str)
             or file_name in ("", ".", "..")
-            or not _is_path(file_name)
+            or not can_be_path(file_name)
         ):
             raise SafetensorError(f"it is in {shortened(file_name)}, no file", text, name=name)
         if "/" in file_name or "\0" in file_name:
@@ -70,11 +70,3 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
             )
     metadata = content.get("metadata")
     return weights, metadata if isinstance(metadata, dict) else {}
-
-
-def _is_path(text: str) -> bool:
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can have
-        return False
-    return True

@@ -48,7 +48,7 @@ from tensorferry.checkpoint.zipformat.pickles import (
     table,
     text,
 )
-from tensorferry.checks import MAX_FILE_NBYTES
+from tensorferry.checks import MAX_FILE_NBYTES, can_be_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -482,7 +482,7 @@ def _check_place(index: MetadataIndex, info: _StorageInfo, files: dict[str, int]
         or offset + length > files.get(relative_path, MAX_FILE_NBYTES)
     ):
         raise MalformedError(f"the place of {name!r} is damaged")
-    if relative_path in ("", ".") or "\0" in relative_path or not _can_be_named(relative_path):
+    if relative_path in ("", ".") or "\0" in relative_path or not can_be_path(relative_path):
         raise MalformedError(f"{name!r} lies in a file named {relative_path!r}")
     transforms = values.get("transform_descriptors")
     if transforms is not None and not (
@@ -498,14 +498,6 @@ def _check_place(index: MetadataIndex, info: _StorageInfo, files: dict[str, int]
         and payload[0] + payload[1] <= length
     ):
         raise MalformedError(f"the place of the payload of {name!r} is damaged")
-
-
-def _can_be_named(relative_path: str) -> bool:
-    try:
-        os.fsencode(relative_path)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _checked_extras(metadata: Metadata) -> dict[str, int]:

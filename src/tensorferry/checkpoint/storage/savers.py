@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.errors import StorageError
 from tensorferry.file_locks import REMOTE, open_lock_file, set_lock
-from tensorferry.mounts import mount_of
+from tensorferry.mounts import mount_if_seen
 from tensorferry.processes import lock_descriptors, when_dropped
 
 if TYPE_CHECKING:
@@ -180,9 +180,8 @@ def _leave(descriptor: int, path: Path) -> None:
 
 def _reach_all(directory: Path) -> bool:
     """Return whether locks are known to hold on all machines that see a directory."""
-    try:
-        mount = mount_of(directory)
-    except (OSError, LookupError, StopIteration):
+    mount = mount_if_seen(directory)
+    if mount is None:
         return False
     options = set(mount["options"].split(","))
     if mount["type"] == "lustre" and "flock" not in options:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from tensorferry.checkpoint.storage.delivery import is_plain
 from tensorferry.checkpoint.storage.savers import LOCAL_FILE_SYSTEMS
 from tensorferry.checkpoint.together import Ranks
-from tensorferry.mounts import mount_of
+from tensorferry.mounts import mount_if_seen
 
 if TYPE_CHECKING:
     import os
@@ -136,7 +136,9 @@ def offer(
             f"broadcast: the process group ({backend}) moves no memory of CPUs or GPUs"
         )
     # By gloo, memory of CPUs goes from rank to rank more slowly than local drives and the page cache give it.
-    worthwhile = device is not None and (device.type == "cuda" or not _is_local(path))
+    mount = mount_if_seen(Path(path))
+    is_remote = mount is not None and mount["type"] not in LOCAL_FILE_SYSTEMS
+    worthwhile = device is not None and (device.type == "cuda" or is_remote)
     return Offer(broadcast, dist.get_rank(group), dist.get_world_size(group), _node(), worthwhile)
 
 
@@ -465,11 +467,3 @@ def _node() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         return socket.gethostname()
-
-
-def _is_local(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder is known to be on a drive of this machine, or nothing is known of it."""
-    try:
-        return mount_of(Path(path))["type"] in LOCAL_FILE_SYSTEMS
-    except (OSError, LookupError, StopIteration):
-        return True

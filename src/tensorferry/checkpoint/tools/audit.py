@@ -6,7 +6,6 @@ zip archive, whose records have checksums that torch itself never looks at.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from tensorferry.checkpoint.storage.metadata import file_checksums, read_metadat
 from tensorferry.checkpoint.storage.names import metadata_files
 from tensorferry.checkpoint.storage.reading import Reading, Want
 from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
-from tensorferry.checkpoint.zipformat import blobs
+from tensorferry.checkpoint.zipformat import blobs, zips
 from tensorferry.checksums import Checksums
 from tensorferry.safetensors.sources import tiles
 
@@ -32,9 +31,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata
 
-    import tensorferry
     from tensorferry.checkpoint.progress import Listener
     from tensorferry.checkpoint.storage.reading import DataFile
+
+_SMALL_NBYTES = 64 << 10
 
 
 def verify(
@@ -162,7 +162,7 @@ class _Audit(Audit):
             try:
                 self._check_file(contents, name, infos)
             except (CheckpointError, OSError) as error:
-                self.problem(error)
+                self.problem(error, f"{self.report.path}/{name}")
             except Exception as error:
                 self.problem(_unexpected(error, f"{self.report.path}/{name}"))
             rest = begin + sum(info.length for _, info in infos) - self.meter.nbytes
@@ -181,20 +181,28 @@ class _Audit(Audit):
                 reading.finish()
             self.report.nbytes += file.nbytes
             return
+        # The same file again, which may be read at any offset.
+        own_path = f"/proc/self/fd/{file.file._open_file().descriptor}"
         try:
             end = 0
-            for index, info in infos:
-                if info.offset > end:
-                    self.report.unverified.append(f"bytes {end} to {info.offset} of {name}")
-                self._check_blob(contents, file, index, info)
-                end = max(end, info.offset + info.length)
+            with open(own_path, "rb", buffering=0) as plain:
+                for index, info in infos:
+                    if info.offset > end:
+                        self.report.unverified.append(f"bytes {end} to {info.offset} of {name}")
+                    self._check_blob(contents, file, plain.fileno(), index, info)
+                    end = max(end, info.offset + info.length)
             if file.nbytes > end:
                 self.report.unverified.append(f"bytes {end} to {file.nbytes} of {name}")
         finally:
             file.file.close()
 
     def _check_blob(
-        self, contents: Contents, file: DataFile, index: MetadataIndex, info: _StorageInfo
+        self,
+        contents: Contents,
+        file: DataFile,
+        descriptor: int,
+        index: MetadataIndex,
+        info: _StorageInfo,
     ) -> None:
         end = info.offset + info.length
         try:
@@ -202,10 +210,18 @@ class _Audit(Audit):
         except CheckpointError as error:
             self.problem(error)
             return
-        blob = _Blob(file.file, info.offset, info.length)
-        problem, verified = blobs.examine_range(info.length, blob.read, blob.crc_of)
+        read, _ = zips.reading(descriptor, info.offset, info.length)
+
+        def crc_of(begin: int, end: int) -> int:
+            if end - begin <= _SMALL_NBYTES:
+                return crc32(read(begin, end))
+            sums = Checksums(segments=True)  # of what the core reads and keeps nothing of
+            file.file.read([end - begin, bytearray()], info.offset + begin, checksums=sums)
+            return sums.segments[0]
+
+        problem, verified = blobs.examine_range(info.length, read, crc_of)
         if problem is None and verified:
-            problem = contents.contradiction(index, info, blob.read)
+            problem = contents.contradiction(index, info, read)
         if problem is not None:
             self.problem(
                 CheckpointError(problem, file.path, names=(index.fqn,), begin=info.offset, end=end)
@@ -220,37 +236,3 @@ class _Audit(Audit):
 def _unexpected(error: Exception, path: str) -> CheckpointError:
     """Return as damage what no check has foreseen."""
     return CheckpointError(f"it cannot be read ({type(error).__name__}: {error})", path)
-
-
-class _Blob:
-    """A range of a file. Small parts of it, which are asked for again and again, are kept."""
-
-    def __init__(self, file: tensorferry.File, begin: int, nbytes: int) -> None:
-        self._file = file
-        self._begin = begin
-        self._nbytes = nbytes
-        self._page = functools.lru_cache(_KEPT_PAGES)(self._read_page)
-
-    def read(self, begin: int, end: int) -> bytes:
-        """Return bytes, as many of them as there are."""
-        end = min(end, self._nbytes)
-        pages = range(begin // _PAGE_NBYTES, -(-end // _PAGE_NBYTES))
-        first = pages.start * _PAGE_NBYTES
-        return b"".join(map(self._page, pages))[begin - first : max(begin, end) - first]
-
-    def crc_of(self, begin: int, end: int) -> int:
-        """Return the CRC-32 of bytes, which the core reads and keeps nothing of."""
-        if end - begin <= _PAGE_NBYTES:
-            return crc32(self.read(begin, end))
-        sums = Checksums(segments=True)
-        self._file.read([end - begin, bytearray()], self._begin + begin, checksums=sums)
-        return sums.segments[0]
-
-    def _read_page(self, number: int) -> bytearray:
-        begin = number * _PAGE_NBYTES
-        page = bytearray(min(_PAGE_NBYTES, self._nbytes - begin))
-        return self._file.read(page, self._begin + begin)
-
-
-_PAGE_NBYTES = 64 << 10
-_KEPT_PAGES = 4

@@ -81,15 +81,17 @@ class Place(NamedTuple):
     crc: int
 
 
-def reading(descriptor: int) -> tuple[Callable[[int, int], bytes], int]:
-    """Return a function of (begin, end) that reads an open file, as far as it goes, and the file's size."""
-    nbytes = os.fstat(descriptor).st_size
+def reading(
+    descriptor: int, first: int = 0, nbytes: int | None = None
+) -> tuple[Callable[[int, int], bytes], int]:
+    """Return a function of (begin, end) that reads a part of an open file, as far as it goes, and the part's size."""
+    size = os.fstat(descriptor).st_size if nbytes is None else nbytes
 
     def read(begin: int, end: int) -> bytes:
-        count = min(end, nbytes) - begin
-        return os.pread(descriptor, count, begin) if begin >= 0 and count > 0 else b""
+        count = min(end, size) - begin
+        return os.pread(descriptor, count, first + begin) if begin >= 0 and count > 0 else b""
 
-    return read, nbytes
+    return read, size
 
 
 def begins(data: Bytes) -> bool:
