@@ -24,7 +24,8 @@ from numpy.lib import format as npy_format
 import tensorferry
 from tensorferry._core import crc32_combine
 from tensorferry.checks import kept_path
-from tensorferry.safetensors.slicing import read_plan, select, strides_of
+from tensorferry.ranges import read_plan, strides_of
+from tensorferry.safetensors.slicing import select
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

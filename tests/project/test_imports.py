@@ -39,6 +39,7 @@ LEVELS = (
         "errors",
         "checks",
         "processes",
+        "ranges",
         "libraries",
         "file_locks",
         "warned",

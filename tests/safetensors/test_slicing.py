@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tensorferry import ranges
 from tensorferry.safetensors import SafetensorError, SliceError, safe_open, slicing
 from tests.safetensors.files import (
     assert_same,
@@ -112,7 +113,7 @@ def needed_at_most(tensor: torch.Tensor, index: Any) -> int:
     begins = numbers * tensor.element_size()
     gaps = begins[1:] - begins[:-1] - tensor.element_size()
     longest = max((len(part) for part in parts if isinstance(part, list)), default=2)
-    apart = gaps >= slicing.GAP_NBYTES * max(1, longest - 1)
+    apart = gaps >= ranges.GAP_NBYTES * max(1, longest - 1)
     between = int(gaps[apart].sum())
     span = int(begins[-1] - begins[0]) + tensor.element_size()
     return span - between + (int(apart.sum()) + 1) * 2 * PAGE
@@ -202,10 +203,10 @@ def test_plans_are_bounded_and_cover_each_wanted_byte_once(data: st.DataObject) 
             positions[-1] = sorted(data.draw(st.sets(st.integers(0, length - 1), min_size=1)))
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(slicing, "TINY_NBYTES", 64)
-        patch.setattr(slicing, "GAP_NBYTES", 256)
-        patch.setattr(slicing, "WINDOW_NBYTES", 1024)
-        plan = slicing.read_plan(tuple(positions), shape, itemsize)
+        patch.setattr(ranges, "TINY_NBYTES", 64)
+        patch.setattr(ranges, "GAP_NBYTES", 256)
+        patch.setattr(ranges, "WINDOW_NBYTES", 1024)
+        plan = ranges.read_plan(tuple(positions), shape, itemsize)
         windows = list(plan.windows)
     assert all(a.begin + a.nbytes <= b.begin for a, b in itertools.pairwise(windows))
     if not plan.exact:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.pipeline import Pipeline, Read
+from tensorferry.ranges import WINDOW_NBYTES, ReadPlan, Window, read_plan, runs, strides_of
 from tensorferry.safetensors.ahead import Ahead
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize_of, nbytes_of
@@ -19,17 +21,7 @@ from tensorferry.safetensors.loading import (
     load_tensor,
     path_of,
 )
-from tensorferry.safetensors.slicing import (
-    WINDOW_NBYTES,
-    ReadPlan,
-    Selection,
-    Window,
-    count_of,
-    is_contiguous,
-    read_plan,
-    select,
-    strides_of,
-)
+from tensorferry.safetensors.slicing import Selection, select
 
 if TYPE_CHECKING:
     import os
@@ -301,13 +293,13 @@ def _begin_chosen(
     """Begin to have an array of just the chosen positions, as integers."""
     positions, chosen_shape = selection.positions, selection.shape
     itemsize = itemsize_of(tensor.dtype)
-    if count_of(positions) == 0:
+    if math.prod(chosen_shape) == 0:
         return Coming(None, lambda: framework.plain(framework.empty(0), itemsize, chosen_shape))
     strides = strides_of(shape)
     first = sum(each[0] * stride for each, stride in zip(positions, strides, strict=True))
     last = sum(each[-1] * stride for each, stride in zip(positions, strides, strict=True))
     begin, end = tensor.begin + first * itemsize, tensor.begin + (last + 1) * itemsize
-    if is_contiguous(positions, shape):
+    if runs(positions, shape).dims == 0:
         coming = begin_bytes(source, tensor, begin, end, framework)
         return Coming(
             coming.future, lambda: framework.plain(coming.finish(), itemsize, chosen_shape)

@@ -28,11 +28,12 @@ from tensorferry import _core
 from tensorferry.checks import checked_nbytes
 from tensorferry.checksums import Checksums
 from tensorferry.pipeline import Pipeline, Read
+from tensorferry.ranges import runs, strides_of
 from tensorferry.safetensors import checksums
 from tensorferry.safetensors.dtypes import numpy_dtype, torch_dtype, torch_shape
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.frameworks import torch_device
-from tensorferry.safetensors.slicing import select, strides_of
+from tensorferry.safetensors.slicing import select
 from tensorferry.safetensors.sources import stored_tensors
 
 if TYPE_CHECKING:
@@ -506,18 +507,10 @@ def _part(stored: Stored, index: Any, where: Any, framework: str) -> _Part:
         reason = f"{shortened(index)} is no index for a plan: integers, slices, None and ... are"
         raise SafetensorError(reason, stored.path, name=tensor.name)
     positions, strides = chosen.positions, strides_of(shape, dtype.itemsize)
-    if not math.prod(chosen.shape):
-        begin, row, dims = tensor.begin, 0, 0
-    else:
-        begin = tensor.begin + sum(
-            each[0] * stride for each, stride in zip(positions, strides, strict=True)
-        )
-        row, dims = dtype.itemsize, len(shape)
-    while dims:
-        each, stride = positions[dims - 1], strides[dims - 1]
-        if len(each) > 1 and not (stride == row and each[-1] - each[0] == len(each) - 1):
-            break
-        row, dims = row * len(each), dims - 1
+    dims = begin = row = 0
+    if math.prod(chosen.shape):
+        dims, begin, row = runs(positions, shape, dtype.itemsize)
+    begin += tensor.begin
     picks = None
     if dims and dims == len(shape):  # scattered elements: all that lies between them is read
         dims, last = dims - 1, positions[-1]

@@ -1,29 +1,13 @@
-"""An index, by torch's rules, as the bytes it needs; arithmetic only.
-
-``select`` says which positions of each dimension an index chooses, and what is left to do with an array of just these.
-``read_plan`` says which bytes of the tensor have them:
-
-- runs that are large, or lie far apart, are read as they are, one behind the other: into the result;
-- runs that are tiny and dense (a few columns of a matrix) are read with what lies between them, a bounded window at a
-  time, and picked out of it. No drive reads less than that any faster.
-"""
+"""An index, by torch's rules: which positions of each dimension it chooses, and what is left to do with just these."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry.safetensors.errors import SafetensorError, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-# Runs of fewer bytes, with fewer bytes between them than the core passes over, are read together.
-TINY_NBYTES = 16 << 10
-GAP_NBYTES = 64 << 10
-# Of bytes that are read to pick some out of them, at a time.
-WINDOW_NBYTES = 8 << 20
+    from collections.abc import Sequence
 
 
 class SliceError(SafetensorError, IndexError, ValueError):
@@ -122,122 +106,6 @@ def select(index: Any, shape: tuple[int, ...], path: str = "", name: str = "") -
         lists = []
     # NumPy gives an array, and no scalar, where the index has an ellipsis.
     return Selection(tuple(positions), (*basic, Ellipsis), tuple(lists))
-
-
-class Window(NamedTuple):
-    """Bytes of a tensor to be read in one piece.
-
-    Attributes
-    ----------
-    begin, nbytes : int
-        Where they are, from the tensor's first byte.
-    row : int
-        Which of the result's rows they are for: of all combinations of positions of the dimensions before ``split``.
-    first, stop : int
-        And which positions of that dimension.
-    """
-
-    begin: int
-    nbytes: int
-    row: int
-    first: int
-    stop: int
-
-
-class ReadPlan(NamedTuple):
-    """The bytes that a selection needs.
-
-    Attributes
-    ----------
-    split : int
-        The dimension of which a window has several positions; there may be none.
-    exact : bool
-        Whether nothing is read that is not wanted: the windows, one behind the other, are the result.
-    windows : iterable of Window
-        In the order of the bytes, none of which is in two of them.
-    """
-
-    split: int
-    exact: bool
-    windows: Iterator[Window]
-
-
-def read_plan(
-    positions: tuple[Sequence[int], ...], shape: tuple[int, ...], itemsize: int
-) -> ReadPlan:
-    """Return which bytes of a tensor have the positions, of which every dimension must have some."""
-    strides = strides_of(shape, itemsize)
-    leading, unit, begin, exact, split = len(shape), itemsize, 0, True, len(shape)
-    while leading > 0:
-        chosen, stride = positions[leading - 1], strides[leading - 1]
-        count, span = len(chosen), chosen[-1] - chosen[0]
-        if count > 1:
-            gap = span * stride // (count - 1) - unit
-            if not (exact and span == count - 1 and unit == stride):
-                if unit >= TINY_NBYTES or gap >= GAP_NBYTES:
-                    break
-                exact = False
-            unit += span * stride
-            split = leading - 1
-        begin += chosen[0] * stride
-        leading -= 1
-    windows = _windows(positions, strides, leading, split, begin, unit, exact)
-    return ReadPlan(split, exact, windows)
-
-
-def _windows(
-    positions: tuple[Sequence[int], ...],
-    strides: tuple[int, ...],
-    leading: int,
-    split: int,
-    begin: int,
-    unit: int,
-    exact: bool,
-) -> Iterator[Window]:
-    """Return what each combination of leading positions needs; where it is picked from, perhaps in several pieces."""
-    pieces = [(0, 0, len(positions[split]) if split < len(positions) else 1, unit)]
-    if not exact and unit > WINDOW_NBYTES:
-        pieces = list(_split(positions[split], strides[split], unit))
-    rows = itertools.product(*positions[:leading])
-    for row, places in enumerate(rows):
-        at = begin + sum(map(int.__mul__, places, strides))
-        for offset, first, stop, nbytes in pieces:
-            yield Window(at + offset, nbytes, row, first, stop)
-
-
-def _split(chosen: Sequence[int], stride: int, unit: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut what is read for a dimension's positions: offset, first and last position, bytes."""
-    inner = unit - (chosen[-1] - chosen[0]) * stride  # for each of them, less than TINY_NBYTES
-    first = 0
-    for at in range(1, len(chosen) + 1):
-        if at == len(chosen) or (chosen[at] - chosen[first]) * stride + inner > WINDOW_NBYTES:
-            span = chosen[at - 1] - chosen[first]
-            yield (chosen[first] - chosen[0]) * stride, first, at, span * stride + inner
-            first = at
-
-
-def strides_of(shape: tuple[int, ...], itemsize: int = 1) -> tuple[int, ...]:
-    """Return the strides of a contiguous array, in bytes or elements."""
-    strides = [itemsize] * len(shape)
-    for at in range(len(shape) - 2, -1, -1):
-        strides[at] = strides[at + 1] * shape[at + 1]
-    return tuple(strides)
-
-
-def is_contiguous(positions: tuple[Sequence[int], ...], shape: tuple[int, ...]) -> bool:
-    """Return whether the positions are one run of elements."""
-    split = next((at for at, each in enumerate(positions) if len(each) != 1), len(shape))
-    rest = positions[split + 1 :]
-    if split < len(shape):
-        chosen = positions[split]
-        if chosen[-1] - chosen[0] != len(chosen) - 1:
-            return False
-    return all(len(each) == length for each, length in zip(rest, shape[split + 1 :], strict=True))
-
-
-def count_of(positions: tuple[Sequence[int], ...]) -> int:
-    """Return how many elements are chosen."""
-    return math.prod(len(each) for each in positions)
 
 
 def _is_plain(part: Any) -> bool:

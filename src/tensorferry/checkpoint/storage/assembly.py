@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage.reader import Lent, Load
 from tensorferry.checkpoint.storage.reading import Reading
-from tensorferry.checkpoint.zipformat.ranges import slabs
+from tensorferry.ranges import slabs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

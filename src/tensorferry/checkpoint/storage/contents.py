@@ -31,8 +31,8 @@ from tensorferry.checkpoint.storage.names import METADATA_NAME, RANK_METADATA
 from tensorferry.checkpoint.storage.reading import DataFile, Reading, Want
 from tensorferry.checkpoint.zipformat import blobs
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, RefusedError, screen
-from tensorferry.checkpoint.zipformat.ranges import is_inside
 from tensorferry.errors import StorageError
+from tensorferry.ranges import is_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

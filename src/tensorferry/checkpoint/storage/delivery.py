@@ -15,7 +15,7 @@ import torch
 from tensorferry.arrays import tensor_bytes
 from tensorferry.checkpoint.checksums import crc32_combine
 from tensorferry.checkpoint.storage.reading import GAP_NBYTES, Want
-from tensorferry.checkpoint.zipformat.ranges import (
+from tensorferry.ranges import (
     contiguous_run,
     is_inside,
     rows,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tensorferry.checkpoint.zipformat.blobs import Payload
-    from tensorferry.checkpoint.zipformat.ranges import Slab
+    from tensorferry.ranges import Slab
 
 _SLAB_NBYTES = 1 << 20
 # Shorter rows are collected in slabs: to copy them costs less than to ask for each.

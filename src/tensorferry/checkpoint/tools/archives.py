@@ -104,7 +104,7 @@ def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
         order of another kind of machine.
     """
     from tensorferry.checkpoint.zipformat.blobs import Payload
-    from tensorferry.checkpoint.zipformat.ranges import memory_order
+    from tensorferry.ranges import memory_order
 
     others: list[str] = []
     with open(path, "rb", buffering=0) as file:

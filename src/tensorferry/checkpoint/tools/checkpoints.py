@@ -38,7 +38,7 @@ from tensorferry.checkpoint.storage.reading import Reading
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.tools.audit import entries, incomplete, verify
 from tensorferry.checkpoint.tools.formats import Found
-from tensorferry.checkpoint.zipformat.ranges import slabs
+from tensorferry.ranges import slabs
 from tensorferry.safetensors import index
 from tensorferry.safetensors.parsing import METADATA
 

@@ -25,8 +25,8 @@ import torch
 
 from tensorferry.checkpoint.checksums import crc32
 from tensorferry.checkpoint.zipformat import zips
-from tensorferry.checkpoint.zipformat.ranges import memory_order
 from tensorferry.checkpoint.zipformat.zips import UnknownArchiveError as UnknownArchiveError
+from tensorferry.ranges import memory_order
 from tensorferry.streams import Field
 
 if TYPE_CHECKING:

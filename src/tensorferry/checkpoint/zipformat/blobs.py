@@ -17,8 +17,8 @@ import torch
 from tensorferry.checkpoint.checksums import crc32
 from tensorferry.checkpoint.zipformat import pickles, zips
 from tensorferry.checkpoint.zipformat.pickles import Maker, MalformedError, RefusedError, table
-from tensorferry.checkpoint.zipformat.ranges import memory_order
 from tensorferry.checkpoint.zipformat.zips import UnknownArchiveError
+from tensorferry.ranges import memory_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
