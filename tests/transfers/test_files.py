@@ -311,7 +311,7 @@ def test_bad_arguments_are_refused_before_any_io(directory: pathlib.Path) -> Non
     with pytest.raises(ValueError, match="engine"):
         tensorferry.open(path, "w", engine="windows")
     for call in (tensorferry.read, tensorferry.write):
-        with pytest.raises(ValueError, match="priority: 'urgent' is neither"):
+        with pytest.raises(ValueError, match="priority: 'urgent' is none of"):
             call(path, bytearray(5), priority="urgent")  # type: ignore[operator]
     for many in (tensorferry.read_many, tensorferry.write_many):
         with pytest.raises(ValueError, match="priority: 7 is neither"):
