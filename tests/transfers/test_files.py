@@ -314,7 +314,7 @@ def test_bad_arguments_are_refused_before_any_io(directory: pathlib.Path) -> Non
         with pytest.raises(ValueError, match="priority: 'urgent' is none of"):
             call(path, bytearray(5), priority="urgent")  # type: ignore[operator]
     for many in (tensorferry.read_many, tensorferry.write_many):
-        with pytest.raises(ValueError, match="priority: 7 is neither"):
+        with pytest.raises(ValueError, match="priority: 7 is none of"):
             many([(path, bytearray(5))], priority=7)  # type: ignore[operator]
     for setting, maximum in (("queue_depth", 32768), ("block_size", 1 << 30)):
         for value in (0, -1, maximum + 1, (1 << 31) - 1, 1 << 80):
