@@ -315,6 +315,7 @@ void PyScheduler::Admitted::handed_over(const std::vector<std::shared_ptr<Transf
   for (const auto& transfer : transfers) {
     --std::ranges::find(places_, transfer->lane(), &Scheduler::Places::lane)->count;
   }
+  std::erase_if(places_, [](const Scheduler::Places& one) { return one.count == 0; });
 }
 
 void bind_schedulers(nb::module_& module) {

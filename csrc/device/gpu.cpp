@@ -2,8 +2,6 @@
 
 #include <errno.h>
 
-#include <map>
-
 #include "base/after_fork.h"
 
 namespace tensorferry::cuda {
@@ -165,6 +163,17 @@ Result<std::unique_ptr<Copier>> Gpu::take_copier() {
 void Gpu::give_back(std::unique_ptr<Copier> copier) {
   std::lock_guard lock(mutex_);
   idle_copiers_.push_back(std::move(copier));
+}
+
+Copiers::~Copiers() {
+  for (auto& [gpu, copier] : taken_) gpu->give_back(std::move(copier));
+}
+
+Result<Copier*> Copiers::of(Gpu& gpu) {
+  if (auto found = taken_.find(&gpu); found != taken_.end()) return found->second.get();
+  auto copier = gpu.take_copier();
+  if (!copier) return copier.fault();
+  return (taken_[&gpu] = std::move(*copier)).get();
 }
 
 std::optional<Fault> Gpu::register_host(void* memory, size_t nbytes) {

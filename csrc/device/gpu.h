@@ -3,6 +3,7 @@
 // A Gpu lives as long as the process: contexts are not released, since at exit the driver may be gone before us.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -99,6 +100,20 @@ class Gpu {
   std::mutex mutex_;
   std::vector<EventHandle> idle_events_;
   std::vector<std::unique_ptr<Copier>> idle_copiers_;
+};
+
+// Copiers for one who uses them one call at a time: of each GPU one, taken at first use, given back at the end.
+class Copiers {
+ public:
+  Copiers() = default;
+  ~Copiers();
+  Copiers(const Copiers&) = delete;
+  Copiers& operator=(const Copiers&) = delete;
+
+  Result<Copier*> of(Gpu& gpu);
+
+ private:
+  std::map<Gpu*, std::unique_ptr<Copier>> taken_;
 };
 
 // Whether a stream's work is being captured into a graph, so that there is nothing to wait for.

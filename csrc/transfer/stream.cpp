@@ -104,10 +104,6 @@ Stream::Stream(std::shared_ptr<Scheduler> scheduler, std::shared_ptr<File> file,
       buffer_nbytes_(buffer_nbytes_for(options.expected_nbytes)),
       position_(options.offset) {}
 
-Stream::~Stream() {
-  for (auto& [gpu, copier] : copiers_) gpu->give_back(std::move(copier));
-}
-
 Stream::Buffer::~Buffer() {
   if (of_stock) stock().give_back(device, std::move(memory));
 }
@@ -358,21 +354,17 @@ bool Stream::start_copy(Source& source, uint64_t nbytes) {
     return false;
   }
   cuda::Gpu& gpu = source.gate->gpu();
-  auto& copier = copiers_[&gpu];
+  auto copier = copiers_.of(gpu);
   if (!copier) {
-    auto taken = gpu.take_copier();
-    if (!taken) {
-      fail(taken.fault());
-      return false;
-    }
-    copier = std::move(*taken);
+    fail(copier.fault());
+    return false;
   }
   Buffer& buffer = *filling_;
   // Else the copy takes longer: also where another stream is about to do so.
   if (!buffer.memory.allocation->registered()) (void)buffer.memory.allocation->register_with(gpu);
   cuda::leave_captures_alone();
-  auto event = copier->start(cuda::Direction::from_gpu, buffer.memory.data + buffer.end,
-                             reinterpret_cast<cuda::Address>(source.memory + source.placed_nbytes), nbytes);
+  auto event = (*copier)->start(cuda::Direction::from_gpu, buffer.memory.data + buffer.end,
+                                reinterpret_cast<cuda::Address>(source.memory + source.placed_nbytes), nbytes);
   if (!event) {
     fail(event.fault());
     return false;

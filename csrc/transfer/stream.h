@@ -84,7 +84,6 @@ class Stream : public std::enable_shared_from_this<Stream> {
   };
 
   Stream(std::shared_ptr<Scheduler> scheduler, std::shared_ptr<File> file, const StreamOptions& options);
-  ~Stream();
 
   // What begin_job() and end() each take over an admission to.
   std::vector<Scheduler::Places> place() const { return {{lane_, 1}}; }
@@ -226,7 +225,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   uint64_t position_;             // in the file, of what is placed next
   RunningCrc32 chunk_, segment_;  // those under way
   std::vector<uint32_t> chunk_crcs_, segment_crcs_;
-  std::map<cuda::Gpu*, std::unique_ptr<cuda::Copier>> copiers_;
+  cuda::Copiers copiers_;
 };
 
 }  // namespace tensorferry

@@ -425,12 +425,11 @@ Step Transfer::copied(WorkBlock& block, const std::optional<Fault>& fault, Stati
 }
 
 Step Transfer::copy_now(WorkBlock& block, Statistics& statistics) {
-  cuda::Gpu& gpu = gpu_of(block);
-  auto copier = gpu.take_copier();
+  cuda::Copiers copiers;
+  auto copier = copiers.of(gpu_of(block));
   if (!copier) return copied(block, copier.fault(), statistics);
   auto event = start_copy(block, **copier);
   const auto fault = event ? (*event).wait() : std::optional(event.fault());
-  gpu.give_back(std::move(*copier));
   return copied(block, fault, statistics);
 }
 

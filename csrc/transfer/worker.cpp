@@ -30,10 +30,6 @@ Worker::Worker(Scheduler& scheduler, Queue& queue, std::unique_ptr<Engine> engin
   for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) free_.push_back(&*block);
 }
 
-Worker::~Worker() {
-  for (auto& [gpu, copier] : copiers_) gpu->give_back(std::move(copier));
-}
-
 void Worker::run() {
   engine_->start();
   std::vector<Block*> completed;
@@ -177,15 +173,10 @@ void Worker::copy(WorkBlock& block) {
 // Queues the copy on this worker's stream.
 void Worker::copy_gpu(WorkBlock& block) {
   Transfer& transfer = *block.transfer;
-  cuda::Gpu& gpu = transfer.gpu_of(block);
-  auto& copier = copiers_[&gpu];
-  if (!copier) {
-    auto taken = gpu.take_copier();
-    if (!taken) return go_on(block, transfer.copied(block, taken.fault(), scheduler_.statistics_));
-    cuda::leave_captures_alone();
-    copier = std::move(*taken);
-  }
-  auto event = transfer.start_copy(block, *copier);
+  auto copier = copiers_.of(transfer.gpu_of(block));
+  if (!copier) return go_on(block, transfer.copied(block, copier.fault(), scheduler_.statistics_));
+  cuda::leave_captures_alone();
+  auto event = transfer.start_copy(block, **copier);
   if (!event) return go_on(block, transfer.copied(block, event.fault(), scheduler_.statistics_));
   scheduler_.watcher_->add_copy(std::move(*event), [self = own(), &block](const std::optional<Fault>& fault) {
     self->come_back(block, block.transfer->copied(block, fault, self->scheduler_.statistics_));

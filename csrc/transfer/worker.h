@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -19,7 +18,6 @@ namespace tensorferry {
 class Worker final : public BounceWaiter {
  public:
   Worker(Scheduler& scheduler, Queue& queue, std::unique_ptr<Engine> engine);
-  ~Worker() override;
 
   void run();
   void wake() { engine_->wake(); }
@@ -72,7 +70,7 @@ class Worker final : public BounceWaiter {
   };
   std::mutex returned_mutex_;
   std::vector<Returned> returned_;
-  std::map<cuda::Gpu*, std::unique_ptr<cuda::Copier>> copiers_;
+  cuda::Copiers copiers_;
 };
 
 }  // namespace tensorferry

@@ -105,7 +105,9 @@ inline void hand_over(Scheduler& scheduler, const std::shared_ptr<Request>& requ
 
 inline std::shared_ptr<Request> start(Scheduler& scheduler, TransferSpec spec, bool blocking = false,
                                       const RequestOptions& options = {}) {
-  auto request = new_request(scheduler, options);
+  spec.lane = scheduler.lane_of(spec.file->device());  // where it is admitted, also if devices share lanes
+  REQUIRE(scheduler.admit({{spec.lane, 1}}, milliseconds(60'000)) == Scheduler::Admission::admitted);
+  auto request = std::make_shared<Request>(scheduler.shared_from_this(), options);
   if (spec.write) REQUIRE_FALSE(reserve(*spec.file, {{spec.offset, spec.offset + spec.memory.nbytes()}}));
   auto transfer = Transfer::create(std::move(spec), request, 0, scheduler.options().block_nbytes);
   REQUIRE(transfer);

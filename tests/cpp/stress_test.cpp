@@ -56,7 +56,9 @@ void failed(const std::string& what) {
 
 // Null: refused, since the scheduler is closed.
 std::shared_ptr<Request> begin(Scheduler& scheduler, TransferSpec spec, const RequestOptions& options, bool blocking) {
-  const auto admission = scheduler.admit(places(scheduler), patience);
+  spec.lane = scheduler.lane_of(spec.file->device());
+  const std::vector<Scheduler::Places> place{{spec.lane, 1}};
+  const auto admission = scheduler.admit(place, patience);
   if (admission == Scheduler::Admission::full) failed("there was no room for a transfer");
   if (admission != Scheduler::Admission::admitted) return nullptr;
   auto request = std::make_shared<Request>(scheduler.shared_from_this(), options);
@@ -64,7 +66,7 @@ std::shared_ptr<Request> begin(Scheduler& scheduler, TransferSpec spec, const Re
   auto transfer = Transfer::create(std::move(spec), request, 0, block_nbytes);
   if (!transfer) {
     failed(std::string("refused: ") + transfer.fault().operation);
-    scheduler.take_back(places(scheduler));
+    scheduler.take_back(place);
     return nullptr;
   }
   hand_over(scheduler, request, *transfer, blocking);
