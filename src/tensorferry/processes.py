@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 class Owned:
     """Base of what belongs to the process that made it; the constructor calls :meth:`_belong_here`."""
 
-    __slots__ = ("_generation",)
+    # Libraries put objects into classes of their own, which must have the same layout.
+    __slots__ = ()
+    _generation: int
 
     _refusal: ClassVar[str] = "this object was made before fork(): it is the parent process's"
     """What a forked child is told that uses it."""
