@@ -34,7 +34,7 @@ class Owned:
 
     def _belong_here(self) -> None:
         """Belong to this process from now on."""
-        self._generation = _core.fork_generation()
+        self._generation = _core.fork_generation()  # type: ignore[misc]  # in subclasses
 
     @property
     def is_parents(self) -> bool:
