@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from benchmarks.harness import MIB, MeasurementError, UnavailableError
 from benchmarks.measure import Stopwatch, drive_nbytes, touch_memory
 from benchmarks.peers.state import state, state_nbytes, tensors
+from tensorferry._core import crc32
 from tensorferry.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
@@ -25,7 +26,6 @@ from tensorferry.checkpoint import (
     load,
     save,
 )
-from tensorferry.checkpoint.checksums import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -74,6 +74,7 @@ class Future(Owned, Generic[_T_co]):
         "_cancelling",
         "_check",
         "_exception",
+        "_generation",
         "_keep",
         "_request",
         "_settled",

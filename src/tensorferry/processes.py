@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 class Owned:
     """Base of what belongs to the process that made it; the constructor calls :meth:`_belong_here`."""
 
-    __slots__ = ("_generation",)
+    # Libraries put objects into classes of their own, which must have the same layout.
+    __slots__ = ()
+    _generation: int
 
     _refusal: ClassVar[str] = "this object was made before fork(): it is the parent process's"
     """What a forked child is told that uses it."""
 
     def _belong_here(self) -> None:
         """Belong to this process from now on."""
-        self._generation = _core.fork_generation()
+        self._generation = _core.fork_generation()  # type: ignore[misc]  # in subclasses
 
     @property
     def is_parents(self) -> bool:

@@ -215,7 +215,7 @@ def test_files_without_checksums_are_said_to_have_none(directory: pathlib.Path) 
 
 
 def test_records_of_more_than_4_gib_are_verified(directory: pathlib.Path) -> None:
-    from tensorferry.checkpoint.checksums import crc32, crc32_combine
+    from tensorferry._core import crc32, crc32_combine
     from tensorferry.checkpoint.zipformat.archive import tensor_archive
 
     nbytes = (1 << 32) + 5

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tensorferry._core import screened_pickle_end
-from tensorferry.checkpoint.checksums import crc32
+from tensorferry._core import crc32, screened_pickle_end
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage.metadata import (
     _KNOWN,

@@ -14,9 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpoint import CheckpointError, FileSystemReader
-from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.progress import Progress
-from tensorferry.checkpoint.storage.metadata import payload_of, read_metadata, trailer_of
+from tensorferry.checkpoint.storage.metadata import (
+    CHUNK_NBYTES,
+    payload_of,
+    read_metadata,
+    trailer_of,
+)
 from tensorferry.checkpoint.tools.audit import entries as list_checkpoint
 from tensorferry.checkpoint.tools.audit import verify
 from tensorferry.checkpoint.zipformat import blobs

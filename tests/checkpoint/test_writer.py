@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from tensorferry.checkpoint import FileSystemWriter
-from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.storage import commit
+from tensorferry.checkpoint.storage.metadata import CHUNK_NBYTES
 from tensorferry.checkpoint.zipformat import archive
 from tests.checkpoint.damage import flip
 from tests.checkpoint.loads import fails

@@ -342,15 +342,14 @@ def _model_of(directory: Path) -> dict[str, str]:
     """Return which file of a directory has each tensor of its model, if that is in files of a model's names."""
     paths, owners = sources.files_of(directory)
     if owners is None:
-        known = [path for path in paths if _is_models(Path(path).name)]
+        known = [
+            path
+            for path in paths
+            if (name := Path(path).name) == SINGLE_NAME
+            or (index.ONE_OF_SEVERAL.fullmatch(name) and not index.RANKS_FILE.fullmatch(name))
+        ]
         owners = {name: path for path in known for name in sources.look(path)[0].tensors}
     return {name: Path(path).name for name, path in owners.items()}
-
-
-def _is_models(name: str) -> bool:
-    return name == SINGLE_NAME or (
-        index.ONE_OF_SEVERAL.fullmatch(name) is not None and not index.RANKS_FILE.fullmatch(name)
-    )
 
 
 def _index_names(directory: Path) -> set[str]:

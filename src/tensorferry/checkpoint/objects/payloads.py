@@ -20,7 +20,7 @@ import torch
 
 import tensorferry
 from tensorferry import _core
-from tensorferry.checkpoint.checksums import crc32
+from tensorferry._core import crc32
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.objects.skeleton import MARK_NBYTES
 from tensorferry.checkpoint.zipformat import zips

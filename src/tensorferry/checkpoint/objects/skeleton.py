@@ -12,7 +12,7 @@ import secrets
 import struct
 from typing import TYPE_CHECKING
 
-from tensorferry.checkpoint.checksums import crc32
+from tensorferry._core import crc32
 from tensorferry.checkpoint.zipformat import zips
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage.metadata import (
+    CHUNK_NBYTES,
     EXTRAS,
     EXTRAS_VERSION,
     TRAILER_NBYTES,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tensorferry._core import crc32_combine
 from tensorferry.arrays import tensor_bytes
-from tensorferry.checkpoint.checksums import crc32_combine
 from tensorferry.checkpoint.storage.reading import GAP_NBYTES, Want
 from tensorferry.ranges import (
     contiguous_run,

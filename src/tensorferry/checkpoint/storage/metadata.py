@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tensorferry.checkpoint.checksums import crc32
+from tensorferry._core import crc32
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.storage.names import METADATA_NAME
@@ -54,6 +54,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+# Chunk k of a data file is bytes [k * CHUNK_NBYTES, (k + 1) * CHUNK_NBYTES), up to the end of the file. Readers verify
+# whole chunks, so that this is what a partial read may read too much, at each end.
+CHUNK_NBYTES = 256 * 1024
 
 EXTRAS = "tensorferry"
 """The attribute under which `_StorageInfo` and `Metadata` carry what writers of tensorferry add."""

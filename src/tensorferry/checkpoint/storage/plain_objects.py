@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from tensorferry.checkpoint.checksums import crc32
+from tensorferry._core import crc32
 from tensorferry.checkpoint.storage.metadata import OLDER_MODULES, SIMPLE_MAKERS
 from tensorferry.checkpoint.zipformat import blobs, pickles, zips
 from tensorferry.checkpoint.zipformat.pickles import (

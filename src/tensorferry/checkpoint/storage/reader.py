@@ -407,6 +407,7 @@ class Load:
         self._converts = converts
         self._reading = reading
         self._planner = planner
+        self._checked = _Checked(planner, contents)
         self._count = count
         self._held = _HeldMemory()
         self._boxes = delivery.Boxes()
@@ -422,7 +423,7 @@ class Load:
         if self._one_by_one:
             self._reading.drain()
         if request.type == LoadItemType.BYTE_IO:
-            return self._blob(item, file, lambda data: self._load_bytes(request, data))
+            return self._blob(item, file, functools.partial(self._checked.load_bytes, request))
         stored = None if payload is None else payload.dtype
         target = _resolved(self._planner, self._narrowed, request, stored, converts=self._converts)
         if payload is None:
@@ -477,10 +478,6 @@ class Load:
 
         begin = item.info.offset
         return delivery.collected([(begin, begin + len(data), data)], finish, self._count)
-
-    def _load_bytes(self, request: ReadItem, data: io.BytesIO) -> None:
-        checked: Any = self._contents.harmless(request.storage_index, data)
-        self._planner.load_bytes(request, checked)
 
     def _copy_by_torch(
         self, item: Item, file: DataFile, data: io.BytesIO, target: torch.Tensor

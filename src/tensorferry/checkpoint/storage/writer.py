@@ -27,12 +27,11 @@ from torch.futures import Future as TorchFuture
 import tensorferry
 from tensorferry import publication
 from tensorferry.arrays import check_storage, is_plain
-from tensorferry.checkpoint.checksums import CHUNK_NBYTES
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import commit, hooks, plain_objects
 from tensorferry.checkpoint.storage.layout import content_nbytes, files_of, max_nbytes
-from tensorferry.checkpoint.storage.metadata import EXTRAS, metadata_path
+from tensorferry.checkpoint.storage.metadata import CHUNK_NBYTES, EXTRAS, metadata_path
 from tensorferry.checkpoint.storage.names import DATA_FILE_SUFFIX
 from tensorferry.checkpoint.storage.savers import Saver
 from tensorferry.checkpoint.storage.watched import WatchedFileSystem

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import tensorferry
-from tensorferry.checkpoint.checksums import crc32, crc32_combine
+from tensorferry._core import crc32, crc32_combine
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import zips

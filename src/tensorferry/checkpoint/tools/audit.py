@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from tensorferry.checkpoint.checksums import crc32
+from tensorferry._core import crc32
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage.contents import Contents
 from tensorferry.checkpoint.storage.delivery import Delivery, Memory

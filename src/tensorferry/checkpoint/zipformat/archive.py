@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorferry.checkpoint.checksums import crc32
+from tensorferry._core import crc32
 from tensorferry.checkpoint.zipformat import zips
 from tensorferry.checkpoint.zipformat.zips import UnknownArchiveError as UnknownArchiveError
 from tensorferry.ranges import memory_order

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tensorferry.checkpoint.checksums import crc32
+from tensorferry._core import crc32
 from tensorferry.checkpoint.zipformat import pickles, zips
 from tensorferry.checkpoint.zipformat.pickles import Maker, MalformedError, RefusedError, table
 from tensorferry.checkpoint.zipformat.zips import UnknownArchiveError
