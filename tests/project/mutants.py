@@ -1014,4 +1014,20 @@ MUTANTS = [
         "        return func(*[torch.zeros(one.shape) if type(one) is Absent else one for one in args])\n",
         "tests/offload/test_weights.py::test_an_absent_weight_is_refused_where_python_is_not_asked",
     ),
+    _mutant(
+        "a-numpy-member-is-not-compared",
+        "what is read of NumPy's files is what was written, or an error",
+        "src/tensorferry/npy.py",
+        "        if self.place.crc not in (None, crc):\n",
+        "        if False:\n",
+        "tests/checkpoint/test_npy.py::test_every_flipped_bit_of_a_member_is_found[stored]",
+    ),
+    _mutant(
+        "a-child-uses-what-is-its-parents",
+        "a forked child cannot hang on its parent's threads",
+        "src/tensorferry/processes.py",
+        "        if self.is_parents:\n",
+        "        if False:\n",
+        "tests/store/test_lasting.py::test_a_forked_child_leaves_everything_alone",
+    ),
 ]
