@@ -61,7 +61,7 @@ _OWN_FILES = "/proc/self/fd"
 _LOOKS_MAX = 100
 
 
-class Place(Owned, abc.ABC):
+class Target(Owned, abc.ABC):
     """A path, and the file that is to have it; :class:`Replacement` and :class:`WholeFile` say how it is written.
 
     A context manager: the file takes its place at the end of the block, or not at all if that raises.
@@ -272,13 +272,13 @@ class Place(Owned, abc.ABC):
                 os.close(directory)
 
 
-class Replacement(Place):
-    """A place whose file is written in order, by a stream; see :class:`Place`.
+class Replacement(Target):
+    """A place whose file is written in order, by a stream; see :class:`Target`.
 
     Parameters
     ----------
     path, sync, beside_suffix
-        As for :class:`Place`.
+        As for :class:`Target`.
     reserve_nbytes : int
         Space to reserve at once.
     checksums : Checksums, optional
@@ -287,7 +287,7 @@ class Replacement(Place):
     Raises
     ------
     ValueError, StorageError, OSError
-        As for :class:`Place`; or there is no space for it.
+        As for :class:`Target`; or there is no space for it.
 
     Attributes
     ----------
@@ -324,8 +324,8 @@ class Replacement(Place):
         self.file.abort()
 
 
-class WholeFile(Place):
-    """A place whose file is written by one transfer, durable before the file has the name; see :class:`Place`."""
+class WholeFile(Target):
+    """A place whose file is written by one transfer, durable before the file has the name; see :class:`Target`."""
 
     file: File
 

@@ -294,7 +294,7 @@ class StripedFile(Transferring):
                     background=background,
                 )
             return array
-        parts = _Parts(self, nbytes)
+        parts = _FileRequests(self, nbytes)
         try:
             self._begin(parts, files, memory, offset, write, sync, background, memory)
             parts.wait()
@@ -317,7 +317,7 @@ class StripedFile(Transferring):
     ) -> Future[_Array]:
         files, array, memory, offset = self._prepared(array, offset, checksums, write)
         future = Future(array, memory)
-        parts = _Parts(self, memory[1])
+        parts = _FileRequests(self, memory[1])
         self._begin(parts, files, memory, offset, write, sync, in_background(priority), future)
         future._start(parts, lambda: self._failure_of_memory(memory, offset))
         verb = "writing" if write else "reading"
@@ -340,7 +340,7 @@ class StripedFile(Transferring):
 
     def _begin(
         self,
-        parts: _Parts,
+        parts: _FileRequests,
         files: list[_core.File],
         memory: AnyMemory,
         offset: int,
@@ -377,7 +377,7 @@ class StripedFile(Transferring):
 
     def _submit(
         self,
-        parts: _Parts,
+        parts: _FileRequests,
         at: int,
         file: _core.File,
         segments: _core.Segments,
@@ -541,7 +541,7 @@ def _at_once(step: Callable[[float], bool], *_: object) -> bool:
     return step(0.0)
 
 
-class _Parts:
+class _FileRequests:
     """The requests of one transfer, looked at as one: done when all are."""
 
     def __init__(self, file: StripedFile, nbytes: int) -> None:

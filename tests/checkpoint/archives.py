@@ -23,7 +23,7 @@ def saved(obj: Any) -> bytes:
     return file.getvalue()
 
 
-def places(data: bytes) -> dict[str, zips.Place]:
+def places(data: bytes) -> dict[str, zips.Span]:
     """Where the records of an archive lie, by their names in its folder."""
     found = zips.layout(lambda begin, end: data[begin:end], len(data))
     return {place.name.partition("/")[2]: place for place in found}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tensorferry.safetensors.loading import Load, Source, begin_bytes
+from tensorferry.safetensors.loading import Load, SourceFile, begin_bytes
 from tensorferry.safetensors.opened import begin_slice
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def test_tensors_are_loaded_into_gpu_memory(
     gpu: Gpu, path: pathlib.Path, content: dict[str, bytes], state: str, direct: str
 ) -> None:
     (make_warm if state == "warm" else make_cold)(path)
-    source, framework = Source(str(path), direct), OnGpu(gpu)
+    source, framework = SourceFile(str(path), direct), OnGpu(gpu)
     found = Load(source, source.header.tensors.values(), framework).result()
     assert {name: gpu.bytes_of(each.array) for name, each in found.items()} == content
     tensor = source.tensor("last")
@@ -118,7 +118,7 @@ def test_rows_are_read_into_gpu_memory(
     gpu: Gpu, path: pathlib.Path, content: dict[str, bytes]
 ) -> None:
     make_cold(path)
-    source = Source(str(path), "auto")
+    source = SourceFile(str(path), "auto")
     rows = [content["large"][at * ROW + 5 : at * ROW + 60_000] for at in range(40)]
     for index, expected in (
         ((slice(3, 40, 9), slice(5, 60_000)), rows[3:40:9]),

@@ -271,8 +271,8 @@ MUTANTS = [
         "future-does-not-keep-its-array",
         "memory and descriptors outlive every system call that uses them",
         "src/tensorferry/transfers.py",
-        "request, [file], [address], [nbytes], [offset], [0], future, locations",
-        "request, [file], [address], [nbytes], [offset], [0], None, locations",
+        "request, file, memory, offset, future, sums",
+        "request, file, memory, offset, None, sums",
         "tests/transfers/test_lifetimes.py::test_a_target_that_nobody_else_holds_is_read_into_safely[threads-file]",
     ),
     _mutant(

@@ -61,7 +61,7 @@ _SMALL_NBYTES = 64 << 10
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
-_all_images: weakref.WeakSet[_Image] = weakref.WeakSet()
+_all_images: weakref.WeakSet[_Block] = weakref.WeakSet()
 
 
 def saved_here(tensors: Iterable[Any]) -> None:
@@ -105,7 +105,7 @@ class Stager:
     def __init__(self, *, shared: bool = False, overlap: bool = False) -> None:
         self.shared = shared
         self.overlap = overlap
-        self._images: list[_Image] = []
+        self._images: list[_Block] = []
         self._lock = threading.Lock()
         self._copying: Future[dict[str, Any]] | None = None
 
@@ -175,7 +175,7 @@ class Stager:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def _take_image(self, plan: _Plan) -> _Image:
+    def _take_image(self, plan: _Plan) -> _Block:
         """Return an image that nobody uses, reserved."""
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         next_search = 0.0
@@ -205,7 +205,7 @@ class Stager:
             image.pages_locked = _cuda("cudaHostRegister")(image.address(), image.nbytes, 0) == 0
         return image
 
-    def _free_image(self, nbytes: int) -> _Image | None:
+    def _free_image(self, nbytes: int) -> _Block | None:
         """Return an image that nobody uses, a new one if there may be one more."""
         # A save whose thread has ended is over: what keeps its state is the exception that it failed with.
         self._images = [i for i in self._images if not (i.in_use() and i.saved())]
@@ -252,7 +252,7 @@ class _Plan:
                 region.offset = self._reserve(region.end - region.begin)
 
     @uncollected()
-    def copied(self, state: Any, image: _Image) -> Any:
+    def copied(self, state: Any, image: _Block) -> Any:
         """Return a copy of the state, its tensors in an image."""
         for regions in self._regions.values():
             for region in regions:
@@ -272,7 +272,7 @@ class _Plan:
                     setattr(copied, name, copy.deepcopy(value, memo))
         return copy.deepcopy(state, memo)
 
-    def _recipe(self, tensor: Any) -> Callable[[_Image], Any]:
+    def _recipe(self, tensor: Any) -> Callable[[_Block], Any]:
         if type(tensor) not in _PLAIN_CLASSES and (recipe := self._recipe_of_subclass(tensor)):
             return recipe
         if tensor.is_meta:
@@ -285,7 +285,7 @@ class _Plan:
         self.has_accelerator_tensors |= not tensor.is_cpu
         regions, begin = self._add_to_region(tensor)
 
-        def place(image: _Image) -> torch.Tensor:
+        def place(image: _Block) -> torch.Tensor:
             region = regions[0]
             if len(regions) > 1:
                 region = regions[bisect.bisect(regions, begin, key=lambda one: one.begin) - 1]
@@ -298,7 +298,7 @@ class _Plan:
 
         return place
 
-    def _recipe_of_subclass(self, tensor: Any) -> Callable[[_Image], Any] | None:
+    def _recipe_of_subclass(self, tensor: Any) -> Callable[[_Block], Any] | None:
         if hasattr(tensor, "trigger_wait"):
             tensor.trigger_wait()  # the result of a collective that may be on its way
         if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
@@ -306,7 +306,7 @@ class _Plan:
             parts = {name: getattr(tensor, name) for name in names}
             recipes = {k: self._recipe(v) for k, v in parts.items() if isinstance(v, torch.Tensor)}
 
-            def rebuild(image: _Image) -> Any:
+            def rebuild(image: _Block) -> Any:
                 inner = parts | {name: recipe(image) for name, recipe in recipes.items()}
                 make = type(tensor).__tensor_unflatten__
                 return make(inner, context, tensor.size(), tensor.stride())
@@ -420,7 +420,7 @@ def _nothing(*_parts: Any) -> None:
     """Stand for what is made of parts."""
 
 
-def _copy_all(regions: list[_Region], image: _Image) -> None:
+def _copy_all(regions: list[_Region], image: _Block) -> None:
     """Copy regions to an image; those of the host by threads without the GIL."""
     pieces = []
     devices = set()
@@ -466,7 +466,7 @@ def _copy_all(regions: list[_Region], image: _Image) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Image(abc.ABC):
+class _Block(abc.ABC):
     """A block of memory, lent as tensors.
 
     Who wants to use it sets ``reserved``, when :meth:`in_use` says no, until the tensors are made.
@@ -507,7 +507,7 @@ class _Image(abc.ABC):
             _cuda("cudaHostUnregister")(self.address())
 
 
-class _PrivateImage(_Image):
+class _PrivateImage(_Block):
     """Memory of this process, on huge pages."""
 
     def __init__(self, nbytes: int) -> None:
@@ -532,7 +532,7 @@ class _PrivateImage(_Image):
         return part.untyped_storage(), 0
 
 
-class _SharedImage(_Image):
+class _SharedImage(_Block):
     """One shared storage, of which processes pass each other the descriptor."""
 
     def __init__(self, nbytes: int) -> None:

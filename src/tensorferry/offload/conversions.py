@@ -27,7 +27,7 @@ _MOVING = {"Chunk", "Concatenate", "Interleave", "MergeModulelist", "Split", "Sp
 _MAX_PIECES = 4096
 
 
-class Piece(NamedTuple):
+class Elements(NamedTuple):
     """Elements of a tensor of the files, in their order."""
 
     name: str
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
     """A parameter, made of pieces that follow each other."""
 
     shape: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: list[Elements]
 
 
 class Converted(NamedTuple):
@@ -109,7 +109,7 @@ def by_transformers(
         else:
             renamed[target] = name
     layouts = {
-        target: Layout(shapes[name], [Piece(name, 0, math.prod(shapes[name]))])
+        target: Layout(shapes[name], [Elements(name, 0, math.prod(shapes[name]))])
         for target, name in renamed.items()
     }
     for conversion in begun.values():
@@ -176,7 +176,7 @@ class _Conversion:
         for begin, end in itertools.pairwise(edges):
             owner = int(owners[begin])
             first = int(flat[begin]) - self._begins[owner]
-            pieces.append(Piece(self._names[owner], first * row, (first + end - begin) * row))
+            pieces.append(Elements(self._names[owner], first * row, (first + end - begin) * row))
         return Layout((*rows.shape[:-1], *self._row) if self._row else tuple(rows.shape), pieces)
 
     def _refusal(self, why: str) -> ValueError:

@@ -40,7 +40,7 @@ _POINTWISE = {
 _NOT_POINTWISE = {"_foreach_norm", "_foreach_max", "_foreach_mm"}
 
 
-class Found(NamedTuple):
+class Traced(NamedTuple):
     """What a dry run has found.
 
     ``state`` is the parameter's after some steps, with tensors that have shapes and no values. ``pointwise`` says that
@@ -64,7 +64,7 @@ def dry_run(
     *,
     answer: bool = True,
     steps: int = STEPS,
-) -> Found | None:
+) -> Traced | None:
     """Step one parameter, which has a gradient, without arithmetic.
 
     Parameters
@@ -82,7 +82,7 @@ def dry_run(
 
     Returns
     -------
-    Found or None
+    Traced or None
         None where the step needs values.
     """
     with _Watch(param, answer) as watch:
@@ -102,7 +102,7 @@ def dry_run(
         except Exception:  # whatever an optimizer does that needs values
             return None
     state = _pytree.tree_map(_without_memory, dict(state_of()))
-    return Found(state, watch.pointwise, watch.trace, watch.reads)
+    return Traced(state, watch.pointwise, watch.trace, watch.reads)
 
 
 def _without_memory(leaf: Any) -> Any:

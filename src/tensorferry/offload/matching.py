@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tensorferry.offload.absent import Absent
-from tensorferry.offload.conversions import Layout, Piece, by_transformers
+from tensorferry.offload.conversions import Elements, Layout, by_transformers
 from tensorferry.safetensors.dtypes import DTYPES, torch_dtype
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ WHOLE: tuple[type[nn.Module], ...] = (
 _NAMES_TOLD = 8
 
 
-class Part(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of a file: [begin, end) of it are those of a tensor from ``at`` on."""
 
     stored: Stored
@@ -45,7 +45,7 @@ class Matched:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: list[Part]  # in the order of its bytes, without gaps
+    parts: list[ByteRange]  # in the order of its bytes, without gaps
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     original: torch.Tensor | None = None
     buffer: bool = False
@@ -138,11 +138,11 @@ def _named(
 
 def _made(name: str, layout: Layout, stored: Mapping[str, Stored]) -> Matched:
     """Return a tensor that is made of pieces of several in the files."""
-    parts: list[Part] = []
+    parts: list[ByteRange] = []
     at = 0
     first, *others = dict.fromkeys(piece.name for piece in layout.pieces)
     whole = matched(name, stored[first])
-    if not others and layout.pieces == [Piece(first, 0, math.prod(layout.shape))]:
+    if not others and layout.pieces == [Elements(first, 0, math.prod(layout.shape))]:
         return whole
     for other in others:
         if stored[other].tensor.dtype != stored[first].tensor.dtype:
@@ -158,7 +158,7 @@ def _made(name: str, layout: Layout, stored: Mapping[str, Stored]) -> Matched:
         if last and last.stored.path == each.path and last.end == begin:
             parts[-1] = last._replace(end=begin + nbytes)  # neighbours in the file, too
         else:
-            parts.append(Part(each, begin, begin + nbytes, at))
+            parts.append(ByteRange(each, begin, begin + nbytes, at))
         at += nbytes
     return Matched(name, layout.shape, whole.dtype, parts)
 
@@ -243,7 +243,7 @@ def matched(name: str, stored: Stored) -> Matched:
     bits = DTYPES[tensor.dtype].bits
     if bits < 8 and shape:  # torch's elements are bytes, of two
         shape = (*shape[:-1], shape[-1] * bits // 8)
-    return Matched(name, shape, dtype, [Part(stored, tensor.begin, tensor.end, 0)])
+    return Matched(name, shape, dtype, [ByteRange(stored, tensor.begin, tensor.end, 0)])
 
 
 def _check_attributes(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from tensorferry.offload.saved import Saved, pack, packed_params, to_record
 from tensorferry.offload.staging import Staging
 from tensorferry.offload.states import (
     Copied,
-    Mapped,
+    MappedFields,
     UnplannedError,
     cast_like_torch,
     is_planned,
@@ -1208,7 +1208,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         with self._locked():
             residency = self._readable()
             self._settle_and_store(residency)
-            source = Mapped(self._store, self._copied())
+            source = MappedFields(self._store, self._copied())
             mapped = {
                 param: state_of(self._pieces[param], source) for param in self._params_with_state()
             }

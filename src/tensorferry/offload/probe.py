@@ -30,7 +30,7 @@ from tensorferry.offload.counted import (
     reaches_tensor,
     same,
 )
-from tensorferry.offload.dryrun import MAX_COMPUTED, STEPS, Found, dry_run, same_trace
+from tensorferry.offload.dryrun import MAX_COMPUTED, STEPS, Traced, dry_run, same_trace
 from tensorferry.offload.errors import NotSeparableError
 from tensorferry.offload.lending import Lender, class_method
 from tensorferry.offload.plan import GRANULE, SMALL_NBYTES, flatten, local_of, names_in
@@ -82,9 +82,9 @@ class Probe:
         self._name = type(optimizer).__name__
         self._refuse_own_step()
         self._knows_params = Snapshot(optimizer).knows_params
-        self._found: dict[Any, Found] = {}
+        self._found: dict[Any, Traced] = {}
         self._placed: dict[Any, bool] = {}
-        self._pieces: dict[Any, Found | None] = {}  # of what may be cut, whatever its shape
+        self._pieces: dict[Any, Traced | None] = {}  # of what may be cut, whatever its shape
         #: When parameters may be without a gradient: any time, only from the second step on, or never.
         self.gradients = "any"
         self._shrunk = True
@@ -119,7 +119,7 @@ class Probe:
 
     # How parameters are stepped, each by itself
 
-    def behaviour(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> Found:
+    def behaviour(self, group: dict[str, Any], param: torch.Tensor, dtype: torch.dtype) -> Traced:
         """Return how a parameter of a group is stepped as one of a dtype.
 
         Raises
@@ -138,7 +138,7 @@ class Probe:
                 if other is not None:
                     found = found._replace(state={**other.state, **found.state})
             if found is None:
-                found = Found(self._stepped_alone(param), False, [])
+                found = Traced(self._stepped_alone(param), False, [])
             self._refuse_state(found.state)
             self._found[key] = found
         return self._found[key]
@@ -196,7 +196,7 @@ class Probe:
         *,
         answer: bool = True,
         now: bool = False,
-    ) -> Found | None:
+    ) -> Traced | None:
         """Step a parameter of this shape without arithmetic: one that moves, or one step as its group is ``now``."""
         target = self._lender.target_of(param)
         device = target.device if target.device.type == "cpu" else torch.device("meta")
@@ -532,7 +532,7 @@ class Probe:
 
     # Pieces
 
-    def _pieces_agree(self, group: dict[str, Any], param: torch.Tensor, piece: Found) -> bool:
+    def _pieces_agree(self, group: dict[str, Any], param: torch.Tensor, piece: Traced) -> bool:
         """Return whether pieces of a parameter arrive at the same bits as the whole; its shape does not matter."""
         target = self._lender.target_of(param)
         kinds = target.dtype, target.device, _grad_dtype(param, target), torch.get_num_threads()

@@ -35,7 +35,7 @@ _SHORT_SECONDS = 0.002  # and before looking whether more can be begun
 
 
 @dataclass(eq=False)
-class _Place:
+class _Slot:
     """Where a bucket is."""
 
     bucket: Bucket
@@ -49,7 +49,7 @@ class _Place:
 
 
 @dataclass
-class Counters:
+class BucketCounters:
     """What has been moved and waited for."""
 
     read_nbytes: int = 0
@@ -77,15 +77,15 @@ class Residency:
     ) -> None:
         self._store = store
         self._all_in_flight = all_in_flight
-        self._places: list[_Place] = []
+        self._places: list[_Slot] = []
         self._arena = Arena(nbytes)
         self._order: list[int] = []
         self._fresh = False
         self._position = 0
         self._next_read = 0
         self._kept_from = 0
-        self._writing: list[_Place] = []
-        self.counters = Counters()
+        self._writing: list[_Slot] = []
+        self.counters = BucketCounters()
         self.interrupted: Callable[[], bool] = bool
         self._gpu = gpu
         self._made: torch.Tensor | None = None
@@ -107,7 +107,7 @@ class Residency:
         total = sum(wanted.values())
         in_flight = total if self._all_in_flight else min(total, self.nbytes) or None
         self._store.reserve(wanted, in_flight_nbytes=in_flight)
-        self._places += [_Place(bucket) for bucket in buckets]
+        self._places += [_Slot(bucket) for bucket in buckets]
 
     @property
     def nbytes(self) -> int:
@@ -277,7 +277,7 @@ class Residency:
 
     # Steps
 
-    def _give_place(self, place: _Place, *, insist: bool) -> bool:
+    def _give_place(self, place: _Slot, *, insist: bool) -> bool:
         """Give a bucket a place, if there is one, and begin to read it; ``insist`` lets go of others for it."""
         nbytes = place.bucket.nbytes
         at = self._arena.take(place.bucket.index, nbytes) if nbytes else 0
@@ -302,7 +302,7 @@ class Residency:
         """Let go of the bucket that the rest of the order wants last, or not at all; False if there is none."""
         wanted = {self._order[at]: at for at in range(self._position, len(self._order))}
         current = self._order[self._position] if self._position < len(self._order) else None
-        last: _Place | None = None
+        last: _Slot | None = None
         last_at = -1
         for place in self._places:
             index = place.bucket.index
@@ -342,7 +342,7 @@ class Residency:
                     return
             self._next_read += 1
 
-    def _write(self, place: _Place, *, keep: bool) -> StorageError | None:
+    def _write(self, place: _Slot, *, keep: bool) -> StorageError | None:
         """Begin to write a bucket; return why that is not possible, a full disk, say."""
         place.keep = keep
         if place.bucket.nbytes == 0:
@@ -374,7 +374,7 @@ class Residency:
         if failure is not None and wanted:
             raise failure
 
-    def _take_back(self, place: _Place) -> None:
+    def _take_back(self, place: _Slot) -> None:
         if place.view is not None:
             if place.bucket.nbytes:
                 self._arena.give_back(place.bucket.index)

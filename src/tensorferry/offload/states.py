@@ -115,7 +115,7 @@ def _fits(leaf: torch.Tensor, each: Field) -> bool:
     return type(leaf) in CLASSES and leaf.dtype == each.dtype and tuple(leaf.shape) == each.shape
 
 
-class Mapped:
+class MappedFields:
     """Fields of buckets as tensors mapped from the store: private copies that the system makes page by page.
 
     They stay as they are, whatever is stored later. Small ones share pages, and are copied: `torch.save` would write
@@ -160,7 +160,9 @@ class Copied:
         )
 
 
-def state_of(pieces: Sequence[tuple[Bucket, Unit]], source: Mapped | Copied) -> dict[Any, Any]:
+def state_of(
+    pieces: Sequence[tuple[Bucket, Unit]], source: MappedFields | Copied
+) -> dict[Any, Any]:
     """Return a parameter's state as the optimizer has it in memory; its master is an entry, too."""
     first = pieces[0][1]
     local = local_of(first.param)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tensorferry.files import File
     from tensorferry.futures import Future
-    from tensorferry.offload.matching import Matched, Part
+    from tensorferry.offload.matching import ByteRange, Matched
     from tensorferry.safetensors.sources import Stored
 
 # Where torch's tensors begin. Kernels that find them elsewhere add in another order, and give other last bits.
@@ -47,12 +47,14 @@ class Weight:
     matched: Matched
     device: torch.device
     steps: list[int] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)  # what is read, and where it goes in the place
+    parts: list[ByteRange] = field(
+        default_factory=list
+    )  # what is read, and where it goes in the place
     shift: int = 0  # where in the place the weight begins
     stays: bool = False
     at: int | None = None
     placed_to_stay: bool = False
-    reading: _Reading | None = None
+    reading: _WeightRead | None = None
     param: nn.Parameter | None = None
     held: int = 0
     unused: bool = False  # since it was read
@@ -100,7 +102,7 @@ class Weight:
                 module._parameters[name] = tensor  # type: ignore[assignment]
 
 
-class _Reading(Read):
+class _WeightRead(Read):
     """A weight on its way to its place."""
 
     def __init__(self, streaming: Streaming, weight: Weight) -> None:
@@ -117,7 +119,7 @@ class _Reading(Read):
 
 
 @dataclass
-class Counters:
+class WeightCounters:
     """What has been read and waited for."""
 
     read_nbytes: int = 0
@@ -154,14 +156,14 @@ class Streaming:
         budget_nbytes: int,
         device: torch.device,
     ) -> None:
-        self.counters = Counters()
+        self.counters = WeightCounters()
         self._weights = weights
         self._steps = [tuple(dict.fromkeys(step)) for step in steps]
         self._device = device
         self._order = scan.Order(range(len(self._steps)))
         self._frontier = 0  # all steps before this position are here, or on their way
         self._idle: set[Weight] = set()  # have a place, are not held, and need not stay
-        self._pipeline: Pipeline[_Reading] = Pipeline()
+        self._pipeline: Pipeline[_WeightRead] = Pipeline()
         self._held_steps: list[int] = []
         self._busy = False
         total = sum(weight.nbytes for weight in weights)
@@ -350,7 +352,7 @@ class Streaming:
                         2 * (self._arena.taken_nbytes + weight.nbytes),
                     )
                 self._drop(max(here, key=lambda one: (not one.stays, self._distance(one))))
-            self._read(weight, _Reading(self, weight))
+            self._read(weight, _WeightRead(self, weight))
 
     def _read_ahead(self) -> None:
         """Begin to read what comes next, as far as there is room for it."""
@@ -361,7 +363,7 @@ class Streaming:
                 weight = self._weights[number]
                 if weight.at is not None:
                     continue
-                reading = _Reading(self, weight)
+                reading = _WeightRead(self, weight)
                 if not self._pipeline.has_room(reading) or not self._find_place(weight):
                     return
                 try:
@@ -395,7 +397,7 @@ class Streaming:
         distances = [self._order.distance(step) for step in weight.steps]
         return min((one for one in distances if one is not None), default=math.inf)
 
-    def _read(self, weight: Weight, reading: _Reading) -> None:
+    def _read(self, weight: Weight, reading: _WeightRead) -> None:
         weight.reading = reading
         try:
             self._pipeline.begin(reading)
@@ -408,7 +410,7 @@ class Streaming:
         weight.unused = not weight.held
         self.counters.read_nbytes += weight.read_nbytes
 
-    def begin_part(self, weight: Weight, part: Part) -> Future[Any]:
+    def begin_part(self, weight: Weight, part: ByteRange) -> Future[Any]:
         """Begin to read a part of a weight into its place."""
         assert weight.at is not None
         begin = weight.at + part.at

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.pipeline import Pipeline, Read, read_ahead_nbytes
-from tensorferry.safetensors.loading import Coming, Source, begin_bytes
+from tensorferry.safetensors.loading import Coming, SourceFile, begin_bytes
 from tensorferry.safetensors.version import Version
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _BEHIND_TENSORS = 8
 class _Next(Read):
     """A tensor that follows."""
 
-    def __init__(self, source: Source, tensor: Tensor, framework: Framework) -> None:
+    def __init__(self, source: SourceFile, tensor: Tensor, framework: Framework) -> None:
         self.nbytes = tensor.nbytes
         self.coming: Coming | None = None
         self._what = source, tensor, tensor.begin, tensor.end, framework
@@ -40,7 +40,7 @@ class _Next(Read):
 class Ahead:
     """What of one file comes next, for a framework. Any number of threads may use it; a forked child needs its own."""
 
-    def __init__(self, source: Source, framework: Framework) -> None:
+    def __init__(self, source: SourceFile, framework: Framework) -> None:
         self._source = source
         self._framework = framework
         self._lock = threading.RLock()  # who handles a signal may ask for a tensor, too

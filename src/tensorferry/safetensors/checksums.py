@@ -227,7 +227,7 @@ def chunk_crcs(
     """
     batch_nbytes = max(1, _BATCH_NBYTES // chunk_nbytes) * chunk_nbytes
     batches = (
-        _Batch(file, begin, min(begin + batch_nbytes, nbytes), chunk_nbytes)
+        _ChunkBatch(file, begin, min(begin + batch_nbytes, nbytes), chunk_nbytes)
         for begin in range(0, nbytes, batch_nbytes)
     )
     with Pipeline(batches) as pipeline:
@@ -236,7 +236,7 @@ def chunk_crcs(
             pipeline.release(batch)
 
 
-class _Batch(Read):
+class _ChunkBatch(Read):
     """Chunks next to each other."""
 
     def __init__(self, file: File, begin: int, end: int, chunk_nbytes: int) -> None:
@@ -263,7 +263,7 @@ class _Batch(Read):
                 return
             middle = begin + count // 2 * chunk_nbytes
             for part in ((begin, middle), (middle, end)):
-                batch = _Batch(self._file, *part, chunk_nbytes)
+                batch = _ChunkBatch(self._file, *part, chunk_nbytes)
                 batch.begin()
                 yield from batch.crcs()
         else:

@@ -47,7 +47,7 @@ _ADVICE_NBYTES = 256 << 10
 _SMALL_NBYTES = 128 << 10
 
 
-class Source(Owned):
+class SourceFile(Owned):
     """A file that is open for loading, with its header. Any number of threads may use it, in forked children, too.
 
     It is closed with its last reference: that of the handle, slices, or a loader.
@@ -194,7 +194,7 @@ class Load:
 
     Parameters
     ----------
-    source : Source
+    source : SourceFile
         The file.
     tensors : iterable of header.Tensor
         In the order of their bytes.
@@ -203,7 +203,7 @@ class Load:
     """
 
     def __init__(
-        self, source: Source, tensors: Iterable[header.Tensor], framework: Framework
+        self, source: SourceFile, tensors: Iterable[header.Tensor], framework: Framework
     ) -> None:
         self._framework = framework
         self._shapes = {
@@ -277,7 +277,7 @@ def wait(future: tensorferry.Future[Any] | None) -> None:
         raise
 
 
-def load_tensor(source: Source, tensor: header.Tensor, framework: Framework) -> Any:
+def load_tensor(source: SourceFile, tensor: header.Tensor, framework: Framework) -> Any:
     """Return one tensor of a file."""
     shape = framework.shape(tensor.dtype, tensor.shape, source.path, tensor.name)
     data = begin_bytes(source, tensor, tensor.begin, tensor.end, framework).result()
@@ -285,7 +285,7 @@ def load_tensor(source: Source, tensor: header.Tensor, framework: Framework) -> 
 
 
 def begin_bytes(
-    source: Source, tensor: header.Tensor, begin: int, end: int, framework: Framework
+    source: SourceFile, tensor: header.Tensor, begin: int, end: int, framework: Framework
 ) -> Coming:
     """Begin to have bytes of a tensor where files are read to: mapped if they are in the cache."""
     nbytes = end - begin

@@ -14,7 +14,7 @@ from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize
 from tensorferry.safetensors.loading import (
     Coming,
     Load,
-    Source,
+    SourceFile,
     aligned,
     begin_bytes,
     checked_direct,
@@ -97,8 +97,8 @@ class safe_open:  # noqa: N801
         how = checked_direct(direct, backend)
         path = path_of(filename)
         self._framework: Framework = framework_of(framework, device)
-        source = Source(path, how)
-        self._source: Source | None = source
+        source = SourceFile(path, how)
+        self._source: SourceFile | None = source
         self._ahead: Ahead | None = Ahead(source, self._framework)
         self._is_torch = hasattr(self._framework, "device")
 
@@ -216,7 +216,7 @@ class safe_open:  # noqa: N801
         source = self._source
         return f"<safe_open {source.path!r}>" if source else "<closed safe_open>"
 
-    def _open(self) -> Source:
+    def _open(self) -> SourceFile:
         source = self._source
         if source is None:
             raise SafetensorError("File is closed")
@@ -226,7 +226,7 @@ class safe_open:  # noqa: N801
 class PySafeSlice:
     """A tensor of a file, not read yet; indexing it reads what the index needs. Indices are torch's."""
 
-    def __init__(self, source: Source, tensor: Tensor, framework: Framework) -> None:
+    def __init__(self, source: SourceFile, tensor: Tensor, framework: Framework) -> None:
         self._source = source
         self._tensor = tensor
         self._framework = framework
@@ -258,12 +258,12 @@ class PySafeSlice:
         return f"<slice of {tensor.name!r}: {tensor.dtype} {list(tensor.shape)}>"
 
 
-def read_slice(source: Source, tensor: Tensor, index: Any, framework: Framework) -> Any:
+def read_slice(source: SourceFile, tensor: Tensor, index: Any, framework: Framework) -> Any:
     """Return what an index chooses of a tensor; only the bytes that it needs are read."""
     return begin_slice(source, tensor, index, framework).result()
 
 
-def begin_slice(source: Source, tensor: Tensor, index: Any, framework: Framework) -> Coming:
+def begin_slice(source: SourceFile, tensor: Tensor, index: Any, framework: Framework) -> Coming:
     """Begin to read what an index chooses of a tensor.
 
     What has to be picked out of more bytes than it has is read when it is asked for.
@@ -284,7 +284,7 @@ def begin_slice(source: Source, tensor: Tensor, index: Any, framework: Framework
 
 
 def _begin_chosen(
-    source: Source,
+    source: SourceFile,
     tensor: Tensor,
     shape: tuple[int, ...],
     selection: Selection,
@@ -334,7 +334,7 @@ def _segments(windows: list[Window], data: Any) -> tuple[list[Any], int]:
 
 
 def _picked_from_file(
-    source: Source,
+    source: SourceFile,
     tensor: Tensor,
     shape: tuple[int, ...],
     selection: Selection,
@@ -365,7 +365,7 @@ class _Slab(Read):
     """Windows that are read together."""
 
     def __init__(
-        self, source: Source, tensor: Tensor, windows: list[Window], framework: Framework
+        self, source: SourceFile, tensor: Tensor, windows: list[Window], framework: Framework
     ) -> None:
         self.windows = windows
         self.nbytes = sum(window.nbytes for window in windows)
@@ -432,7 +432,7 @@ class PrefetchLoader:
     """
 
     def __init__(
-        self, source: Source, plan: Mapping[str, Any] | None, framework: Framework
+        self, source: SourceFile, plan: Mapping[str, Any] | None, framework: Framework
     ) -> None:
         self._source = source
         tensors = source.header.tensors
@@ -448,7 +448,7 @@ class PrefetchLoader:
         wanted.sort(key=lambda tensor: (tensor.begin, tensor.end))
         self._names = [tensor.name for tensor in wanted]
         self._left = dict.fromkeys(self._names)  # an ordered set: what was not handed out
-        jobs = [_Job(source, group, plan, framework) for group in _groups(wanted, plan)]
+        jobs = [_PrefetchRead(source, group, plan, framework) for group in _groups(wanted, plan)]
         self._job_of = {name: job for job in jobs for name in job.names}
         self._pipeline = Pipeline(jobs, by_itself=True)
         self._pipeline.advance()
@@ -532,12 +532,12 @@ class PrefetchLoader:
             raise SafetensorError("prefetch loader closed", self._source.path)
 
 
-class _Job(Read):
+class _PrefetchRead(Read):
     """A part of a prefetch: whole neighbours, or something of one tensor."""
 
     def __init__(
         self,
-        source: Source,
+        source: SourceFile,
         tensors: list[Tensor],
         plan: Mapping[str, Any],
         framework: Framework,

@@ -134,7 +134,7 @@ def load_files(
             )
     paths = {part.stored.path: part.stored.file_nbytes for part in parts} if verify else {}
     kept = {path: checksums.read(path, file_nbytes) for path, file_nbytes in paths.items()}
-    shared = _Files(kept)
+    shared = _OpenFiles(kept)
     groups = _groups(parts, min(budget_nbytes, _GROUP_NBYTES), shared)
     return Tensors(groups, budget_nbytes, shared)
 
@@ -199,7 +199,7 @@ def tensor_parallel_plan(
 class Tensors(Iterator[tuple[str, Any]]):
     """The tensors of :func:`load_files`. Close it, or use it in a ``with`` block, where it is not read to its end."""
 
-    def __init__(self, groups: list[_Group], budget_nbytes: int, files: _Files) -> None:
+    def __init__(self, groups: list[_Group], budget_nbytes: int, files: _OpenFiles) -> None:
         self._pipeline = Pipeline(groups, memory_nbytes=budget_nbytes)
         self._pipeline.files = files.opened
         self._files = files
@@ -260,7 +260,7 @@ class Tensors(Iterator[tuple[str, Any]]):
         self.close()
 
 
-class _Files:
+class _OpenFiles:
     """Files that groups read, open as long as one of them does, and their checksums."""
 
     def __init__(self, sums: Mapping[str, FileChecksums]) -> None:
@@ -284,7 +284,7 @@ class _Files:
 
 
 @dataclass(eq=False)
-class _Part:
+class _Wanted:
     """A tensor to be given.
 
     Its rows are ``count`` ones of ``row_nbytes``, which begin at ``offsets()`` of the file.
@@ -378,7 +378,7 @@ class _Part:
 class _Group(Read):
     """Parts that are read together."""
 
-    def __init__(self, parts: list[_Part], files: _Files) -> None:
+    def __init__(self, parts: list[_Wanted], files: _OpenFiles) -> None:
         self.parts = parts
         self.given = 0  # how many of them
         self._files = files
@@ -466,10 +466,10 @@ def _gap(nbytes: int) -> list[int]:
     return [nbytes] if nbytes else []
 
 
-def _groups(parts: list[_Part], limit_nbytes: int, files: _Files) -> list[_Group]:
+def _groups(parts: list[_Wanted], limit_nbytes: int, files: _OpenFiles) -> list[_Group]:
     """Return parts in groups: small neighbours, none of which keeps another one's memory alive, together."""
     groups: list[_Group] = []
-    together: list[_Part] = []
+    together: list[_Wanted] = []
     nbytes = 0
     for part in parts:
         small = part.count == 1 and part.nbytes < _LARGE_NBYTES and part.picks is None
@@ -491,14 +491,14 @@ def _groups(parts: list[_Part], limit_nbytes: int, files: _Files) -> list[_Group
     return groups
 
 
-def _part(stored: Stored, index: Any, where: Any, framework: str) -> _Part:
+def _part(stored: Stored, index: Any, where: Any, framework: str) -> _Wanted:
     """Return what an index, or None for all, wants of a tensor."""
     tensor = stored.tensor
     shape = tuple(tensor.shape)
     dtype = numpy_dtype(tensor.dtype) if framework in _NUMPY else torch_dtype(tensor.dtype)
     shape = torch_shape(tensor.dtype, shape, stored.path, tensor.name)
     if index is None:
-        return _Part(stored, where, framework, dtype, shape, tensor.begin, tensor.nbytes, [])
+        return _Wanted(stored, where, framework, dtype, shape, tensor.begin, tensor.nbytes, [])
     try:
         chosen = select(index, shape, stored.path, tensor.name)
     except TypeError as error:
@@ -520,7 +520,7 @@ def _part(stored: Stored, index: Any, where: Any, framework: str) -> _Part:
         [(place - each[0]) * stride for place in each]
         for each, stride in zip(positions[:dims], strides[:dims], strict=True)
     ]
-    return _Part(
+    return _Wanted(
         stored, where, framework, dtype, chosen.shape, begin, row, outer, chosen.basic, picks
     )
 

@@ -43,7 +43,7 @@ _NAMES = {
 }
 
 
-class Entry(NamedTuple):
+class TensorToSave(NamedTuple):
     """A tensor that is to be saved.
 
     Attributes
@@ -207,7 +207,7 @@ def serialize_file(
     write_file(_of_specs(tensor_dict), filename, metadata, sync=sync)
 
 
-def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[Entry]:
+def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[TensorToSave]:
     """Return what is to be saved, checked as safetensors does; without ``contiguous`` it need not be."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     # Arrays of both kinds may be there; programs compare safetensors' texts, which name one.
@@ -257,7 +257,7 @@ def entries_of(tensors: Mapping[str, Any], *, contiguous: bool = True) -> list[E
             str(value.dtype).removeprefix("torch.") if ours is not None else value.dtype.name, name
         )
         shape = header_shape(value.shape, dtype, name)
-        entries.append(Entry(name, dtype, shape, value))
+        entries.append(TensorToSave(name, dtype, shape, value))
     return entries
 
 
@@ -279,7 +279,7 @@ def without_duplicates(
 
 
 def write_file(
-    entries: Sequence[Entry], path: Path, metadata: Mapping[str, str] | None, *, sync: bool
+    entries: Sequence[TensorToSave], path: Path, metadata: Mapping[str, str] | None, *, sync: bool
 ) -> None:
     """Write a file in the place of another."""
     header, ordered, nbytes = laid_out(entries, metadata)
@@ -300,8 +300,8 @@ def replacing(path: Path, *, sync: bool, nbytes: int, sums: Checksums | None = N
 
 
 def laid_out(
-    entries: Iterable[Entry], metadata: Mapping[str, str] | None
-) -> tuple[bytes, list[Entry], int]:
+    entries: Iterable[TensorToSave], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[TensorToSave], int]:
     """Return a file's header, its tensors in their order, and how many bytes it has."""
     by_name = {entry.name: entry for entry in entries}
     header, names = build(
@@ -312,7 +312,7 @@ def laid_out(
     return header, ordered, len(header) + sum(entry.nbytes for entry in ordered)
 
 
-def write_entries(file: NewFile, header: bytes, entries: Iterable[Entry]) -> None:
+def write_entries(file: NewFile, header: bytes, entries: Iterable[TensorToSave]) -> None:
     """Write a file's header and tensors."""
     file.write_bytes(header)
     kept: list[Any] = []
@@ -350,7 +350,7 @@ def checked_metadata(metadata: Mapping[str, str] | None) -> Mapping[str, str] | 
     return metadata
 
 
-def _bytes_of(entry: Entry) -> tuple[Any, bool]:
+def _bytes_of(entry: TensorToSave) -> tuple[Any, bool]:
     """Return what a stream takes for a tensor, and whether it is a copy."""
     array = entry.array
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -366,7 +366,7 @@ def _bytes_of(entry: Entry) -> tuple[Any, bool]:
     return array, False
 
 
-def _joined(entries: list[Entry], metadata: Mapping[str, str] | None) -> bytes:
+def _joined(entries: list[TensorToSave], metadata: Mapping[str, str] | None) -> bytes:
     header, ordered, _ = laid_out(entries, metadata)
     owners = []  # as long as their bytes are looked at
 
@@ -385,7 +385,7 @@ def _joined(entries: list[Entry], metadata: Mapping[str, str] | None) -> bytes:
     return b"".join(views())
 
 
-def _of_specs(specs: Mapping[str, Any]) -> list[Entry]:
+def _of_specs(specs: Mapping[str, Any]) -> list[TensorToSave]:
     entries = []
     for name, spec in specs.items():
         if not isinstance(name, str):
@@ -395,7 +395,7 @@ def _of_specs(specs: Mapping[str, Any]) -> list[Entry]:
             address, nbytes = spec.data_ptr, spec.data_len
         except AttributeError:
             raise TypeError(f"tensor_dict: {type(spec).__name__} is no TensorSpec") from None
-        entry = Entry(name, dtype, shape, None)
+        entry = TensorToSave(name, dtype, shape, None)
         if entry.nbytes != nbytes:
             raise SafetensorError(
                 f"shape {list(shape)} of {dtype} has {entry.nbytes} bytes, and data_len is {nbytes}",

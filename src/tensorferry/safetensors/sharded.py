@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from tensorferry.checks import Path as AnyPath
     from tensorferry.checksums import Checksums
-    from tensorferry.safetensors.saving import Entry
+    from tensorferry.safetensors.saving import TensorToSave
 
 SINGLE_NAME, INDEX_NAME = index.SINGLE_NAME, index.INDEX_NAME
 
@@ -117,10 +117,10 @@ def save_sharded(
     return weight_map
 
 
-def split(entries: Iterable[Entry], limit: int) -> dict[str, list[Entry]]:
+def split(entries: Iterable[TensorToSave], limit: int) -> dict[str, list[TensorToSave]]:
     """Return the tensors of each file by its name, as huggingface_hub splits them: in their order."""
-    shards: list[list[Entry]] = []
-    current: list[Entry] = []
+    shards: list[list[TensorToSave]] = []
+    current: list[TensorToSave] = []
     nbytes = 0
     for entry in entries:
         if entry.nbytes > limit:

@@ -175,7 +175,7 @@ def hold(
             continue
         head, version = seen
         said = head.metadata or {}
-        parts = _Parts(said, path)
+        parts = _HeaderParts(said, path)
         if SAVE in said or index.RANKS_FILE.fullmatch(pathlib.Path(path).name):
             saves.setdefault(said.get(SAVE), []).append(path)
         for key, value in said.items():
@@ -320,7 +320,7 @@ def _check_saves(
     _check_numbers((found[1] for found in ranks), str(unsaid[0].parent) if unsaid else "")
 
 
-class _Parts:
+class _HeaderParts:
     """What a file's header says of the parts of tensors that it has, checked."""
 
     def __init__(self, metadata: dict[str, str], path: str) -> None:

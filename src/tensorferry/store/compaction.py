@@ -27,7 +27,7 @@ from tensorferry.store.transfers import CHUNK_NBYTES, Copier, told
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tensorferry.store.segments import Directory, Piece, Segment
+    from tensorferry.store.segments import Piece, Segment, StoreDirectory
     from tensorferry.store.tensor_store import TensorStore
 
     # What is wanted of a segment: whose each piece is, and its checksums.
@@ -172,7 +172,7 @@ def _give_up(store: TensorStore, segment: Segment, wanted: Wanted) -> None:
         _switch(store, moved, wanted)
 
 
-def _copied(store: TensorStore, directory: Directory, wanted: Wanted) -> dict[Piece, Piece]:
+def _copied(store: TensorStore, directory: StoreDirectory, wanted: Wanted) -> dict[Piece, Piece]:
     """Copy pieces to others of the same directory, verified; return which one is where."""
     moved: dict[Piece, Piece] = {}
     if not wanted:

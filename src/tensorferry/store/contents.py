@@ -13,8 +13,8 @@ from tensorferry.runtime import with_descriptors
 from tensorferry.store import manifest as manifests
 from tensorferry.store.manifest import Manifest, StoredSegment, StoredTensor
 from tensorferry.store.ownership import busy, writer_of
-from tensorferry.store.segments import Directory, Piece, Place, Segment
-from tensorferry.store.transfers import CHUNK_NBYTES, Version
+from tensorferry.store.segments import Extent, Piece, Segment, StoreDirectory
+from tensorferry.store.transfers import CHUNK_NBYTES, TensorVersion
 
 if TYPE_CHECKING:
     from array import array as numbers
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
     chunks: list[numbers[int]] | None
 
 
-class Contents:
+class StoreContents:
     """What has been kept, by name, with a record, and the segments that it is in. None of it is written over."""
 
     def __init__(self, record: bytes, tensors: Mapping[str, Kept]) -> None:
@@ -54,9 +54,9 @@ class Contents:
         for kept in self.tensors.values():
             yield from kept.pieces
 
-    def moved(self, places: Mapping[Piece, Piece]) -> Contents:
+    def moved(self, places: Mapping[Piece, Piece]) -> StoreContents:
         """Return the same, where some pieces have been copied elsewhere."""
-        return Contents(
+        return StoreContents(
             self.record,
             {
                 name: kept._replace(pieces=tuple(places.get(one, one) for one in kept.pieces))
@@ -80,7 +80,7 @@ class Contents:
         )
 
 
-def last_kept(version: Version | None) -> Version | None:
+def last_kept(version: TensorVersion | None) -> TensorVersion | None:
     """Return the newest version, from one back, whose write has ended well."""
     while version is not None and (version.write is not None or version.pieces is None):
         version = version.previous
@@ -94,7 +94,7 @@ def open_stored(
     room: Room,
     *,
     previous: bool,
-) -> tuple[bytes, dict[str, Version]]:
+) -> tuple[bytes, dict[str, TensorVersion]]:
     """Return the record and the tensors of what is stored in directories, which are the room's then."""
     names = manifests.names_in(paths[0]) or [manifests.NAME]
     if (
@@ -118,9 +118,9 @@ def open_stored(
     versions = {}
     for name, stored in manifest.tensors.items():
         places = [
-            Place(segments[number], offset, nbytes) for number, offset, nbytes in stored.pieces
+            Extent(segments[number], offset, nbytes) for number, offset, nbytes in stored.pieces
         ]
-        version = versions[name] = Version(stored.info, room.adopt(places), None)
+        version = versions[name] = TensorVersion(stored.info, room.adopt(places), None)
         version.chunks = stored.chunks
         version.chunk_nbytes = manifest.chunk_nbytes
     return manifest.record, versions
@@ -138,7 +138,7 @@ def _check_no_writer(directory: str, run: str) -> None:
 
 def _opened(
     paths: Sequence[str], manifest: Manifest, schedulers: Sequence[AnyScheduler], direct: str
-) -> tuple[list[Directory], list[Segment]]:
+) -> tuple[list[StoreDirectory], list[Segment]]:
     if len(paths) != manifest.directory_count:
         raise StorageError(
             None,
@@ -146,7 +146,7 @@ def _opened(
             paths[0],
         )
     directories = [
-        Directory(path, 1.0, scheduler, direct=direct, segment_nbytes=1, prefix=None)
+        StoreDirectory(path, 1.0, scheduler, direct=direct, segment_nbytes=1, prefix=None)
         for path, scheduler in zip(paths, schedulers, strict=True)
     ]
     ends = [0] * len(manifest.segments)
@@ -161,7 +161,7 @@ def _opened(
     return directories, segments
 
 
-def _open_segment(directory: Directory, name: str, end: int, direct: str) -> _core.File:
+def _open_segment(directory: StoreDirectory, name: str, end: int, direct: str) -> _core.File:
     path = os.path.join(directory.path, name)  # noqa: PTH118
 
     def opened() -> _core.File:

@@ -21,7 +21,7 @@ from tensorferry.store.segments import Piece
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tensorferry.store.segments import Directory, Place, Segment
+    from tensorferry.store.segments import Extent, Segment, StoreDirectory
 
 # A store is compacted when it has so much more than twice the bytes that are wanted, each segment counted as a mebibyte
 # more, and then until that is so much, and so few segments are hardly worth their descriptors.
@@ -37,14 +37,14 @@ class Room:
     def __init__(
         self, lock: threading.RLock, segment_nbytes: int, sweep: Callable[[], None]
     ) -> None:
-        self.directories: list[Directory] = []
+        self.directories: list[StoreDirectory] = []
         self.closed = False
         self._lock = lock
         self._grown = threading.Condition(lock)
         self._segment_nbytes = segment_nbytes
         self._sweep = sweep  # lets go of pieces of transfers that have ended
         self._freed: deque[weakref.ref[Piece]] = deque()
-        self._taken: dict[weakref.ref[Piece], Place] = {}
+        self._taken: dict[weakref.ref[Piece], Extent] = {}
         self._torn = False
         self._compact_from_nbytes = _COMPACT_FROM_NBYTES
 
@@ -64,9 +64,11 @@ class Room:
             for begin in range(0, nbytes, self._segment_nbytes)
         )
 
-    def take_piece(self, nbytes: int, ahead_nbytes: int, directories: Sequence[Directory]) -> Piece:
+    def take_piece(
+        self, nbytes: int, ahead_nbytes: int, directories: Sequence[StoreDirectory]
+    ) -> Piece:
         """Return space in one of some directories. The lock is not held."""
-        failures: dict[Directory, StorageError] = {}
+        failures: dict[StoreDirectory, StorageError] = {}
         while True:
             with self._lock:
                 piece, full = self._find(nbytes, directories, failures)
@@ -84,7 +86,7 @@ class Room:
             except StorageError as error:
                 failures[full] = error
 
-    def adopt(self, places: Sequence[Place]) -> tuple[Piece, ...]:
+    def adopt(self, places: Sequence[Extent]) -> tuple[Piece, ...]:
         """Return what lies in segments that nothing is written to."""
         for place in places:
             place.segment.directory.count(place)
@@ -133,7 +135,7 @@ class Room:
         The lock is not held. What is free in them goes back to the file system.
         """
         new = [segment for segment in segments if not segment.frozen]
-        missing: dict[Directory, int] = {}
+        missing: dict[StoreDirectory, int] = {}
         promised = {segment.directory for segment in new if segment.promised}
         for segment in new:
             nbytes = segment.nbytes if segment.promised else segment.used_nbytes
@@ -228,9 +230,9 @@ class Room:
     def _find(
         self,
         nbytes: int,
-        directories: Sequence[Directory],
-        failures: Mapping[Directory, StorageError],
-    ) -> tuple[Piece | None, Directory | None]:
+        directories: Sequence[StoreDirectory],
+        failures: Mapping[StoreDirectory, StorageError],
+    ) -> tuple[Piece | None, StoreDirectory | None]:
         """Return a piece, or the directory that is to grow first; neither where none can now."""
         if self.closed:
             raise ValueError("the store is closed")
@@ -252,7 +254,7 @@ class Room:
                 # Another thread makes a segment there: perhaps slowly, while others have space.
             return None, None
 
-    def _grow(self, directory: Directory, nbytes: int, ahead_nbytes: int) -> None:
+    def _grow(self, directory: StoreDirectory, nbytes: int, ahead_nbytes: int) -> None:
         """Make a directory have a gap of so many bytes. The lock is not held."""
         with directory.growing:
             with self._lock:
@@ -261,7 +263,7 @@ class Room:
             share = directory.weight / sum(one.weight for one in self.directories)
             self._add([self._make(directory, nbytes, int(ahead_nbytes * share))])
 
-    def _make(self, directory: Directory, needed_nbytes: int, ahead_nbytes: int) -> Segment:
+    def _make(self, directory: StoreDirectory, needed_nbytes: int, ahead_nbytes: int) -> Segment:
         try:
             with self._lock:
                 wanted = directory.wanted_nbytes(ahead_nbytes)
@@ -284,7 +286,7 @@ class Room:
         self.close_dropped()
         raise ValueError("the store was closed meanwhile")
 
-    def _registered(self, place: Place) -> Piece:
+    def _registered(self, place: Extent) -> Piece:
         piece = Piece(place)
         self._taken[weakref.ref(piece, self._freed.append)] = place
         return piece

@@ -61,7 +61,12 @@ class Segment:
     )
 
     def __init__(
-        self, directory: Directory, number: int, file: _core.File, nbytes: int, name: str | None
+        self,
+        directory: StoreDirectory,
+        number: int,
+        file: _core.File,
+        nbytes: int,
+        name: str | None,
     ) -> None:
         self.directory = directory
         self.number = number
@@ -81,7 +86,7 @@ class Segment:
         return self.frozen and 4 * self.used_nbytes < max(self.nbytes, self.directory.first_nbytes)
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Bytes of a segment, up to where the next tensor may begin."""
 
     segment: Segment
@@ -98,11 +103,11 @@ class Piece:
 
     __slots__ = ("__weakref__", "nbytes", "offset", "segment")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Extent) -> None:
         self.segment, self.offset, self.nbytes = place
 
 
-class Directory:
+class StoreDirectory:
     """One of a store's directories, with its segments and its workers."""
 
     def __init__(
@@ -145,21 +150,21 @@ class Directory:
         """Return whether so many bytes can be taken."""
         return self._space.largest_nbytes >= self.rounded(nbytes)
 
-    def take(self, nbytes: int) -> Place | None:
+    def take(self, nbytes: int) -> Extent | None:
         """Return space of what is free; None where no gap is as large."""
         found = self._space.take(self.rounded(nbytes))
         if found is None:
             return None
-        place = Place(self.segments[found[0]], found[1], nbytes)
+        place = Extent(self.segments[found[0]], found[1], nbytes)
         self.count(place)
         return place
 
-    def count(self, place: Place) -> None:
+    def count(self, place: Extent) -> None:
         """Know of a place that is taken."""
         place.segment.used_nbytes += self.rounded(place.nbytes)
         self.used_nbytes += self.rounded(place.nbytes)
 
-    def give(self, place: Place) -> None:
+    def give(self, place: Extent) -> None:
         """Take space back."""
         segment, nbytes = place.segment, self.rounded(place.nbytes)
         segment.used_nbytes -= nbytes
@@ -169,12 +174,12 @@ class Directory:
         elif segment.used_nbytes == 0:
             self.drop(segment)
 
-    def rebuild(self, taken: Sequence[Place]) -> None:
+    def rebuild(self, taken: Sequence[Extent]) -> None:
         """Count anew what is taken; all else of segments that may be written to is free."""
         self._space = Space()
         self.used_nbytes = 0
         self.held_nbytes = sum(one.held_nbytes for one in self.segments.values())
-        begins: dict[Segment, list[Place]] = {one: [] for one in self.segments.values()}
+        begins: dict[Segment, list[Extent]] = {one: [] for one in self.segments.values()}
         for segment in begins:
             segment.used_nbytes = 0
         for place in sorted(taken, key=lambda one: one.offset):

@@ -20,7 +20,7 @@ from tensorferry.file_locks import lock_directory
 from tensorferry.publication import rename, storage_errors
 from tensorferry.store import folder
 from tensorferry.store import manifest as manifests
-from tensorferry.store.segments import Piece, Place, Segment
+from tensorferry.store.segments import Extent, Piece, Segment
 from tensorferry.store.transfers import CHUNK_NBYTES, Copier
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Partial:
         target = Segment(segment.directory, -1, file, segment.nbytes, name)
         self._copier = self._copier or Copier()
         for piece, sums in wanted:
-            place = Place(target, piece.offset, piece.nbytes)
+            place = Extent(target, piece.offset, piece.nbytes)
             self._copier.copy(piece, sums, CHUNK_NBYTES, Piece(place))
         self._copier.finish()
         file.sync()

@@ -29,7 +29,7 @@ from tensorferry.runtime import (
 from tensorferry.stats import summed_stats
 from tensorferry.store import compaction
 from tensorferry.store import manifest as manifests
-from tensorferry.store.contents import Contents, Kept, last_kept, open_stored
+from tensorferry.store.contents import Kept, StoreContents, last_kept, open_stored
 from tensorferry.store.folder import (
     bring_back,
     check,
@@ -50,13 +50,13 @@ from tensorferry.store.room import Room
 from tensorferry.store.segments import (
     GRANULARITY,
     NO_SPACE,
-    Directory,
+    StoreDirectory,
     make_durable,
     parts_of,
 )
 from tensorferry.store.snapshots import Partial
 from tensorferry.store.tensors import TensorInfo, info_of, new_array
-from tensorferry.store.transfers import Read, Transfer, Version, Write, told
+from tensorferry.store.transfers import Read, TensorVersion, Transfer, Write, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -148,7 +148,7 @@ class TensorStore(Owned):
                 scheduler = self._new_scheduler(len(paths), engine, block_size, queue_depth)
                 prefix = None if temporary else manifests.segment_prefix(self._run, at)
                 self._directories.append(
-                    Directory(
+                    StoreDirectory(
                         *(path, share, scheduler),
                         direct=mode,
                         segment_nbytes=segment_nbytes,
@@ -217,7 +217,7 @@ class TensorStore(Owned):
         self._has_ended = False  # all of close() has been done
         self._record = b""
         self._run = manifests.new_run()
-        self._names: dict[str, Version] = {}
+        self._names: dict[str, TensorVersion] = {}
         self._room = Room(self._lock, segment_nbytes, self._sweep)
         self._pending: dict[Transfer, None] = {}  # in the order in which they were begun
         self._look_at = 64
@@ -227,8 +227,8 @@ class TensorStore(Owned):
         self._own_schedulers: list[AnyScheduler] = []
         self._ownerships: list[Ownership] | None = None  # None: no file has a name
         # What the manifest in the directory names, or may name: nothing is written over it.
-        self._committed: list[Contents] = []
-        self._previous: list[Contents] = []  # and what that of the commit before names
+        self._committed: list[StoreContents] = []
+        self._previous: list[StoreContents] = []  # and what that of the commit before names
         self._has_previous = False  # there is one, perhaps another run's
         self._committed_sync = False
         self._has_committed = False  # else the manifest is another run's
@@ -310,7 +310,7 @@ class TensorStore(Owned):
             raise told([error], f"writing tensor {name!r}") from None
         with self._lock:
             self._check_open()
-            version = Version(info, pieces, self._names.get(name))
+            version = TensorVersion(info, pieces, self._names.get(name))
             transfer = Write(self, name, memory, version, background=background, owner=ticket)
             version.write = transfer
             self._names[name] = version
@@ -638,7 +638,7 @@ class TensorStore(Owned):
             bring_back(self._directories[0].path)
             self._has_previous = False
 
-    def _publish(self, contents: Contents, *, sync: bool, keep_previous: bool = False) -> None:
+    def _publish(self, contents: StoreContents, *, sync: bool, keep_previous: bool = False) -> None:
         """Make contents what the manifest names; the one before is moved aside if it is to be kept."""
         paths = [directory.path for directory in self._directories]
         if sync:
@@ -693,7 +693,7 @@ class TensorStore(Owned):
         if lost and self._checksums:
             compaction.move_out(self, lost)
 
-    def _contents(self, record: bytes) -> Contents:
+    def _contents(self, record: bytes) -> StoreContents:
         """Return what is stored, when all writes that have been begun have ended."""
         if not isinstance(record, bytes):
             raise TypeError(f"record: {type(record).__name__} is not bytes")
@@ -704,7 +704,7 @@ class TensorStore(Owned):
         with self._lock:
             self._check_open()
             self._sweep()
-            return Contents(
+            return StoreContents(
                 record,
                 {
                     name: Kept(kept.info, kept.pieces, kept.chunks)
@@ -716,7 +716,7 @@ class TensorStore(Owned):
     def _settled(self, name: str) -> tuple[tuple[Piece, ...], TensorInfo]:
         """Return where a tensor lies, when its write has ended."""
         with self._lock:
-            version: Version | None = self._version_of(name)
+            version: TensorVersion | None = self._version_of(name)
         while version is not None:
             if (write := version.write) is not None:
                 write.wait(None)
@@ -847,13 +847,13 @@ class TensorStore(Owned):
 
     # Versions. All that follows is called with the lock held.
 
-    def _version_of(self, name: str) -> Version:
+    def _version_of(self, name: str) -> TensorVersion:
         version = self._current(name)
         if version is None:
             raise KeyError(name)
         return version
 
-    def _current(self, name: str) -> Version | None:
+    def _current(self, name: str) -> TensorVersion | None:
         """Return the last version, on its way or kept."""
         version = self._names.get(name)
         if version is not None and version.write is not None:
@@ -861,7 +861,7 @@ class TensorStore(Owned):
             version = self._names.get(name)
         return version
 
-    def _failed(self, name: str, version: Version) -> None:
+    def _failed(self, name: str, version: TensorVersion) -> None:
         """Go back to what was there before a write."""
         if self._names.get(name) is not version:
             return

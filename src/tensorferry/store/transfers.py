@@ -35,13 +35,13 @@ CHUNK_NBYTES = 256 << 10
 _COPIED_NBYTES = 8 << 20
 
 
-class Version:
+class TensorVersion:
     """What a write makes of a tensor: on its way (``write``), kept, or failed (``pieces`` is None)."""
 
     __slots__ = ("chunk_nbytes", "chunks", "info", "pieces", "previous", "write")
 
     def __init__(
-        self, info: TensorInfo, pieces: tuple[Piece, ...] | None, previous: Version | None
+        self, info: TensorInfo, pieces: tuple[Piece, ...] | None, previous: TensorVersion | None
     ) -> None:
         self.info = info
         self.pieces = pieces
@@ -113,7 +113,7 @@ class Transfer:
 
     def _begin(
         self,
-        version: Version,
+        version: TensorVersion,
         owner: object,
         *,
         write: bool,
@@ -173,13 +173,13 @@ class Write(Transfer):
         store: TensorStore,
         name: str,
         memory: AnyMemory,
-        version: Version,
+        version: TensorVersion,
         *,
         background: bool,
         owner: object,
     ) -> None:
         super().__init__(store, name, memory)
-        self._version: Version | None = version
+        self._version: TensorVersion | None = version
         self._begin(version, owner, write=True, background=background)
 
     def _end(self) -> None:
@@ -208,14 +208,14 @@ class Read(Transfer):
         store: TensorStore,
         name: str,
         memory: AnyMemory,
-        version: Version,
+        version: TensorVersion,
         info: TensorInfo | None,
         *,
         background: bool,
         owner: object,
     ) -> None:
         super().__init__(store, name, memory)
-        self._version: Version | None = version
+        self._version: TensorVersion | None = version
         # Of the array that is made for it; None: it is the caller's, and only bytes count.
         self._info = info
         self._background = background
@@ -269,7 +269,7 @@ class Read(Transfer):
                 self._start(version)
         return True
 
-    def _start(self, version: Version) -> None:
+    def _start(self, version: TensorVersion) -> None:
         for request, _ in self._parts:
             request.wait(None)  # of an attempt that Ctrl-C has ended
         self._parts.clear()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorferry.profiles import VERSION, FileSystem, Profile, read
-from tensorferry.replacement import Place
+from tensorferry.replacement import Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,7 @@ def _store(path: Path, profiles: list[Profile]) -> None:
     _TextFile(path, json.dumps(content, indent=2) + "\n").commit()
 
 
-class _TextFile(Place):
+class _TextFile(Target):
     """A place whose file is written by Python: our own writes would begin to go by the profiles before these."""
 
     def __init__(self, path: Path, text: str) -> None:

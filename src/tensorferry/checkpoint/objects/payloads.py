@@ -72,7 +72,7 @@ class Record:
         return self.begin + self.nbytes
 
 
-class Directory:
+class ArchiveDirectory:
     """What an archive's directory says, and the small records, which are read and verified at once.
 
     Parameters
@@ -202,11 +202,11 @@ class Payloads:
 
     Parameters
     ----------
-    directory : Directory
+    directory : ArchiveDirectory
         The archive's.
     """
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: ArchiveDirectory) -> None:
         file = tensorferry.open(directory.own_path)
         self._runs = list(_runs(directory, file))
         self._run_of = {
@@ -240,10 +240,12 @@ class Payloads:
         self._pipeline.close()
 
 
-class _Run(Read):
+class _RecordRun(Read):
     """Records next to each other that are read at once."""
 
-    def __init__(self, directory: Directory, records: list[Record], file: tensorferry.File) -> None:
+    def __init__(
+        self, directory: ArchiveDirectory, records: list[Record], file: tensorferry.File
+    ) -> None:
         self.records = records
         self.nbytes = records[-1].end - records[0].header
         self.passed = False
@@ -290,16 +292,16 @@ def _memory_for(record: Record) -> torch.Tensor:
     return torch.frombuffer(memoryview(memory)[start : start + record.nbytes], dtype=torch.uint8)
 
 
-def _runs(directory: Directory, file: tensorferry.File) -> Iterator[_Run]:
+def _runs(directory: ArchiveDirectory, file: tensorferry.File) -> Iterator[_RecordRun]:
     together: list[Record] = []
     for record in directory.payloads:
         large = record.nbytes >= _LARGE_NBYTES
         if together and (large or record.end - together[0].header > _RUN_NBYTES):
-            yield _Run(directory, together, file)
+            yield _RecordRun(directory, together, file)
             together = []
         if large:
-            yield _Run(directory, [record], file)
+            yield _RecordRun(directory, [record], file)
         else:
             together.append(record)
     if together:
-        yield _Run(directory, together, file)
+        yield _RecordRun(directory, together, file)

@@ -23,7 +23,7 @@ import torch
 import tensorferry
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.objects.file_writer import FileWriter
-from tensorferry.checkpoint.objects.payloads import OWN_FILES, Directory, Payloads
+from tensorferry.checkpoint.objects.payloads import OWN_FILES, ArchiveDirectory, Payloads
 from tensorferry.checkpoint.objects.skeleton import Skeleton
 from tensorferry.checkpoint.zipformat.archive import (
     Archive,
@@ -145,7 +145,7 @@ def load(
             if weights_only:
                 _screen_old(text, file)
             return torch.load(text, mmap=mmap, **options)
-        directory = Directory(text, file)
+        directory = ArchiveDirectory(text, file)
         if directory.foreign:
             directory.check_all()
         if weights_only:
@@ -158,7 +158,7 @@ def load(
             return torch.load(loading.path, mmap=True, **options)
 
 
-def _screen(path: str, directory: Directory, *, by_torch: bool) -> None:
+def _screen(path: str, directory: ArchiveDirectory, *, by_torch: bool) -> None:
     """Refuse what would crash torch.load(weights_only=True)."""
     found = [data for name, _, data in directory.contents if name.endswith("/data.pkl")]
     try:
@@ -225,7 +225,7 @@ def _archive_and_storages(obj: object) -> tuple[Archive, list[torch.UntypedStora
 class _Loading:
     """A context manager: what puts payloads where torch has storages of a skeleton, in this thread."""
 
-    def __init__(self, directory: Directory, payloads: Payloads) -> None:
+    def __init__(self, directory: ArchiveDirectory, payloads: Payloads) -> None:
         self._directory = directory
         self._payloads = payloads
         self._records = directory.payloads

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.storage.reader import Lent, Load
+from tensorferry.checkpoint.storage.reader import ItemLoad, Lent
 from tensorferry.checkpoint.storage.reading import Reading
 from tensorferry.ranges import slabs
 
@@ -30,7 +30,7 @@ _BOX_NBYTES = 8 << 20
 _BATCH_COUNT = 1024
 
 
-class Source(Protocol):
+class PartsSource(Protocol):
     """Files in which parts of tensors lie."""
 
     def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
@@ -49,7 +49,7 @@ def write_tensors(
     file: NewFile,
     names: Iterable[str],
     tensors: Mapping[str, TensorStorageMetadata],
-    source: Source,
+    source: PartsSource,
     count: Callable[[int], object] = lambda _: None,
 ) -> None:
     """Write tensors, whole and in C order, one after the other.
@@ -62,7 +62,7 @@ def write_tensors(
         Which, in their order.
     tensors : mapping of str to TensorStorageMetadata
         Of what parts they are.
-    source : Source
+    source : PartsSource
         Where these lie.
     count : function of an int, optional
         Told of bytes that have been read.
@@ -101,7 +101,7 @@ def write_tensors(
 
 
 def read_box(
-    name: str, described: TensorStorageMetadata, chunk: ChunkStorageMetadata, source: Source
+    name: str, described: TensorStorageMetadata, chunk: ChunkStorageMetadata, source: PartsSource
 ) -> torch.Tensor:
     """Return a part of a tensor, read into new memory; errors as for :func:`write_tensors`."""
     box, requests = _box(name, described, chunk)
@@ -139,9 +139,9 @@ def _box(
     return box, wanted
 
 
-def _read(source: Source, requests: list[tuple[ReadItem, torch.Tensor]]) -> None:
+def _read(source: PartsSource, requests: list[tuple[ReadItem, torch.Tensor]]) -> None:
     contents: Any = source
     planner: Any = Lent(requests)
     with Reading() as reading:
-        load = Load(contents, reading, planner, lambda _: None)
+        load = ItemLoad(contents, reading, planner, lambda _: None)
         source.read(reading, source.locate([request for request, _ in requests]), load.begin)

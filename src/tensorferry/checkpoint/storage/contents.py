@@ -80,7 +80,7 @@ class Item:
         return self.payload is not None and tuple(self.request.lengths) == self.payload.sizes
 
 
-class Stored(NamedTuple):
+class StoredItem(NamedTuple):
     """A tensor in a data file, or the part of it that a rank has saved.
 
     Attributes
@@ -239,7 +239,7 @@ class Contents(Located):
                 found.append(request)
         return found
 
-    def stored(self, request: ReadItem) -> Stored | None:
+    def stored(self, request: ReadItem) -> StoredItem | None:
         """Return what an item asks for, if metadata tells that it is a plain tensor, or a part of one.
 
         Metadata of torch's does not: subclasses, which quantize for example, have the same there.
@@ -248,7 +248,7 @@ class Contents(Located):
         payload = self._payload(request, info) if _is_tensor(request) else None
         if payload is None:
             return None
-        return Stored((info.relative_path, info.offset), payload.dtype)
+        return StoredItem((info.relative_path, info.offset), payload.dtype)
 
     def nbytes_of(self, requests: Sequence[ReadItem]) -> int:
         """Return how many bytes items take in data files."""

@@ -43,14 +43,14 @@ from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import commit, hooks
 from tensorferry.checkpoint.storage.assembly import write_tensors
 from tensorferry.checkpoint.storage.contents import Item, Located
-from tensorferry.checkpoint.storage.reader import Load, Narrowed
+from tensorferry.checkpoint.storage.reader import ItemLoad, Narrowed
 from tensorferry.checkpoint.storage.reading import DataFile, Reading
 from tensorferry.checkpoint.storage.writer import all_of, done, is_of_state, note_staged
 from tensorferry.checkpoint.zipformat.blobs import Payload
 from tensorferry.publication import make_directory
 from tensorferry.safetensors import dtypes, header, index, sources
 from tensorferry.safetensors.errors import SafetensorError
-from tensorferry.safetensors.saving import Entry
+from tensorferry.safetensors.saving import TensorToSave
 from tensorferry.safetensors.sharded import Model
 from tensorferry.safetensors.version import Version
 
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
     from tensorferry.checkpoint.progress import Listener, Throughput
-    from tensorferry.checkpoint.storage.assembly import Source
+    from tensorferry.checkpoint.storage.assembly import PartsSource
     from tensorferry.safetensors.sources import Stored
 
 _VERSION = "1.0"
@@ -441,18 +441,18 @@ class HuggingFaceStorageReader(TorchsReader):
         meter.expect(sum(item.nbytes for items in by_file.values() for item in items), len(by_file))
         with Reading(lambda: meter.add(0, files=1)) as reading:
             narrowed = Narrowed()
-            load = Load(contents, reading, planner, meter.add, converts=True, narrowed=narrowed)
+            load = ItemLoad(contents, reading, planner, meter.add, converts=True, narrowed=narrowed)
             contents.read(reading, by_file, load.begin)
             self.nbytes_read = reading.nbytes_read
         self.last_load = meter.finish()
         narrowed.warn()
         return done(None)
 
-    def _places(self, requests: Iterable[ReadItem]) -> Mapping[MetadataIndex, Place]:
+    def _places(self, requests: Iterable[ReadItem]) -> Mapping[MetadataIndex, PartPlace]:
         """Return where all lies that is asked for, looked up in headers where metadata of torch's does not say it."""
         places: dict[MetadataIndex, Any] = self.storage_data
         wanted = (places.get(request.storage_index) for request in requests)
-        paths = {each.relative_path for each in wanted if each and not isinstance(each, Place)}
+        paths = {each.relative_path for each in wanted if each and not isinstance(each, PartPlace)}
         if not paths:
             return places
         found = {}
@@ -473,7 +473,7 @@ class HuggingFaceStorageReader(TorchsReader):
                         path,
                         names=(key.fqn,),
                     )
-        return {key: each for key, each in places.items() if isinstance(each, Place)} | found
+        return {key: each for key, each in places.items() if isinstance(each, PartPlace)} | found
 
     def _changed(self) -> frozenset[str]:
         """Return what a subclass has changed that only torch's code uses."""
@@ -489,7 +489,7 @@ def _nbytes_read(places: Mapping[MetadataIndex, Any], item: ReadItem) -> int:
     return math.prod(item.lengths) * (0 if dtype is None else int(dtype.itemsize))
 
 
-class Place(NamedTuple):  # made in less time than a frozen dataclass
+class PartPlace(NamedTuple):  # made in less time than a frozen dataclass
     """Where a part of a tensor lies, with the attributes of torch's own class for that.
 
     Attributes
@@ -522,7 +522,7 @@ class Place(NamedTuple):  # made in less time than a frozen dataclass
 class PlacedTensors(Located):
     """The data of tensors whose places are known, in files of safetensors or another format without chunk checksums."""
 
-    def __init__(self, places: Mapping[MetadataIndex, Place]) -> None:
+    def __init__(self, places: Mapping[MetadataIndex, PartPlace]) -> None:
         self._places = places
         self._identities: dict[str, Version] = {}  # of files of which something was asked for
 
@@ -552,7 +552,7 @@ class PlacedTensors(Located):
 @uncollected()
 def scan(
     held: Mapping[str, tuple[tuple[int, ...], list[Stored]]],
-) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, Place]]:
+) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, PartPlace]]:
     """Return what tensors a place holds, in torch's words, and where their parts are.
 
     Raises
@@ -561,7 +561,7 @@ def scan(
         torch has no such dtype.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, PartPlace] = {}
     for name, (shape, parts) in held.items():
         kind, path = parts[0].tensor.dtype, parts[0].path
         dtype = dtypes.torch_dtype(kind)
@@ -571,7 +571,7 @@ def scan(
             sizes = torch.Size(dtypes.torch_shape(kind, own, path, name))
             offsets = torch.Size(dtypes.torch_shape(kind, at or (0,) * len(sizes), path, name))
             chunks.append(ChunkStorageMetadata(offsets, sizes))
-            place = Place(path, sizes, dtype, begin, end - begin, version)
+            place = PartPlace(path, sizes, dtype, begin, end - begin, version)
             places[MetadataIndex(name, offsets)] = place
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
     return tensors, places
@@ -582,11 +582,11 @@ def of_payloads(
 ) -> tuple[dict[str, TensorStorageMetadata], PlacedTensors]:
     """Return the whole tensors of a file of another format, as :func:`scan` does, and their data."""
     tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, PartPlace] = {}
     for name, payload in payloads.items():
         begin, nbytes, dtype, sizes, order, _, conj, neg = payload
         size, origin = torch.Size(sizes), torch.Size([0] * len(sizes))
-        places[MetadataIndex(name, origin)] = Place(
+        places[MetadataIndex(name, origin)] = PartPlace(
             path, size, dtype, begin, nbytes, identity, order, conj, neg
         )
         chunk = ChunkStorageMetadata(origin, size)
@@ -647,7 +647,7 @@ def write_whole(
     model: Model,
     name: str,
     tensors: Mapping[str, TensorStorageMetadata],
-    source: Source,
+    source: PartsSource,
     count: Callable[[int], object] = lambda _: None,
     metadata: Mapping[str, str] | None = None,
 ) -> int:
@@ -670,7 +670,7 @@ def laid_out(
     return begin, order, sum(entry.nbytes for entry in entries)
 
 
-def entries_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[Entry]:
+def entries_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[TensorToSave]:
     """Return what headers have of tensors.
 
     Raises
@@ -681,7 +681,9 @@ def entries_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[Entry]:
     entries = []
     for name, described in tensors.items():
         dtype = dtype_of(name, described.properties.dtype)
-        entries.append(Entry(name, dtype, dtypes.header_shape(described.size, dtype, name), None))
+        entries.append(
+            TensorToSave(name, dtype, dtypes.header_shape(described.size, dtype, name), None)
+        )
     return entries
 
 

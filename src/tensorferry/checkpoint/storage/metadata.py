@@ -72,7 +72,7 @@ _MAX_INDEX = 1 << 20
 
 
 @dataclass(frozen=True)
-class FileChecksums:
+class DataFileChecksums:
     """The checksums of a data file, one CRC-32 for each chunk of it.
 
     Attributes
@@ -187,14 +187,14 @@ def check_metadata(metadata: Any, path: str) -> None:
         raise CheckpointError(str(error), path) from None
 
 
-def file_checksums(metadata: Metadata) -> dict[str, FileChecksums]:
+def file_checksums(metadata: Metadata) -> dict[str, DataFileChecksums]:
     """Return the checksums of each data file that has some, by the name in ``relative_path``."""
     extras = metadata.__dict__.get(EXTRAS)
     if extras is None:
         return {}
     chunk_nbytes = extras["chunk_nbytes"]
     return {
-        name: FileChecksums(nbytes, chunk_nbytes, memoryview(crcs).cast("I"))
+        name: DataFileChecksums(nbytes, chunk_nbytes, memoryview(crcs).cast("I"))
         for name, (nbytes, crcs) in extras["files"].items()
     }
 

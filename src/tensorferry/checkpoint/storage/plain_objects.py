@@ -293,7 +293,7 @@ class _Storages:
         return _Storage("storage", dtype, data, location, count)
 
     def _tensor(
-        self, told: blobs.Tensor, grad: Any, hooks: Any, more: dict[Any, Any]
+        self, told: blobs.PickledTensor, grad: Any, hooks: Any, more: dict[Any, Any]
     ) -> torch.Tensor:
         storage, offset, size, stride, dtype, conj, neg = told
         if hooks or more or conj or neg:

@@ -263,7 +263,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         nbytes = sum(item.nbytes for items in by_file.values() for item in items)
         meter.expect(nbytes + nbytes_by_torch, files=len(by_file))
         with Reading(lambda: meter.add(0, files=1)) as reading:
-            load = Load(contents, reading, planner, meter.add, narrowed=self._narrowed)
+            load = ItemLoad(contents, reading, planner, meter.add, narrowed=self._narrowed)
             contents.read(reading, by_file, load.begin)
             self.nbytes_read = reading.nbytes_read
         if by_torch:
@@ -295,12 +295,12 @@ class FileSystemReader(filesystem.FileSystemReader):
         shared = sharing.shared_items(share, plan)
         chosen = {id(item) for item in shared}
 
-        def read(boxes: list[tuple[sharing.Piece, torch.Tensor]]) -> None:
+        def read(boxes: list[tuple[sharing.SharedBox, torch.Tensor]]) -> None:
             requests = [(piece.request, box) for piece, box in boxes]
             by_file = contents.locate([request for request, _ in requests])
             lent: Any = Lent(requests)
             with Reading() as reading:
-                load = Load(contents, reading, lent, lambda _: None)
+                load = ItemLoad(contents, reading, lent, lambda _: None)
                 contents.read(reading, by_file, load.begin)
                 self.nbytes_read += reading.nbytes_read
 
@@ -389,7 +389,7 @@ class Narrowed:
             warn(f"values of tensors are converted to what may not hold them: {names}")
 
 
-class Load:
+class ItemLoad:
     """Reads items to where a planner wants them; ``converts`` says whether they may have another dtype there."""
 
     def __init__(

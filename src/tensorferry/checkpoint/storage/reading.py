@@ -30,7 +30,7 @@ from tensorferry.pipeline import Pipeline, Read
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tensorferry.checkpoint.storage.metadata import FileChecksums
+    from tensorferry.checkpoint.storage.metadata import DataFileChecksums
 
 RUN_NBYTES = 8 << 20
 # Reads that have begun have no more temporary memory (slabs); and so many files are open.
@@ -71,7 +71,7 @@ class DataFile:
         Where it is.
     name : str
         What the metadata calls it.
-    checksums : FileChecksums, optional
+    checksums : DataFileChecksums, optional
         To verify by.
     names_at : function of (name, begin, end)
         Returns the tensors that lie in a range of the file.
@@ -92,7 +92,7 @@ class DataFile:
         self,
         path: str,
         name: str,
-        checksums: FileChecksums | None,
+        checksums: DataFileChecksums | None,
         names_at: Callable[[str, int, int], tuple[str, ...]],
         *,
         verify: bool = True,
@@ -172,7 +172,7 @@ class DataFile:
         return CheckpointError(reason, self.path, names=names, begin=begin, end=end)
 
 
-class _Run(Read):
+class _WantRun(Read):
     """Wants that one transfer reads."""
 
     def __init__(self, file: DataFile, begin: int, end: int, wants: list[Want]) -> None:
@@ -235,7 +235,7 @@ class Reading:
         # What is to come of each source of wants, by where that begins; numbers keep heapq from comparing wants.
         self._waiting: list[tuple[int, int, Want, Iterator[Want]]] = []
         self._count = 0
-        self._pipeline: Pipeline[_Run | _End] = Pipeline(memory_nbytes=_MEMORY_NBYTES)
+        self._pipeline: Pipeline[_WantRun | _End] = Pipeline(memory_nbytes=_MEMORY_NBYTES)
 
     @property
     def nbytes_read(self) -> int:
@@ -328,18 +328,18 @@ class Reading:
                 twice.append(want)
                 continue
             if run and begin > run_end + file.gap_nbytes:
-                self._begin(_Run(file, run_begin, run_end, run))
+                self._begin(_WantRun(file, run_begin, run_end, run))
                 run = []
             if not run:
                 run_begin = begin
             run.append(want)
             end, run_end = want.end, stop
         if run:
-            self._begin(_Run(file, run_begin, run_end, run))
+            self._begin(_WantRun(file, run_begin, run_end, run))
         if twice:
             self._read(twice)
 
-    def _begin(self, read: _Run | _End) -> None:
+    def _begin(self, read: _WantRun | _End) -> None:
         """Begin a read when there is room for it, and deliver what has come meanwhile."""
         pipeline = self._pipeline
         pipeline.add(read)

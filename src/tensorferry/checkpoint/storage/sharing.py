@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    from tensorferry.checkpoint.storage.contents import Contents, Stored
+    from tensorferry.checkpoint.storage.contents import Contents, StoredItem
 
 Broadcast = Literal["auto", True, False]
 
@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
     lengths: tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class SharedBox(NamedTuple):
     """A box of what is wanted, and the rank that reads it."""
 
     source: int
@@ -78,7 +78,7 @@ class Round(NamedTuple):
     """What ranks (of the group) hand to each other at a time: every piece goes to all of them."""
 
     members: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: list[SharedBox]
 
 
 @dataclasses.dataclass
@@ -191,7 +191,7 @@ def _rounds(plans: list[LoadPlan], nodes: list[str], contents: Contents) -> list
     for rank, (plan, node) in enumerate(zip(plans, nodes, strict=True)):
         for item in plan.items:
             ranks.setdefault((node, wanted_by(item)), {})[rank] = item
-    by_members: dict[tuple[int, ...], list[tuple[Stored, Wanted]]] = {}
+    by_members: dict[tuple[int, ...], list[tuple[StoredItem, Wanted]]] = {}
     for (_, wanted), items in ranks.items():
         if len(items) > 1 and (stored := contents.stored(next(iter(items.values())))) is not None:
             nbytes = math.prod(wanted.lengths) * stored.dtype.itemsize
@@ -209,7 +209,9 @@ def _rounds(plans: list[LoadPlan], nodes: list[str], contents: Contents) -> list
     return rounds
 
 
-def _dealt(members: tuple[int, ...], all_wanted: list[tuple[Stored, Wanted]]) -> Iterator[Round]:
+def _dealt(
+    members: tuple[int, ...], all_wanted: list[tuple[StoredItem, Wanted]]
+) -> Iterator[Round]:
     """Deal out what ranks want, in the order in which it lies: a rank's part of a round is in one place."""
     all_wanted.sort(key=lambda each: (each[0].place, each[1].offsets))
     nbytes_round = min(_ROUND_NBYTES, PART_NBYTES * len(members))
@@ -218,7 +220,7 @@ def _dealt(members: tuple[int, ...], all_wanted: list[tuple[Stored, Wanted]]) ->
         sum(math.prod(wanted.lengths) * stored.dtype.itemsize for stored, wanted in all_wanted),
     )
     turn, nbytes = 0, 0
-    pieces: list[Piece] = []
+    pieces: list[SharedBox] = []
     max_nbytes = nbytes_full // len(members) // _PIECES
     for stored, wanted in all_wanted:
         max_numel = max_nbytes // stored.dtype.itemsize
@@ -226,7 +228,7 @@ def _dealt(members: tuple[int, ...], all_wanted: list[tuple[Stored, Wanted]]) ->
             # Ranks begin in turn, as the last ones have less of a round that is not full.
             number = min(nbytes * len(members) // nbytes_full, len(members) - 1)
             source = members[(turn + number) % len(members)]
-            piece = Piece(source, wanted, stored.dtype, offsets, lengths)
+            piece = SharedBox(source, wanted, stored.dtype, offsets, lengths)
             if pieces and nbytes + _padded(piece) > nbytes_round:
                 yield Round(members, pieces)
                 turn, nbytes, pieces = turn + 1, 0, []
@@ -284,7 +286,7 @@ class Arrivals:
         self._target = self._inner = torch.empty(0, device="cpu")
         self._missing = 0
 
-    def add(self, piece: Piece, box: torch.Tensor) -> None:
+    def add(self, piece: SharedBox, box: torch.Tensor) -> None:
         """Copy a piece."""
         item = self._items.get(piece.wanted)
         if item is None:  # the planner has dropped it
@@ -316,9 +318,9 @@ class Exchange:
         The coordinator's plan for it.
     group : ProcessGroup or None
         The one that loads.
-    read : function of a list of (Piece, Tensor)
+    read : function of a list of (SharedBox, Tensor)
         Fills the tensors, verified.
-    give : function of (Piece, Tensor)
+    give : function of (SharedBox, Tensor)
         Called with all pieces, in the same order on all ranks.
     """
 
@@ -326,8 +328,8 @@ class Exchange:
         self,
         share: Share,
         group: dist.ProcessGroup | None,
-        read: Callable[[list[tuple[Piece, torch.Tensor]]], None],
-        give: Callable[[Piece, torch.Tensor], None],
+        read: Callable[[list[tuple[SharedBox, torch.Tensor]]], None],
+        give: Callable[[SharedBox, torch.Tensor], None],
     ) -> None:
         device = _device(group)
         assert device is not None
@@ -370,7 +372,7 @@ class Exchange:
         finally:
             self._failure = None  # its traceback holds this frame
 
-    def _attempt(self, number: int) -> dict[Piece, torch.Tensor]:
+    def _attempt(self, number: int) -> dict[SharedBox, torch.Tensor]:
         """Read this rank's part of a round."""
         if number >= len(self._rounds) or self._failure is not None:
             return {}
@@ -402,7 +404,7 @@ class Exchange:
                 raise
             raise own from error
 
-    def _hand_on(self, number: int) -> tuple[list[Any], dict[Piece, torch.Tensor]]:
+    def _hand_on(self, number: int) -> tuple[list[Any], dict[SharedBox, torch.Tensor]]:
         """Begin to send this rank's part of a round, and to receive those of others; return their pieces."""
         own, others = self._own_and_others(self._rounds[number])
         operations = []
@@ -423,7 +425,7 @@ class Exchange:
         assert self._group is not None
         return dist.P2POp(function, memory, dist.get_global_rank(self._group, rank), self._group)
 
-    def _give_all(self, each: Round | None, boxes: dict[Piece, torch.Tensor]) -> None:
+    def _give_all(self, each: Round | None, boxes: dict[SharedBox, torch.Tensor]) -> None:
         if each is None or self._failure is not None:
             return
         try:
@@ -432,14 +434,14 @@ class Exchange:
         except BaseException as error:
             self._failure = error
 
-    def _own_and_others(self, each: Round | None) -> tuple[list[Piece], list[Piece]]:
+    def _own_and_others(self, each: Round | None) -> tuple[list[SharedBox], list[SharedBox]]:
         """Return the pieces of a round that this rank reads, and those that it receives."""
         pieces = [] if each is None else each.pieces
         own = [piece for piece in pieces if piece.source == self._rank]
         return own, [piece for piece in pieces if piece.source != self._rank]
 
 
-def _laid_out(pieces: list[Piece], memory: torch.Tensor) -> dict[Piece, torch.Tensor]:
+def _laid_out(pieces: list[SharedBox], memory: torch.Tensor) -> dict[SharedBox, torch.Tensor]:
     """Return tensors for pieces, one behind the other in memory."""
     boxes, begin = {}, 0
     for piece in pieces:
@@ -449,7 +451,7 @@ def _laid_out(pieces: list[Piece], memory: torch.Tensor) -> dict[Piece, torch.Te
     return boxes
 
 
-def _padded(piece: Piece) -> int:
+def _padded(piece: SharedBox) -> int:
     return -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

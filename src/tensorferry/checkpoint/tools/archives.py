@@ -18,7 +18,7 @@ from tensorferry._core import crc32, crc32_combine
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import zips
-from tensorferry.checkpoint.zipformat.zips import Place, UnknownArchiveError
+from tensorferry.checkpoint.zipformat.zips import Span, UnknownArchiveError
 from tensorferry.safetensors.version import Version
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tensorferry.checkpoint.progress import Listener
     from tensorferry.checkpoint.tools.formats import Found
-    from tensorferry.checkpoint.zipformat.blobs import Payload, Tensor
+    from tensorferry.checkpoint.zipformat.blobs import Payload, PickledTensor
 
 # What is read at once, in pieces of which each is retried by itself where something cannot be read.
 _BATCH_NBYTES, _BATCH_PIECES, _PIECE_NBYTES = 256 << 20, 4096, 64 << 20
@@ -42,7 +42,7 @@ _SHOWN_TENSORS = 4
 def verify(path: str, *, progress: Listener | None = None, **_options: object) -> Report:
     """Verify a file, which has checksums of its own, and of whose pickle no code is ever run."""
     with open(path, "rb", buffering=0) as file:
-        return _Audit(path, file, progress).run()
+        return _ArchiveAudit(path, file, progress).run()
 
 
 def entries(path: str, **_options: object) -> list[Entry]:
@@ -56,7 +56,7 @@ def entries(path: str, **_options: object) -> list[Entry]:
         What says which tensors there are is damaged.
     """
     with open(path, "rb", buffering=0) as file:
-        archive = _Archive(path, file)
+        archive = _OpenArchive(path, file)
         try:
             places = archive.places()
             found = archive.tensors(places)
@@ -108,7 +108,7 @@ def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
 
     others: list[str] = []
     with open(path, "rb", buffering=0) as file:
-        archive = _Archive(path, file)
+        archive = _OpenArchive(path, file)
         places = archive.places()
         by_name = {_short(place.name): place for place in places}
         found = archive.tensors(places, others)
@@ -160,7 +160,7 @@ def _has_negatives(dtype: torch.dtype) -> bool:
     return True
 
 
-def _entry(name: str, tensor: Tensor, path: str, place: Place | None) -> Entry:
+def _entry(name: str, tensor: PickledTensor, path: str, place: Span | None) -> Entry:
     """Return what is listed of a tensor, whose storage is a place of the file."""
     _, storage_dtype, _, _, count = tensor.storage
     itemsize, sizes = tensor.dtype.itemsize, tensor.sizes
@@ -185,7 +185,7 @@ def _entry(name: str, tensor: Tensor, path: str, place: Place | None) -> Entry:
     return Entry(name, kind, sizes, nbytes, (shard,))
 
 
-class _Archive:
+class _OpenArchive:
     """An open file."""
 
     def __init__(self, path: str, file: BinaryIO) -> None:
@@ -193,7 +193,7 @@ class _Archive:
         self.descriptor = file.fileno()
         self.read, self.nbytes = zips.reading(self.descriptor)
 
-    def places(self, damaged: Callable[[str, int, int, str], None] | None = None) -> list[Place]:
+    def places(self, damaged: Callable[[str, int, int, str], None] | None = None) -> list[Span]:
         """Return where the records lie; for ``damaged`` see :func:`zips.layout`."""
         try:
             return zips.layout(self.read, self.nbytes, damaged)
@@ -203,8 +203,8 @@ class _Archive:
             ) from None
 
     def tensors(
-        self, places: list[Place], others: list[str] | None = None
-    ) -> list[tuple[str, Tensor]]:
+        self, places: list[Span], others: list[str] | None = None
+    ) -> list[tuple[str, PickledTensor]]:
         """Return what the pickle says."""
         from tensorferry.checkpoint.tools.trees import named_tensors
 
@@ -234,7 +234,7 @@ class _Archive:
         return f"{len(tail) - at - zips.END.size} bytes stand behind its end"
 
 
-class _Piece(NamedTuple):
+class _ReadRange(NamedTuple):
     """Bytes in a row that are read at once: of a place, or what is between places."""
 
     place: int | None
@@ -242,10 +242,10 @@ class _Piece(NamedTuple):
     nbytes: int
 
 
-class _Audit(Audit):
+class _ArchiveAudit(Audit):
     def __init__(self, path: str, file: BinaryIO, progress: Listener | None) -> None:
         super().__init__(path, progress)
-        self._archive = _Archive(path, file)
+        self._archive = _OpenArchive(path, file)
         self.meter.expect(self._archive.nbytes, 1)
         self._damage: list[tuple[int, int, str, str]] = []  # begin, end, record, reason
 
@@ -286,7 +286,7 @@ class _Audit(Audit):
     def _damaged(self, record: str, begin: int, end: int, reason: str) -> None:
         self._damage.append((begin, end, record, reason))
 
-    def _crcs(self, places: list[Place]) -> list[int | None]:
+    def _crcs(self, places: list[Span]) -> list[int | None]:
         """Return the CRC-32 of each place, None where it cannot be read, which is noted."""
         crcs: list[int | None] = [0] * len(places)
         own_path = f"/proc/self/fd/{self._archive.descriptor}"
@@ -307,8 +307,8 @@ class _Audit(Audit):
         return crcs
 
     def _read(
-        self, file: tensorferry.File, batch: list[_Piece]
-    ) -> Iterator[tuple[_Piece, int | OSError]]:
+        self, file: tensorferry.File, batch: list[_ReadRange]
+    ) -> Iterator[tuple[_ReadRange, int | OSError]]:
         """Return the CRC-32 of each piece, or why it cannot be read."""
         sums = tensorferry.Checksums(segments=True)
         # Numbers are passed over, but for their checksums; there must be an array, if one of no bytes.
@@ -324,7 +324,7 @@ class _Audit(Audit):
             return
         yield from zip(batch, sums.segments[:-1], strict=True)
 
-    def _names(self, places: list[Place]) -> dict[str, list[str]]:
+    def _names(self, places: list[Span]) -> dict[str, list[str]]:
         """Return the names of the tensors in each record, as far as the pickle can be read."""
         names: dict[str, list[str]] = {}
         try:
@@ -336,9 +336,9 @@ class _Audit(Audit):
         return names
 
 
-def _batches(places: list[Place]) -> Iterator[list[_Piece]]:
+def _batches(places: list[Span]) -> Iterator[list[_ReadRange]]:
     """Cut a file into what is read at once, from the first place to the last."""
-    batch: list[_Piece] = []
+    batch: list[_ReadRange] = []
     nbytes = 0
     for piece in _pieces(places):
         batch.append(piece)
@@ -350,15 +350,15 @@ def _batches(places: list[Place]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _pieces(places: list[Place]) -> Iterator[_Piece]:
+def _pieces(places: list[Span]) -> Iterator[_ReadRange]:
     at = places[0].begin if places else 0
     for index, place in enumerate(places):
         if place.begin > at:
-            yield _Piece(None, at, place.begin - at)
+            yield _ReadRange(None, at, place.begin - at)
         at, end = place.begin, place.begin + place.nbytes
         while at < end:
             nbytes = min(_PIECE_NBYTES, end - at)
-            yield _Piece(index, at, nbytes)
+            yield _ReadRange(index, at, nbytes)
             at += nbytes
 
 
@@ -367,6 +367,6 @@ def _short(record: str) -> str:
     return record.partition("/")[2]
 
 
-def _key(tensor: Tensor) -> str:
+def _key(tensor: PickledTensor) -> str:
     """Return the short name of the record with a tensor's storage."""
     return f"data/{tensor.storage[2]}"

@@ -45,7 +45,7 @@ def verify(
     **_options: object,
 ) -> Report:
     """Verify a checkpoint's folder, which has checksums of its own."""
-    return _Audit(path, progress, trust_pickle).run()
+    return _CheckpointAudit(path, progress, trust_pickle).run()
 
 
 def entries(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> list[Entry]:
@@ -106,7 +106,7 @@ def _shard(offsets: tuple[int, ...], sizes: tuple[int, ...], info: _StorageInfo 
     return Shard(tuple(offsets), tuple(sizes), info.relative_path, info.offset, end)
 
 
-class _Audit(Audit):
+class _CheckpointAudit(Audit):
     def __init__(self, path: str, progress: Listener | None, trusted: bool) -> None:
         super().__init__(path, progress)
         self._trusted = trusted

@@ -33,7 +33,7 @@ from tensorferry.checkpoint.storage import assembly
 from tensorferry.checkpoint.storage.contents import Contents
 from tensorferry.checkpoint.storage.metadata import read_metadata
 from tensorferry.checkpoint.storage.names import METADATA_NAME, metadata_files
-from tensorferry.checkpoint.storage.reader import Load
+from tensorferry.checkpoint.storage.reader import ItemLoad
 from tensorferry.checkpoint.storage.reading import Reading
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.tools.audit import entries, incomplete, verify
@@ -114,7 +114,7 @@ def _text_of(name: str, contents: Contents) -> dict[str, str] | None:
     where, nothing = MetadataIndex(name), torch.Size()
     request = ReadItem(LoadItemType.BYTE_IO, where, nothing, where, nothing, nothing)
     with Reading() as reading:
-        load = Load(contents, reading, planner, lambda _: None)
+        load = ItemLoad(contents, reading, planner, lambda _: None)
         contents.read(reading, contents.locate([request]), load.begin)
     is_text = type(found) is dict and {*map(type, found), *map(type, found.values())} <= {str}
     return found if is_text else None

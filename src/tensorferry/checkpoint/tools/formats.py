@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from tensorferry.checkpoint.progress import Listener, Throughput
-    from tensorferry.checkpoint.storage.assembly import Source
+    from tensorferry.checkpoint.storage.assembly import PartsSource
     from tensorferry.checkpoint.tools.findings import Entry, Report
 
 # How torch.save began files before torch 1.6: a pickle of this number.
@@ -42,7 +42,7 @@ class Found(NamedTuple):
     ----------
     tensors : dict of str to TensorStorageMetadata
         Of which parts they are.
-    source : Source
+    source : PartsSource
         Where these lie.
     others : list of str
         The names of what is no tensor.
@@ -51,7 +51,7 @@ class Found(NamedTuple):
     """
 
     tensors: dict[str, TensorStorageMetadata]
-    source: Source
+    source: PartsSource
     others: list[str]
     metadata: dict[str, str] = {}  # noqa: RUF012 (nothing changes it)
 

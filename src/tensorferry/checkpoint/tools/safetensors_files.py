@@ -42,7 +42,7 @@ def verify(
     **_options: object,
 ) -> Report:
     """Verify a file, a sharded model by its index, or a folder; see :func:`tensorferry.checkpoint.verify`."""
-    return _Audit(path, progress, write_checksums).run()
+    return _SafetensorsAudit(path, progress, write_checksums).run()
 
 
 def entries(path: str, **_options: object) -> list[Entry]:
@@ -123,7 +123,7 @@ def _entry(shape: tuple[int, ...], parts: list[Stored]) -> Entry:
     return Entry(name, kind, shape, math.prod(shape) * dtype.bits // 8, shards)
 
 
-class _Audit(Audit):
+class _SafetensorsAudit(Audit):
     def __init__(self, path: str, progress: Listener | None, write: bool) -> None:
         super().__init__(path, progress)
         self._write = write

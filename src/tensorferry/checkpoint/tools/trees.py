@@ -15,7 +15,7 @@ import torch
 
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.zipformat import blobs, pickles
-from tensorferry.checkpoint.zipformat.blobs import Tensor
+from tensorferry.checkpoint.zipformat.blobs import PickledTensor
 from tensorferry.checkpoint.zipformat.pickles import (
     Blank,
     Maker,
@@ -35,7 +35,7 @@ _OF_BUFFERS = ("persistent", "_is_buffer")
 
 def named_tensors(
     pickled: bytes, path: str, others: list[str] | None = None
-) -> list[tuple[str, Tensor]]:
+) -> list[tuple[str, PickledTensor]]:
     """Return names, such as "model.layers.0.weight", and tensors, in the order in which they are met.
 
     Parameters
@@ -57,7 +57,7 @@ def named_tensors(
         root, _ = pickles.loads(pickled, _NAMES, blobs.storage_of)
     except (MalformedError, RefusedError) as error:
         raise CheckpointError(f"its pickle cannot be read ({error})", path) from None
-    found: list[tuple[str, Tensor]] = []
+    found: list[tuple[str, PickledTensor]] = []
     # What the present value is in: containers may hold each other, or themselves.
     above: list[int] = []
     todo = [("", root, 0)]
@@ -67,7 +67,7 @@ def named_tensors(
         count += 1
         if count + len(todo) > _MAX_NODES:
             raise CheckpointError("its pickle describes more than a million tensors", path)
-        if type(value) is Tensor:
+        if type(value) is PickledTensor:
             found.append((name or _ROOT, value))
             continue
         del above[depth:]
@@ -85,7 +85,7 @@ def named_tensors(
     return found
 
 
-_LOOKED_INTO = {Tensor, dict, list, tuple, deque, Blank}
+_LOOKED_INTO = {PickledTensor, dict, list, tuple, deque, Blank}
 _ROOT = "(itself)"
 _NOTHING = object()  # instead of a key: adds nothing to a name
 
@@ -132,7 +132,7 @@ def _blank(*arguments: Any, called: str = "") -> Blank:
 def _with(made: Any, *more: Any) -> Any:
     """Return a tensor, or where there is more to it a blank that has both."""
     more = tuple(each for each in more if each)
-    return _blank(made, *more) if more or type(made) is not Tensor else made
+    return _blank(made, *more) if more or type(made) is not PickledTensor else made
 
 
 def _parameter(data: Any, _grad: Any, hooks: Any, state: Any = None) -> Any:
@@ -148,7 +148,7 @@ def _of_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     return _with(function.make(*arguments), state, None if kind.name in _PLAIN else [kind])
 
 
-class _Names(dict[str, Maker]):
+class _TreeNames(dict[str, Maker]):
     """Every name there may be."""
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -168,7 +168,7 @@ def _attributes(made: dict[Any, Any], state: Any) -> None:
         made[_blank()] = state
 
 
-_NAMES = _Names(
+_NAMES = _TreeNames(
     table(
         [
             *blobs.tensor_makers(lambda made, _grad, *more: _with(made, *more)),

@@ -151,7 +151,7 @@ def examine_range(
     return Verdict(None, verified)
 
 
-class Tensor(NamedTuple):
+class PickledTensor(NamedTuple):
     """What a pickle says of a tensor: its storage, as :func:`storage_of` has it, and a place in it, in elements.
 
     ``conj`` and ``neg`` are as for :class:`Payload`.
@@ -188,7 +188,7 @@ def _parse(head: bytes, tail: bytes, nbytes: int) -> Payload | None:
     if "byteorder" in by_name and small("byteorder") != b"little":
         return None
     tensor, _ = pickles.loads(small("data.pkl"), DESCRIPTIONS, storage_of)
-    if type(tensor) is not Tensor:
+    if type(tensor) is not PickledTensor:
         return None
     _, kind, key, _, count = tensor.storage
     dtype = tensor.dtype
@@ -219,7 +219,7 @@ def storage_of(identity: Any) -> Any:
     return ("storage", STORAGES.get(kind.name) if type(kind) is Maker else None, *rest)
 
 
-def tensor_makers(finish: Callable[[Tensor, Any, Any, dict[Any, Any]], Any]) -> list[Maker]:
+def tensor_makers(finish: Callable[[PickledTensor, Any, Any, dict[Any, Any]], Any]) -> list[Maker]:
     """Return what stands for the functions by which torch makes tensors again.
 
     ``finish`` is called with a tensor as the pickle describes it, checked, whether it is to have a gradient, its hooks,
@@ -255,7 +255,9 @@ def tensor_makers(finish: Callable[[Tensor, Any, Any, dict[Any, Any]], Any]) -> 
             raise MalformedError("an unknown kind of tensor")
         more = dict(bits or {})
         conj, neg = more.pop("conj", False) is True, more.pop("neg", False) is True
-        return finish(Tensor(storage, offset, sizes, strides, dtype, conj, neg), grad, hooks, more)
+        return finish(
+            PickledTensor(storage, offset, sizes, strides, dtype, conj, neg), grad, hooks, more
+        )
 
     def tensor_v2(
         storage: Any,
@@ -274,7 +276,7 @@ def tensor_makers(finish: Callable[[Tensor, Any, Any, dict[Any, Any]], Any]) -> 
     ]
 
 
-def _plain(tensor: Tensor, _grad: Any, hooks: Any, more: dict[Any, Any]) -> Tensor:
+def _plain(tensor: PickledTensor, _grad: Any, hooks: Any, more: dict[Any, Any]) -> PickledTensor:
     if hooks or more or tensor.conj or tensor.neg:
         raise MalformedError("an unknown kind of tensor")
     return tensor

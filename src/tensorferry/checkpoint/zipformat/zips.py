@@ -43,7 +43,7 @@ class UnknownArchiveError(Exception):
     """An archive is not as torch writes them."""
 
 
-class Entry(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """An entry of the central directory.
 
     Attributes
@@ -72,7 +72,7 @@ class Entry(NamedTuple):
     odd: bool
 
 
-class Place(NamedTuple):
+class Span(NamedTuple):
     """Where a record's bytes lie in an archive, and their CRC-32: 0 where there may be none."""
 
     name: str
@@ -129,7 +129,9 @@ def is_descriptor(data: Bytes) -> bool:
     return data[:4] == _DESCRIPTOR_SIGNATURE
 
 
-def entries(directory: Bytes, at: int, count: int, *, compressed: bool = False) -> Iterator[Entry]:
+def entries(
+    directory: Bytes, at: int, count: int, *, compressed: bool = False
+) -> Iterator[DirectoryEntry]:
     """Return entries of a directory that begins at ``at`` in the given bytes.
 
     Raises
@@ -151,7 +153,7 @@ def entries(directory: Bytes, at: int, count: int, *, compressed: bool = False) 
         shared = (fields[2], fields[3], *fields[4:7])
         odd = any((comment_nbytes, *fields[13:16]))
         end = name_end + extra_nbytes + comment_nbytes
-        yield Entry(header, name, shared, fields[7], nbytes, at, end, odd)
+        yield DirectoryEntry(header, name, shared, fields[7], nbytes, at, end, odd)
         at = end
 
 
@@ -167,7 +169,7 @@ def names(read: Callable[[int, int], bytes], nbytes: int) -> list[bytes]:
     return [entry.name for entry in entries(read(begin, end), 0, count, compressed=True)]
 
 
-def last_entries(tail: Bytes, tail_begin: int) -> list[Entry]:
+def last_entries(tail: Bytes, tail_begin: int) -> list[DirectoryEntry]:
     """Return the directory that lies in the last bytes of an archive, which begin at ``tail_begin`` of it.
 
     Raises
@@ -184,7 +186,9 @@ def last_entries(tail: Bytes, tail_begin: int) -> list[Entry]:
     return list(entries(tail, wide[9] - tail_begin, wide[7]))
 
 
-def directory_of(read: Callable[[int, int], bytes], nbytes: int) -> tuple[list[Entry], int]:
+def directory_of(
+    read: Callable[[int, int], bytes], nbytes: int
+) -> tuple[list[DirectoryEntry], int]:
     """Return an archive's directory and where it begins, and check all that says so; arguments as for :func:`layout`.
 
     Raises
@@ -207,7 +211,7 @@ def layout(
     read: Callable[[int, int], bytes],
     nbytes: int,
     damaged: Callable[[str, int, int, str], None] | None = None,
-) -> list[Place]:
+) -> list[Span]:
     """Return where the records of an archive lie, and check all that says so.
 
     Parameters
@@ -240,7 +244,7 @@ def layout(
     return places
 
 
-def _place(read: Callable[[int, int], bytes], entry: Entry, next_header: int) -> Place:
+def _place(read: Callable[[int, int], bytes], entry: DirectoryEntry, next_header: int) -> Span:
     """Compare a record with its entry, and find its data."""
     header, name, shared, crc, size = entry[:5]
     fixed = read(header, header + LOCAL_HEADER.size)
@@ -262,7 +266,7 @@ def _place(read: Callable[[int, int], bytes], entry: Entry, next_header: int) ->
     else:
         missing = size and shared[1] & HAS_DESCRIPTOR
         _require(not missing, f"the checksum behind {name!r} is missing")
-    return Place(name.decode(), data, size, crc)
+    return Span(name.decode(), data, size, crc)
 
 
 def _directory_range(read: Callable[[int, int], bytes], nbytes: int) -> tuple[int, int, int]:
