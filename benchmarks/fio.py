@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import files
 from benchmarks.harness import MIB, Contender, Sample, Settings, throughput
-from tensorferry.checks import format_nbytes
+from tensorferry.base.checks import format_nbytes
 from tensorferry.tuning import fio
 from tensorferry.tuning.fio import free_huge_pages_nbytes, installed
 

@@ -145,7 +145,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 def default_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each engine in turn, for calls and files that name none."""
     monkeypatch.setenv("TENSORFERRY_ENGINE", engine)
-    monkeypatch.setattr(tensorferry.runtime, "_default", None)
+    monkeypatch.setattr(tensorferry.transfer.runtime, "_default", None)
     return engine
 
 

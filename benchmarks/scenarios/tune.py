@@ -17,7 +17,7 @@ from tensorferry.tuning.tune import Job, Progress, Result, tune
 
 if TYPE_CHECKING:
     from benchmarks.bench import Bench, Measure
-    from tensorferry.settings import Settings as Point
+    from tensorferry.transfer.settings import Settings as Point
     from tensorferry.tuning.race import Turn
 
 FILE_NBYTES_MAX = 256 * MIB

@@ -8,22 +8,22 @@
 ``offload`` and ``deepspeed`` are imported by themselves.
 """
 
-from tensorferry.calls import open, read, read_many, write, write_many
-from tensorferry.checksums import Checksums
+from tensorferry.deepnvme.gds import gds_handle
+from tensorferry.deepnvme.handles import aio_handle
 from tensorferry.errors import (
     ChecksumError,
     EngineUnavailableError,
     ShortReadError,
     StorageError,
 )
-from tensorferry.files import File
-from tensorferry.futures import Future
-from tensorferry.gds import gds_handle
-from tensorferry.handles import aio_handle
-from tensorferry.memory import bounce_pool_nbytes, empty, set_bounce_pool_nbytes
-from tensorferry.runtime import engines
-from tensorferry.streams import Stream
-from tensorferry.striped import StripedFile
+from tensorferry.transfer.calls import open, read, read_many, write, write_many
+from tensorferry.transfer.checksums import Checksums
+from tensorferry.transfer.files import File
+from tensorferry.transfer.futures import Future
+from tensorferry.transfer.memory import bounce_pool_nbytes, empty, set_bounce_pool_nbytes
+from tensorferry.transfer.runtime import engines
+from tensorferry.transfer.streams import Field, Stream
+from tensorferry.transfer.striped import StripedFile
 
 __version__ = "0.2.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "ChecksumError",
     "Checksums",
     "EngineUnavailableError",
+    "Field",
     "File",
     "Future",
     "ShortReadError",

@@ -23,14 +23,14 @@ from numpy.lib import format as npy_format
 
 import tensorferry
 from tensorferry._core import crc32_combine
-from tensorferry.checks import kept_path
-from tensorferry.ranges import read_plan, strides_of
+from tensorferry.base.checks import kept_path
+from tensorferry.base.ranges import read_plan, strides_of
 from tensorferry.safetensors.slicing import select
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tensorferry.checks import Path
+    from tensorferry.base.checks import Path
 
 __all__ = ["Array", "FormatError", "NumpyFile"]
 

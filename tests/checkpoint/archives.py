@@ -13,7 +13,7 @@ from tensorferry.checkpoint.zipformat import zips
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tensorferry.streams import Field
+    from tensorferry.transfer.streams import Field
 
 
 def saved(obj: Any) -> bytes:

@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
-from tensorferry import publication
+from tensorferry.transfer import publication
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ from tensorferry.checkpoint.zipformat.archive import (
     plain_bytes,
     tensor_archive,
 )
-from tensorferry.new_file import NewFile
+from tensorferry.transfer.new_file import NewFile
 from tests.checkpoint.archives import filled, saved
 
 pytestmark = pytest.mark.skipif(

@@ -17,9 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from tensorferry import publication
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, verify
 from tensorferry.checkpoint.storage import hooks
+from tensorferry.transfer import publication
 from tests.checkpoint.states import (
     assert_same,
     digests,

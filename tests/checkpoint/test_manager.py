@@ -22,7 +22,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.stateful import Stateful
 
-from tensorferry import file_locks
+from tensorferry.base import file_locks
+from tensorferry.base.mounts import mount_of
 from tensorferry.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -33,7 +34,6 @@ from tensorferry.checkpoint import (
 from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.contents import Contents
 from tensorferry.checkpoint.storage.savers import Saver
-from tensorferry.mounts import mount_of
 from tests.checkpoint.damage import flip
 from tests.checkpoint.states import metadata_of, steps_in
 from tests.checkpoint.steps import Steps

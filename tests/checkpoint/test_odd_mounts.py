@@ -10,10 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tensorferry
-from tensorferry import publication
 from tensorferry.checkpoint import Checkpoints, FileSystemWriter, FileWriter, load, save
 from tensorferry.safetensors.saving import save_file
 from tensorferry.safetensors.sharded import save_sharded
+from tensorferry.transfer import publication
 from tests.support.faultfs import Fault
 
 if TYPE_CHECKING:

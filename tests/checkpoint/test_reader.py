@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import tensorferry
-from tensorferry import pipeline
 from tensorferry.checkpoint import CheckpointError, FileSystemReader, FileSystemWriter
 from tensorferry.checkpoint.storage import delivery, reading
 from tensorferry.checkpoint.storage import reader as reader_module
+from tensorferry.transfer import pipeline
 from tests.checkpoint.damage import flip
 from tests.checkpoint.loads import LEVELS, WRITERS, Targets, fails, item, load, read_slices
 from tests.checkpoint.states import (

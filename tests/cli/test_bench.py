@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tensorferry import profiles
-from tensorferry.settings import Settings
+from tensorferry.transfer import profiles
+from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import gpus, storing
 from tests.cli.running import bench, run_fresh
 from tests.support import required

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tensorferry.settings import Settings
+from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import gpus
 from tests.cli.running import ended
 from tests.support import commands, mounts, required, warm
@@ -36,7 +36,7 @@ SMALL = {
 }
 BAD_DEFAULT = """
 from tensorferry.cli import main
-from tensorferry.settings import Settings
+from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import tune
 tune.default_settings = lambda: Settings(16 << 10, 1, False, True, 1, "threads")
 main()

@@ -25,7 +25,7 @@ def test_builders_imported_before_load_our_ops_and_compile_nothing(version: Envi
     found = call(f"{PROGRAMS}:installed_after_its_importers", environment=version).result
     assert all(found["same"])
     assert found["names"] == NAMES
-    assert found["utils"] == "tensorferry.deepspeed.ops"
+    assert found["utils"] == "tensorferry.deepnvme.ops"
     assert found["engine"] in ("io_uring", "libaio", "threads")
     assert found["compiled"] == []
     assert found["version"] == ("0.18.2" if "PYTHONPATH" in version else found["version"])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import libraries
-from tensorferry.deepspeed import ops
+from tensorferry.base import libraries
+from tensorferry.deepnvme import ops
 from tests.support.child import call
 from tests.support.pretended import CudaArray, pretend_driver, pretend_no_driver
 

@@ -77,7 +77,7 @@ def test_an_import_of_deepspeed_that_fails_can_be_tried_again(newest: Environmen
         "print(deepspeed.ops.op_builder.AsyncIOBuilder.load.__module__)\n"
     )
     done = python("-c", program, environment=newest | {"TENSORFERRY_DEEPSPEED": "1"})
-    assert done.stdout.splitlines()[-1:] == ["tensorferry.deepspeed.builders"], done.stderr
+    assert done.stdout.splitlines()[-1:] == ["tensorferry.deepnvme.builders"], done.stderr
 
 
 SCRIPT = """
@@ -94,7 +94,7 @@ def test_scripts_and_modules_run_under_us_as_under_python(
 ) -> None:
     (tmp_path / "helper.py").write_text("")
     (tmp_path / "script.py").write_text(SCRIPT)
-    expected = '["__main__", ["-m", "--flag"], "script.py", "tensorferry.deepspeed.builders"]'
+    expected = '["__main__", ["-m", "--flag"], "script.py", "tensorferry.deepnvme.builders"]'
     run = ("-m", "tensorferry.deepspeed")
     as_script = python(*run, tmp_path / "script.py", "-m", "--flag", environment=version)
     assert (as_script.returncode, as_script.stdout.splitlines()[-1:]) == (7, [expected])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
-from tensorferry.streams import Field
+from tensorferry.transfer.streams import Field
 from tests.gpu.arrays import Amid
 from tests.support.data import crcs
 from tests.support.effort import examples

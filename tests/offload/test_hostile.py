@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tensorferry import offload
+from tensorferry.base.processes import Interrupts
 from tensorferry.offload import plan
 from tensorferry.offload.counted import same
-from tensorferry.processes import Interrupts
 from tests.offload.numbered import ALL, SOME, Params, assert_same, parameters, params_of, step
 from tests.offload.twins import assert_equal, copies
 from tests.support.forks import passes_in_child

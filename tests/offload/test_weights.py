@@ -22,7 +22,6 @@ from torch.fx.experimental import proxy_tensor
 
 import tensorferry.checkpoint
 import tensorferry.safetensors.torch
-from tensorferry import pipeline
 from tensorferry.offload import (
     MemoryBudgetError,
     WeightsMap,
@@ -33,6 +32,7 @@ from tensorferry.offload import (
 from tensorferry.offload.absent import Absent
 from tensorferry.offload.arena import Arena, rounded
 from tensorferry.safetensors import SafetensorError
+from tensorferry.transfer import pipeline
 from tests.safetensors.files import bytes_of, written
 from tests.support import interrupts, leaks, required
 from tests.support.forks import passes_in_child

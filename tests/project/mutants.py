@@ -270,7 +270,7 @@ MUTANTS = [
     _mutant(
         "future-does-not-keep-its-array",
         "memory and descriptors outlive every system call that uses them",
-        "src/tensorferry/transfers.py",
+        "src/tensorferry/transfer/requests.py",
         "request, file, memory, offset, future, sums",
         "request, file, memory, offset, None, sums",
         "tests/transfers/test_lifetimes.py::test_a_target_that_nobody_else_holds_is_read_into_safely[threads-file]",
@@ -294,7 +294,7 @@ MUTANTS = [
     _mutant(
         "many-does-not-wait-after-a-failure",
         "memory is the caller's again with the result",
-        "src/tensorferry/transfers.py",
+        "src/tensorferry/transfer/requests.py",
         "                for request in requests.values():\n                    request.wait(None)\n            raise",
         "                pass\n            raise",
         "tests/transfers/test_lifetimes.py::test_read_many_that_fails_half_way_touches_nothing_afterwards[threads]",
@@ -311,7 +311,7 @@ MUTANTS = [
     _mutant(
         "future-keeps-the-memory-of-its-result",
         "memory is the caller's again with the result",
-        "src/tensorferry/futures.py",
+        "src/tensorferry/transfer/futures.py",
         "                    self._keep = None  # perhaps a copy that the caller knows nothing of\n",
         "",
         "tests/transfers/test_futures.py::test_a_future_does_not_keep_the_copy_of_what_was_not_contiguous",
@@ -319,7 +319,7 @@ MUTANTS = [
     _mutant(
         "interrupted-wait-counts-what-it-has-not-waited-for",
         "who is interrupted lets what has begun end, and nothing else",
-        "src/tensorferry/handles.py",
+        "src/tensorferry/deepnvme/handles.py",
         "                self._pending[:0] = operations\n",
         "                pass\n",
         "tests/transfers/test_interrupts.py::"
@@ -458,7 +458,7 @@ MUTANTS = [
     _mutant(
         "space-of-later-pieces-is-not-reserved",
         "a file never looks longer than its space",
-        "src/tensorferry/transfers.py",
+        "src/tensorferry/transfer/requests.py",
         "if continued is not None and begins and self._write:",
         "if False and continued is not None:",
         "tests/transfers/test_extending.py::test_pieces_that_do_not_fit_together_are_refused_before_one_is_written",
@@ -466,7 +466,7 @@ MUTANTS = [
     _mutant(
         "write-many-ignores-sync",
         "success means that close(2) and every sync succeeded",
-        "src/tensorferry/transfers.py",
+        "src/tensorferry/transfer/requests.py",
         "        self._how = write, truncate, sync, True, background\n",
         "        self._how = write, truncate, False, True, background\n",
         "tests/transfers/test_meetings_files.py::test_many_pieces_of_one_file_are_synced_once[threads]",
@@ -506,7 +506,7 @@ MUTANTS = [
     _mutant(
         "a-file-is-cut-at-once",
         "writes that overlap lose nothing beside the overlap, and of two of a whole file one is all that it holds",
-        "src/tensorferry/transfers.py",
+        "src/tensorferry/transfer/requests.py",
         "    transfer(scheduler, file, (0, 0, None, None), nbytes, write=True, truncate=True)\n",
         "    file.truncate(nbytes)\n",
         "tests/transfers/test_write_order.py::test_what_was_submitted_before_a_file_is_cut_is_cut_off[threads-open]",
@@ -514,7 +514,7 @@ MUTANTS = [
     _mutant(
         "items-are-ordered-by-name",
         "writes that overlap lose nothing beside the overlap, and of two of a whole file one is all that it holds",
-        "src/tensorferry/transfers.py",
+        "src/tensorferry/transfer/requests.py",
         "        positions.setdefault(files.get(path, path), []).append(index)\n",
         "        positions.setdefault(path, []).append(index)\n",
         "tests/transfers/test_write_order.py::"
@@ -540,7 +540,7 @@ MUTANTS = [
     _mutant(
         "files-of-users-are-waited-for",
         "nothing grows without bound",
-        "src/tensorferry/runtime.py",
+        "src/tensorferry/transfer/runtime.py",
         "        if _core.files_of_requests()[0] <= _FEW_FILES or waiting.is_over:\n",
         "        if waiting.is_over:\n",
         "tests/transfers/test_limits.py::test_files_that_are_open_already_wait_for_nobodys_descriptors[threads]",
@@ -548,7 +548,7 @@ MUTANTS = [
     _mutant(
         "half-of-the-descriptors-is-no-limit",
         "nothing grows without bound",
-        "src/tensorferry/runtime.py",
+        "src/tensorferry/transfer/runtime.py",
         "        waiting = waiting or _WaitingForFiles(scheduler)\n        # Files",
         "        break\n        # Files",
         "tests/transfers/test_limits.py::test_half_of_the_descriptors_is_left_to_others[threads]",
@@ -633,7 +633,7 @@ MUTANTS = [
     _mutant(
         "a-replaced-file-is-not-synced-once-it-has-a-name",
         "a file that is replaced at one stroke is the old one or the new one at every moment",
-        "src/tensorferry/replacement.py",
+        "src/tensorferry/transfer/replacement.py",
         "                os.fsync(self._descriptor)\n",
         "                pass\n",
         "tests/transfers/test_power_cuts.py::"
@@ -651,7 +651,7 @@ MUTANTS = [
     _mutant(
         "metadata-is-not-synced",
         "a directory holds a whole checkpoint at every moment",
-        "src/tensorferry/publication.py",
+        "src/tensorferry/transfer/publication.py",
         "        if sync:\n            os.fsync(file.fileno())\n",
         "",
         "tests/checkpoint/test_crash.py"
@@ -751,7 +751,7 @@ MUTANTS = [
     _mutant(
         "read-ahead-without-a-limit",
         _AHEAD,
-        "src/tensorferry/pipeline.py",
+        "src/tensorferry/transfer/pipeline.py",
         "            and self._read_end - flying[0]._read_before < self._ahead_nbytes\n",
         "",
         "tests/transfers/test_pipeline.py::test_what_is_on_its_way_is_bounded_by_the_variable",
@@ -759,7 +759,7 @@ MUTANTS = [
     _mutant(
         "an-interrupted-read-is-passed-over",
         _AHEAD,
-        "src/tensorferry/pipeline.py",
+        "src/tensorferry/transfer/pipeline.py",
         "                read = self._waiting[0]\n",
         "                read = self._waiting.popleft()\n",
         "tests/transfers/test_pipeline.py::test_interrupted_at_any_moment_it_goes_on",
@@ -767,7 +767,7 @@ MUTANTS = [
     _mutant(
         "closing-leaves-reads-on-their-way",
         _AHEAD,
-        "src/tensorferry/pipeline.py",
+        "src/tensorferry/transfer/pipeline.py",
         "            for read in reads:\n                read.cancel()\n",
         "            reads = []\n",
         "tests/safetensors/test_opened.py::test_who_drops_a_loader_wants_no_more",
@@ -775,7 +775,7 @@ MUTANTS = [
     _mutant(
         "any-number-of-transfers-is-begun",
         "a save or load takes up to 64 MiB beside the state",
-        "src/tensorferry/pipeline.py",
+        "src/tensorferry/transfer/pipeline.py",
         "            if held_nbytes + read.memory_nbytes > self.memory_nbytes:\n",
         "            if held_nbytes + read.memory_nbytes > 2**60:\n",
         "tests/checkpoint/test_reader.py::test_load_takes_little_memory[True-True]",
@@ -799,7 +799,7 @@ MUTANTS = [
     _mutant(
         "tuned-engine-that-is-gone-is-an-error",
         "a profile never breaks a training",
-        "src/tensorferry/profiled.py",
+        "src/tensorferry/transfer/profiled.py",
         "            except EngineUnavailableError:",
         "            except ZeroDivisionError:",
         "tests/tuning/test_profiles.py::test_an_engine_that_cannot_be_had_here_is_replaced",
@@ -840,7 +840,7 @@ MUTANTS = [
     _mutant(
         "first-transfer-imports",
         "a forked child cannot hang on its parent's threads",
-        "src/tensorferry/arrays.py",
+        "src/tensorferry/transfer/arrays.py",
         '    masked = getattr(sys.modules.get("numpy.ma.core"), "MaskedArray", None)\n',
         '    masked = sys.modules["numpy"].ma.MaskedArray\n',
         "tests/transfers/test_lifetimes.py::test_first_transfers_import_nothing[threads]",
@@ -944,7 +944,7 @@ MUTANTS = [
     _mutant(
         "a-striped-file-has-no-hole-where-a-drive-has-none-of-the-bytes",
         _STRIPED,
-        "src/tensorferry/striped.py",
+        "src/tensorferry/transfer/striped.py",
         "        if size is None or size >= wanted:\n            return\n",
         "        return\n",
         "tests/transfers/test_striped.py::test_preallocate_and_truncate_are_of_the_whole",
@@ -952,7 +952,7 @@ MUTANTS = [
     _mutant(
         "closing-does-not-wait-for-parts-to-be-submitted",
         _STRIPED,
-        "src/tensorferry/striped.py",
+        "src/tensorferry/transfer/striped.py",
         "lambda: self._beginning == 0",
         "lambda: True",
         "tests/transfers/test_striped.py::test_a_write_that_meets_a_close_is_whole_or_refused",
@@ -1025,7 +1025,7 @@ MUTANTS = [
     _mutant(
         "a-child-uses-what-is-its-parents",
         "a forked child cannot hang on its parent's threads",
-        "src/tensorferry/processes.py",
+        "src/tensorferry/base/processes.py",
         "        if self.is_parents:\n",
         "        if False:\n",
         "tests/store/test_lasting.py::test_a_forked_child_leaves_everything_alone",

@@ -13,7 +13,7 @@ import sysconfig
 import pytest
 
 import tensorferry
-from tensorferry import settings
+from tensorferry.transfer import settings
 
 # Folders of the repository, and pages: `docs/guide.md`, CONTRIBUTING, README.md.
 REPOSITORY_FILE = re.compile(

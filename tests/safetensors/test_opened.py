@@ -20,9 +20,10 @@ import torch
 
 import safetensors
 import tensorferry
-from tensorferry import StorageError, pipeline
+from tensorferry import StorageError
 from tensorferry.safetensors import SafetensorError, SliceError, opened, safe_open
 from tensorferry.safetensors.dtypes import DTYPES
+from tensorferry.transfer import pipeline
 from tests.safetensors.files import (
     assert_same,
     counting,

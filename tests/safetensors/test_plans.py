@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 import tensorferry
-from tensorferry import pipeline
 from tensorferry.safetensors import checksums, plans
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.plans import load_files, tensor_parallel_plan
+from tensorferry.transfer import pipeline
 from tests.safetensors.files import written
 from tests.support import child, interrupts, leaks
 from tests.support.forks import passes_in_child

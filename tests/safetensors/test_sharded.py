@@ -17,10 +17,10 @@ import torch
 
 import safetensors
 import tensorferry
-from tensorferry import processes
+from tensorferry.base import processes
+from tensorferry.base.file_locks import lock_directory
 from tensorferry.checkpoint import verify
 from tensorferry.checkpoint.tools import entries
-from tensorferry.file_locks import lock_directory
 from tensorferry.safetensors import sharded
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.sharded import INDEX_NAME, save_sharded

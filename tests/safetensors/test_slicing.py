@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tensorferry import ranges
+from tensorferry.base import ranges
 from tensorferry.safetensors import SafetensorError, SliceError, safe_open, slicing
 from tests.safetensors.files import (
     assert_same,

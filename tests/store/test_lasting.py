@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import publication
 from tensorferry.store import TensorStore, contents, manifest
+from tensorferry.transfer import publication
 from tests.store.data import SEGMENT, pattern
 from tests.support import leaks
 from tests.support.data import long_name

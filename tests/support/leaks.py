@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from tensorferry import runtime
+from tensorferry.transfer import runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tensorferry import arrays
+from tensorferry.transfer import arrays
 
 if TYPE_CHECKING:
     import pytest

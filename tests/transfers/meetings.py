@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import runtime
+from tensorferry.transfer import runtime
 from tests.support import slow_calls
 from tests.support.expect import assert_equal, assert_works, contents
 from tests.support.forks import passes_in_child

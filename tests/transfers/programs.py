@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import arrays, runtime, transfers
+from tensorferry.transfer import arrays, runtime
+from tensorferry.transfer import requests as transfers
 from tests.support import seccomp
 from tests.support.expect import assert_equal, assert_works, contents, is_called
 from tests.support.forks import assert_exits_with_zero, passes_in_child
@@ -491,7 +492,7 @@ def descriptors_used_up_by_others(engine: str, directory: str, held: str, by_pat
             held_read = file.read_into(bytearray(4 << 20))
         taken = _all_descriptors()
         try:
-            tensorferry.transfers.transfer(
+            tensorferry.transfer.requests.transfer(
                 scheduler, str(path), arrays.memory_of(bytearray(10), writable=True), 0, write=False
             )
         except tensorferry.StorageError as error:

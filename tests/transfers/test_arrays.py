@@ -15,8 +15,9 @@ import numpy
 import pytest
 
 import tensorferry
-from tensorferry import arrays, transfers
-from tensorferry.arrays import memory_of
+from tensorferry.transfer import arrays
+from tensorferry.transfer import requests as transfers
+from tensorferry.transfer.arrays import memory_of
 from tests.support import commands
 from tests.support.optional import torch
 from tests.support.pretended import ADDRESS, GPU, CudaArray, pretend_driver, pretend_no_driver
@@ -249,7 +250,7 @@ def test_what_a_signal_handler_raises_while_a_tensor_is_looked_at_is_not_lost(
 _MOCKED = """
 import contextlib, sys, types, unittest.mock
 import tensorferry
-from tensorferry import arrays
+from tensorferry.transfer import arrays
 
 file = tensorferry.open(sys.argv[1])
 for fake in (unittest.mock.MagicMock(), types.SimpleNamespace(Tensor=type("Tensor", (), {}))):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import tensorferry
-from tensorferry import runtime
+from tensorferry.transfer import runtime
 from tests.support import child
 from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
-from tensorferry import runtime
+from tensorferry.transfer import runtime
 from tests.conftest import takes_direct_io
 from tests.support import mounts, page_cache
 from tests.support.data import aligned, folded

@@ -280,7 +280,7 @@ with tensorferry.open("file", "w+") as file:
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
     revealed = re.findall('Revealed type is "(.*)"', checked.stdout.replace("builtins.", ""))
-    assert revealed == ["tensorferry.futures.Future[bytes]", "bytearray", "bytes"]
+    assert revealed == ["tensorferry.transfer.futures.Future[bytes]", "bytearray", "bytes"]
 
 
 def in_a_loop(directory: pathlib.Path, use: Callable[[tensorferry.File], Awaitable[None]]) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tensorferry
-from tensorferry import gds
-from tensorferry.gds import gds_handle
-from tensorferry.runtime import make_scheduler
+from tensorferry.deepnvme import gds
+from tensorferry.deepnvme.gds import gds_handle
+from tensorferry.transfer.runtime import make_scheduler
 from tests.support.optional import torch
 from tests.support.pretended import ADDRESS, GPU, CudaArray, pretend_driver, pretend_no_driver
 

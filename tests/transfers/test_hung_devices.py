@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry.new_file import NewFile
+from tensorferry.transfer.new_file import NewFile
 from tests.support.expect import assert_equal, contents
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.leaks import settled

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import handles
-from tensorferry.futures import Future
+from tensorferry.deepnvme import handles
+from tensorferry.transfer.futures import Future
 from tests.support.expect import assert_equal, assert_works, contents, interrupted
 from tests.support.faultfs import Fault
 from tests.support.interrupts import At

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tensorferry import libraries
+from tensorferry.base import libraries
 from tensorferry.tuning.machine import gpus
 from tensorferry.tuning.machine.probe import is_unknown
 from tests.support import commands
@@ -88,7 +88,7 @@ def test_report_and_refusal_look_in_the_same_places(
 
 def test_importing_tensorferry_looks_for_nothing() -> None:
     program = (
-        "import sys, tensorferry; print([name for name in ('torch', 'numpy', 'sysconfig', 'tensorferry.libraries')"
+        "import sys, tensorferry; print([name for name in ('torch', 'numpy', 'sysconfig', 'tensorferry.base.libraries')"
         " if name in sys.modules], tensorferry._core.cuda_in_use())"
     )
     assert commands.run(sys.executable, "-c", program).stdout == "[] False\n"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import transfers
+from tensorferry.transfer import requests as transfers
 from tests.support import child
 from tests.support.expect import assert_equal, assert_works, contents, interrupted, storage_error
 from tests.support.faultfs import Fault, FaultFS
@@ -492,7 +492,7 @@ def test_closing_a_handle_while_another_thread_waits_lets_both_end(
 def test_closing_a_file_gives_up_where_nothing_moves_and_loses_nothing(
     faultfs: FaultFS, random_bytes: RandomBytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorferry.runtime, "CLOSE_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(tensorferry.transfer.runtime, "CLOSE_PATIENCE_SECONDS", 0.2)
     path = faultfs.path / "file"
     data = random_bytes(100_003)
     file = tensorferry.open(path, "w")
@@ -565,8 +565,8 @@ def test_a_handle_closed_beside_io_that_does_not_end_says_what_it_left(
     handle.async_pwrite(data.copy(), path)
     faultfs.await_held()
     # As after 60 seconds without progress.
-    monkeypatch.setattr(tensorferry.runtime, "CLOSE_PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(tensorferry.handles, "close_scheduler", lambda _, **__: False)
+    monkeypatch.setattr(tensorferry.transfer.runtime, "CLOSE_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(tensorferry.deepnvme.handles, "close_scheduler", lambda _, **__: False)
     with pytest.warns(RuntimeWarning, match="offset 0 of .*file.*: it has not ended"):
         handle.close()
     monkeypatch.undo()

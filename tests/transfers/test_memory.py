@@ -11,7 +11,8 @@ import numpy
 import pytest
 
 import tensorferry
-from tensorferry import _core, arrays, memory
+from tensorferry import _core
+from tensorferry.transfer import arrays, memory
 from tests.support import commands
 from tests.support.expect import assert_equal
 from tests.support.optional import torch

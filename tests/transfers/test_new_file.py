@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
-from tensorferry.new_file import NewFile
-from tensorferry.streams import Stream
+from tensorferry.transfer.new_file import NewFile
+from tensorferry.transfer.streams import Stream
 from tests.support import mounts
 from tests.support.data import crcs
 from tests.support.effort import examples

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tensorferry
-from tensorferry import pipeline
-from tensorferry.pipeline import Pipeline, Read, read_ahead_nbytes
+from tensorferry.transfer import pipeline
+from tensorferry.transfer.pipeline import Pipeline, Read, read_ahead_nbytes
 from tests.support import interrupts
 from tests.support.faultfs import Fault
 from tests.support.forks import passes_in_child

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import runtime
+from tensorferry.transfer import runtime
 from tests.support import child, required
 from tests.support.engines import one_engine
 from tests.support.expect import assert_equal, assert_works, contents

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorferry.ranges import (
+from tensorferry.base.ranges import (
     contiguous_run,
     is_inside,
     memory_order,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import importlib
 import importlib.util
 import sys
 import threading
@@ -19,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
-from tensorferry import runtime
-from tensorferry.streams import MAX_UNCOPIED_NBYTES, Field, Stream
+from tensorferry.transfer import runtime
+from tensorferry.transfer.streams import MAX_UNCOPIED_NBYTES, Field, Stream
 from tests.support import mounts
 from tests.support.data import crcs
 from tests.support.effort import examples
@@ -482,3 +483,10 @@ def test_a_stream_whose_writes_hang_is_given_up_with_a_warning(
             with pytest.warns(RuntimeWarning, match="left behind"):
                 stream.abort()
         faultfs.clear()
+
+
+def test_where_a_field_was_it_is_found_for_one_release() -> None:
+    sys.modules.pop("tensorferry.streams", None)
+    with pytest.warns(DeprecationWarning, match=r"tensorferry\.Field now"):
+        module = importlib.import_module("tensorferry.streams")
+    assert module.Field is tensorferry.Field

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry.file_locks import is_locked, set_lock
+from tensorferry.base.file_locks import is_locked, set_lock
 from tests.support.engines import one_engine
 from tests.support.expect import assert_equal, assert_works, contents, storage_error
 from tests.support.leaks import Holdings, count_descriptors

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import publication, replacement
+from tensorferry.transfer import publication, replacement
 from tests.support import child, required
 from tests.support.data import aligned
 from tests.support.expect import assert_equal, contents, storage_error

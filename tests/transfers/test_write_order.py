@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
-from tensorferry import runtime, transfers
+from tensorferry.transfer import requests as transfers
+from tensorferry.transfer import runtime
 from tests.support.effort import examples
 from tests.support.expect import assert_equal, assert_works, contents, interrupted, storage_error
 from tests.support.faultfs import Fault, FaultFS

@@ -6,7 +6,7 @@ import contextlib
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.settings import Settings
+from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import drive, gpus
 from tensorferry.tuning.bench.arguments import Job
 from tensorferry.tuning.bench.ways import make_way

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import profiles, runtime
-from tensorferry.mounts import mounts as list_mounts
-from tensorferry.profiles import FileSystem, Profile
-from tensorferry.settings import Settings
+from tensorferry.base.mounts import mounts as list_mounts
+from tensorferry.transfer import profiles, runtime
+from tensorferry.transfer.profiles import FileSystem, Profile
+from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import storing
 from tests.support import child, mounts
 from tests.support.expect import assert_equal

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import tensorferry
-from tensorferry import profiles
-from tensorferry.settings import Settings
+from tensorferry.transfer import profiles
+from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import heatmap, space, storing
 from tensorferry.tuning import tune as tuning
 from tensorferry.tuning.drive import Drives

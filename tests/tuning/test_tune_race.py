@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tensorferry.errors import EngineUnavailableError
-from tensorferry.settings import Settings
+from tensorferry.transfer.settings import Settings
 from tensorferry.tuning.drive import Measurement
 from tensorferry.tuning.race import GAIN_MIN, Found, Step, Turn, expected_nbytes, search
 from tensorferry.tuning.space import in_flight_nbytes

@@ -17,12 +17,12 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry import publication
+from tensorferry.base.file_locks import unread
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.storage.savers import Saver
-from tensorferry.file_locks import unread
+from tensorferry.transfer import publication
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
+from tensorferry.base.checks import integer, kept_path
+from tensorferry.base.reprs import once_made
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.folder import Folder
 from tensorferry.checkpoint.staging import Stager
@@ -28,8 +30,6 @@ from tensorferry.checkpoint.storage import plain_objects
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.together import Ranks, plain_failures
-from tensorferry.checks import integer, kept_path
-from tensorferry.reprs import once_made
 
 if TYPE_CHECKING:
     import types

@@ -34,9 +34,9 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from tensorferry import _core
-from tensorferry.arrays import check_storage, is_plain
+from tensorferry.base.reprs import once_made
 from tensorferry.checkpoint.garbage import uncollected
-from tensorferry.reprs import once_made
+from tensorferry.transfer.arrays import check_storage, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

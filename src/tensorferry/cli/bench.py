@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.checks import format_nbytes
+from tensorferry.base.checks import format_nbytes
 from tensorferry.cli.consoles import (
     counted,
     make_console,

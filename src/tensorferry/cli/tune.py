@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from tensorferry import profiles, runtime
-from tensorferry.checks import format_nbytes
+from tensorferry.base.checks import format_nbytes
 from tensorferry.cli.consoles import make_console, print_json, say
 from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, printable, say_problems
 from tensorferry.cli.options import taking
 from tensorferry.cli.tune_options import OPTIONS, make_job
 from tensorferry.cli.tune_view import LiveView, print_profiles, print_result
 from tensorferry.errors import EngineUnavailableError
+from tensorferry.transfer import profiles, runtime
 from tensorferry.tuning import heatmap, storing
 from tensorferry.tuning.space import default_space, quick_space
 from tensorferry.tuning.tune import Job, Result

@@ -11,7 +11,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from tensorferry.checks import format_nbytes
+from tensorferry.base.checks import format_nbytes
 from tensorferry.cli.consoles import counted, make_table, say, show
 from tensorferry.cli.leaving import printable
 from tensorferry.tuning.gpus import CUFILE
@@ -21,8 +21,8 @@ from tensorferry.tuning.space import available_engines
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tensorferry.profiles import Profile
-    from tensorferry.settings import Settings
+    from tensorferry.transfer.profiles import Profile
+    from tensorferry.transfer.settings import Settings
     from tensorferry.tuning.intervals import Interval
     from tensorferry.tuning.race import Turn
     from tensorferry.tuning.tune import Progress, Result

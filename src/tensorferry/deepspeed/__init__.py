@@ -46,7 +46,7 @@ def install() -> None:
     global _replaced
     # DeepSpeed is large; only who asks for it waits for it. Imported before the lock is taken: where the variable is
     # set, the end of that import is a call of this function, perhaps in another thread.
-    from tensorferry.deepspeed import builders
+    from tensorferry.deepnvme import builders
 
     builders.import_deepspeed()
     with _lock:

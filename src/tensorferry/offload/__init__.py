@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tensorferry.checks import checked_nbytes, one_of
+from tensorferry.base.checks import checked_nbytes, one_of
 from tensorferry.errors import StorageError
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError, OffloadError
 from tensorferry.offload.optimizer import OffloadedOptimizer, of_this_rank, refused_step
@@ -19,7 +19,7 @@ from tensorferry.store import TensorStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tensorferry.checks import Path
+    from tensorferry.base.checks import Path
     from tensorferry.offload.optimizer import Commit, StepDevice
 
 __all__ = [

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorferry.arrays import tensor_bytes
 from tensorferry.offload.errors import NotSeparableError
+from tensorferry.transfer.arrays import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -17,6 +17,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree
 
+from tensorferry.base.processes import Interrupts, Owned
 from tensorferry.errors import StorageError
 from tensorferry.offload import plan
 from tensorferry.offload.counted import HOOKS
@@ -41,12 +42,11 @@ from tensorferry.offload.states import (
 )
 from tensorferry.offload.threads import StepThreads
 from tensorferry.offload.view import Given, StateView
-from tensorferry.processes import Interrupts, Owned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from tensorferry.checks import Path
+    from tensorferry.base.checks import Path
     from tensorferry.store import TensorStore
 
 # Below, steps are too short for a warning to matter.

@@ -21,9 +21,9 @@ from tensorferry.offload.arena import Arena, rounded
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tensorferry.futures import Future
     from tensorferry.offload.plan import Bucket
     from tensorferry.store import TensorStore
+    from tensorferry.transfer.futures import Future
 
 # A few buckets on their way each way keep a drive busy; more memory is worth more with what need not be moved.
 _MAX_STREAMING = 8

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorferry.arrays import tensor_bytes
 from tensorferry.errors import StorageError
 from tensorferry.offload.plan import (
     SMALL_NBYTES,
@@ -26,6 +25,7 @@ from tensorferry.offload.plan import (
     unflatten,
 )
 from tensorferry.offload.states import shape_of_state
+from tensorferry.transfer.arrays import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

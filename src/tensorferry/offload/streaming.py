@@ -25,15 +25,15 @@ from tensorferry.offload import scan
 from tensorferry.offload.absent import absent
 from tensorferry.offload.arena import ALIGN_NBYTES, Arena, rounded
 from tensorferry.offload.errors import MemoryBudgetError
-from tensorferry.pipeline import Pipeline, Read
+from tensorferry.transfer.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tensorferry.files import File
-    from tensorferry.futures import Future
     from tensorferry.offload.matching import ByteRange, Matched
     from tensorferry.safetensors.sources import Stored
+    from tensorferry.transfer.files import File
+    from tensorferry.transfer.futures import Future
 
 # Where torch's tensors begin. Kernels that find them elsewhere add in another order, and give other last bits.
 _TORCH_ALIGN_NBYTES = 64

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree
 
 from tensorferry import _core
-from tensorferry.arrays import tensor_bytes
+from tensorferry.transfer.arrays import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

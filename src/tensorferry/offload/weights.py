@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tensorferry
-from tensorferry.checks import checked_nbytes
+from tensorferry.base.checks import checked_nbytes
 from tensorferry.offload import scan
 from tensorferry.offload.errors import MemoryBudgetError
 from tensorferry.offload.matching import WHOLE, match, matched, told, users

@@ -10,9 +10,9 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.pipeline import Pipeline, Read, read_ahead_nbytes
 from tensorferry.safetensors.loading import Coming, SourceFile, begin_bytes
 from tensorferry.safetensors.version import Version
+from tensorferry.transfer.pipeline import Pipeline, Read, read_ahead_nbytes
 
 if TYPE_CHECKING:
     from tensorferry.safetensors.frameworks import Framework

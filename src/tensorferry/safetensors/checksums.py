@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import tensorferry
 from tensorferry._core import crc32
-from tensorferry.checks import Path, checked_path
-from tensorferry.checksums import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES, Checksums
+from tensorferry.base.checks import Path, checked_path
 from tensorferry.errors import StorageError
-from tensorferry.pipeline import Pipeline, Read
-from tensorferry.replacement import Replacement
 from tensorferry.safetensors import header, small
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.parsing import LENGTH_NBYTES
 from tensorferry.safetensors.version import Version
+from tensorferry.transfer.checksums import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES, Checksums
+from tensorferry.transfer.pipeline import Pipeline, Read
+from tensorferry.transfer.replacement import Replacement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tensorferry.files import File
+    from tensorferry.transfer.files import File
 
 SUFFIX = ".crc32"
 

@@ -26,8 +26,8 @@ from tensorferry.safetensors.parsing import METADATA as METADATA
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tensorferry.files import File
     from tensorferry.safetensors.parsing import Found
+    from tensorferry.transfer.files import File
 
 MAX_NBYTES = 100_000_000
 """Of the JSON; the format's limit."""

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from tensorferry.checks import Path, can_be_path, checked_path
+from tensorferry.base.checks import Path, can_be_path, checked_path
 from tensorferry.safetensors import small
 from tensorferry.safetensors.errors import SafetensorError, shortened
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorferry
 from tensorferry import _core
+from tensorferry.base.processes import Owned
 from tensorferry.errors import StorageError
-from tensorferry.processes import Owned
 from tensorferry.safetensors import header
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import itemsize_of

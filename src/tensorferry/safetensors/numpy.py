@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from tensorferry.checks import Path
+    from tensorferry.base.checks import Path
 
 __all__ = ["load", "load_file", "save", "save_file"]
 

@@ -6,8 +6,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.pipeline import Pipeline, Read
-from tensorferry.ranges import WINDOW_NBYTES, ReadPlan, Window, read_plan, runs, strides_of
+from tensorferry.base.ranges import WINDOW_NBYTES, ReadPlan, Window, read_plan, runs, strides_of
 from tensorferry.safetensors.ahead import Ahead
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize_of, nbytes_of
@@ -22,6 +21,7 @@ from tensorferry.safetensors.loading import (
     path_of,
 )
 from tensorferry.safetensors.slicing import Selection, select
+from tensorferry.transfer.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
     import os

@@ -25,21 +25,21 @@ from typing import TYPE_CHECKING, Any
 
 import tensorferry
 from tensorferry import _core
-from tensorferry.checks import checked_nbytes
-from tensorferry.checksums import Checksums
-from tensorferry.pipeline import Pipeline, Read
-from tensorferry.ranges import runs, strides_of
+from tensorferry.base.checks import checked_nbytes
+from tensorferry.base.ranges import runs, strides_of
 from tensorferry.safetensors import checksums
 from tensorferry.safetensors.dtypes import numpy_dtype, torch_dtype, torch_shape
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.frameworks import torch_device
 from tensorferry.safetensors.slicing import select
 from tensorferry.safetensors.sources import stored_tensors
+from tensorferry.transfer.checksums import Checksums
+from tensorferry.transfer.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
-    from tensorferry.files import File
     from tensorferry.safetensors.checksums import FileChecksums
     from tensorferry.safetensors.sources import Source, Stored
+    from tensorferry.transfer.files import File
 
 _PAGE_NBYTES = 4096
 # Parts from here on are read straight into their memory, which has the whole pages that they lie in.

@@ -1,8 +1,9 @@
 """Saving: safetensors' functions and files, to the byte; at the drive's speed, and the old file or the new one.
 
 What is not to be saved is refused before anything is touched, by the rules of safetensors' own functions. The header is
-made in memory; tensors go through a stream of the core (:mod:`tensorferry.new_file`) straight from where they are, host
-memory or an NVIDIA GPU's, into a file that takes its place when it is whole (:mod:`tensorferry.replacement`).
+made in memory; tensors go through a stream of the core (:mod:`tensorferry.transfer.new_file`) straight from where they
+are, host memory or an NVIDIA GPU's, into a file that takes its place when it is whole
+(:mod:`tensorferry.transfer.replacement`).
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensorferry.arrays import memory_of
-from tensorferry.checks import checked_path
-from tensorferry.replacement import Replacement
+from tensorferry.base.checks import checked_path
 from tensorferry.safetensors import checksums
 from tensorferry.safetensors.dtypes import DTYPES, header_shape
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.header import build
+from tensorferry.transfer.arrays import memory_of
+from tensorferry.transfer.replacement import Replacement
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     import torch
 
-    from tensorferry.checks import Path
-    from tensorferry.checksums import Checksums
-    from tensorferry.new_file import NewFile
+    from tensorferry.base.checks import Path
+    from tensorferry.transfer.checksums import Checksums
+    from tensorferry.transfer.new_file import NewFile
 
 # What torch and NumPy (with ml_dtypes as well) call the format's dtypes.
 _NAMES = {

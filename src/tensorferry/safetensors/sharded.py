@@ -19,13 +19,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensorferry.checks import decimal_nbytes, kept_path
+from tensorferry.base.checks import decimal_nbytes, kept_path
+from tensorferry.base.file_locks import lock_directory
+from tensorferry.base.processes import lock_descriptors, when_dropped
 from tensorferry.errors import StorageError
-from tensorferry.file_locks import lock_directory
-from tensorferry.processes import lock_descriptors, when_dropped
-from tensorferry.publication import make_directory, sync_directory
-from tensorferry.replacement import Replacement
-from tensorferry.runtime import descriptor_limit
 from tensorferry.safetensors import index, sources
 from tensorferry.safetensors.checksums import SUFFIX
 from tensorferry.safetensors.errors import SafetensorError
@@ -37,13 +34,16 @@ from tensorferry.safetensors.saving import (
     without_duplicates,
     write_entries,
 )
+from tensorferry.transfer.publication import make_directory, sync_directory
+from tensorferry.transfer.replacement import Replacement
+from tensorferry.transfer.runtime import descriptor_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from tensorferry.checks import Path as AnyPath
-    from tensorferry.checksums import Checksums
+    from tensorferry.base.checks import Path as AnyPath
     from tensorferry.safetensors.saving import TensorToSave
+    from tensorferry.transfer.checksums import Checksums
 
 SINGLE_NAME, INDEX_NAME = index.SINGLE_NAME, index.INDEX_NAME
 

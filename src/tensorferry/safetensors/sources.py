@@ -20,7 +20,7 @@ import pathlib
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import tensorferry
-from tensorferry.checks import Path, kept_path
+from tensorferry.base.checks import Path, kept_path
 from tensorferry.safetensors import header, index
 from tensorferry.safetensors.dtypes import DTYPES, header_shape
 from tensorferry.safetensors.errors import SafetensorError
@@ -29,7 +29,7 @@ from tensorferry.safetensors.version import Version
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tensorferry.files import File
+    from tensorferry.transfer.files import File
 
 Source: TypeAlias = "Path | Sequence[Path]"
 

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from tensorferry.files import File
+    from tensorferry.transfer.files import File
 
 
 class Version(NamedTuple):

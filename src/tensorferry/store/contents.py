@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tensorferry import _core
 from tensorferry.errors import StorageError
-from tensorferry.runtime import with_descriptors
 from tensorferry.store import manifest as manifests
 from tensorferry.store.manifest import Manifest, StoredSegment, StoredTensor
 from tensorferry.store.ownership import busy, writer_of
 from tensorferry.store.segments import Extent, Piece, Segment, StoreDirectory
 from tensorferry.store.transfers import CHUNK_NBYTES, TensorVersion
+from tensorferry.transfer.runtime import with_descriptors
 
 if TYPE_CHECKING:
     from array import array as numbers
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tensorferry.runtime import AnyScheduler
     from tensorferry.store.room import Room
     from tensorferry.store.tensors import TensorInfo
+    from tensorferry.transfer.runtime import AnyScheduler
 
 
 class Kept(NamedTuple):

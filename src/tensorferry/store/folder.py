@@ -13,9 +13,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry import publication
 from tensorferry.errors import StorageError
 from tensorferry.store import manifest as manifests
+from tensorferry.transfer import publication
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

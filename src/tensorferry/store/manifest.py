@@ -23,7 +23,7 @@ import zlib
 from array import array as numbers
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from tensorferry.checks import MAX_FILE_NBYTES
+from tensorferry.base.checks import MAX_FILE_NBYTES
 from tensorferry.errors import StorageError
 from tensorferry.store.tensors import TensorInfo, checked_info, text_of
 

@@ -11,9 +11,9 @@ import fcntl
 import json
 import os
 
+from tensorferry.base.file_locks import is_locked, open_lock_file, set_lock
+from tensorferry.base.processes import lock_descriptors, when_dropped
 from tensorferry.errors import StorageError
-from tensorferry.file_locks import is_locked, open_lock_file, set_lock
-from tensorferry.processes import lock_descriptors, when_dropped
 
 LOCK_NAME = ".tensorferry-store.lock"
 _MAX_NBYTES = 4096

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tensorferry import _core
 from tensorferry.errors import StorageError
-from tensorferry.runtime import scheduler_of, with_descriptors
 from tensorferry.store.space import Space
-from tensorferry.transfers import submit_one
+from tensorferry.transfer.requests import submit_one
+from tensorferry.transfer.runtime import scheduler_of, with_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tensorferry.runtime import AnyScheduler
+    from tensorferry.transfer.runtime import AnyScheduler
 
 # Extents begin and end at multiples of it: of pages, for mapping, and of what drives want.
 GRANULARITY = max(4096, mmap.PAGESIZE)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorferry import _core
-from tensorferry.file_locks import lock_directory
-from tensorferry.publication import rename, storage_errors
+from tensorferry.base.file_locks import lock_directory
 from tensorferry.store import folder
 from tensorferry.store import manifest as manifests
 from tensorferry.store.segments import Extent, Piece, Segment
 from tensorferry.store.transfers import CHUNK_NBYTES, Copier
+from tensorferry.transfer.publication import rename, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -12,21 +12,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensorferry import _core
-from tensorferry.arrays import memory_or_segments
-from tensorferry.checks import direct_mode, integer, kept_path
+from tensorferry.base.checks import direct_mode, integer, kept_path
+from tensorferry.base.processes import Owned
 from tensorferry.errors import StorageError
-from tensorferry.files import chosen_scheduler, in_background
-from tensorferry.futures import Future
-from tensorferry.processes import Owned
-from tensorferry.publication import check_renames
-from tensorferry.runtime import (
-    automatic_scheduler,
-    close_scheduler,
-    default_scheduler,
-    patiently,
-    warn_of_left_behind,
-)
-from tensorferry.stats import summed_stats
 from tensorferry.store import compaction
 from tensorferry.store import manifest as manifests
 from tensorferry.store.contents import Kept, StoreContents, last_kept, open_stored
@@ -57,14 +45,26 @@ from tensorferry.store.segments import (
 from tensorferry.store.snapshots import Partial
 from tensorferry.store.tensors import TensorInfo, info_of, new_array
 from tensorferry.store.transfers import Read, TensorVersion, Transfer, Write, told
+from tensorferry.transfer.arrays import memory_or_segments
+from tensorferry.transfer.files import chosen_scheduler, in_background
+from tensorferry.transfer.futures import Future
+from tensorferry.transfer.publication import check_renames
+from tensorferry.transfer.runtime import (
+    automatic_scheduler,
+    close_scheduler,
+    default_scheduler,
+    patiently,
+    warn_of_left_behind,
+)
+from tensorferry.transfer.stats import summed_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tensorferry.checks import Direct, Path
-    from tensorferry.files import Priority
-    from tensorferry.runtime import AnyScheduler
+    from tensorferry.base.checks import Direct, Path
     from tensorferry.store.segments import Piece, Segment
+    from tensorferry.transfer.files import Priority
+    from tensorferry.transfer.runtime import AnyScheduler
 
 _Result = TypeVar("_Result")
 

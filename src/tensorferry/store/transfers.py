@@ -14,20 +14,21 @@ from array import array as numbers
 from errno import ECANCELED
 from typing import TYPE_CHECKING, Any
 
-from tensorferry import _core, futures
-from tensorferry.arrays import moved
+from tensorferry import _core
 from tensorferry.errors import StorageError, first_of, memory_moved
-from tensorferry.memory import locked_memory
-from tensorferry.runtime import scheduler_of
-from tensorferry.transfers import submit_one
+from tensorferry.transfer import futures
+from tensorferry.transfer.arrays import moved
+from tensorferry.transfer.memory import locked_memory
+from tensorferry.transfer.requests import submit_one
+from tensorferry.transfer.runtime import scheduler_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tensorferry.arrays import AnyMemory
     from tensorferry.store.segments import Piece
     from tensorferry.store.tensor_store import TensorStore
     from tensorferry.store.tensors import TensorInfo
+    from tensorferry.transfer.arrays import AnyMemory
 
 # Of what a CRC-32 is taken.
 CHUNK_NBYTES = 256 << 10

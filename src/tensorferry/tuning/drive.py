@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import tensorferry
 from tensorferry import _core
-from tensorferry.arrays import memory_of
 from tensorferry.errors import EngineUnavailableError, StorageError
-from tensorferry.runtime import close_scheduler, start_scheduler
-from tensorferry.transfers import start
+from tensorferry.transfer.arrays import memory_of
+from tensorferry.transfer.requests import start
+from tensorferry.transfer.runtime import close_scheduler, start_scheduler
 from tensorferry.tuning.machine.limits import available_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tensorferry.futures import Future
-    from tensorferry.settings import Settings
+    from tensorferry.transfer.futures import Future
+    from tensorferry.transfer.settings import Settings
 
 _PATTERN_NBYTES = 4 << 20
 _CLOSERS = 8

@@ -7,13 +7,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tensorferry.checks import format_nbytes
+from tensorferry.base.checks import format_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tensorferry.settings import Settings
+    from tensorferry.transfer.settings import Settings
     from tensorferry.tuning.race import Turn
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.checks import format_nbytes, parse_nbytes
+from tensorferry.base.checks import format_nbytes, parse_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

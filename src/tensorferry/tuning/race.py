@@ -24,7 +24,7 @@ from tensorferry.tuning.space import in_flight_nbytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tensorferry.settings import Settings
+    from tensorferry.transfer.settings import Settings
     from tensorferry.tuning.drive import Measurement
 
 # How many rounds are run before one setting in so many goes on, and of those that are left at last. A stretch is an

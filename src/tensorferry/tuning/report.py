@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import tensorferry
-from tensorferry import profiles
-from tensorferry.runtime import (
+from tensorferry.transfer import profiles
+from tensorferry.transfer.runtime import (
     close_scheduler,
     make_scheduler,
     profiles_path,
 )
-from tensorferry.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
+from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 from tensorferry.tuning.advice import advise, known
 from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
 from tensorferry.tuning.machine.libraries import TIMEOUT_SECONDS, asking, version

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry.publication import sync_directory
+from tensorferry.transfer.publication import sync_directory
 from tensorferry.tuning.crew import ending_signals_blocked
 
 if TYPE_CHECKING:

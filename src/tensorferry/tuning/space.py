@@ -10,10 +10,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.files import MAX_QUEUE_DEPTH
-from tensorferry.handles import MAX_PARALLELISM
-from tensorferry.runtime import engines
-from tensorferry.settings import DEFAULT_BLOCK_NBYTES, Settings
+from tensorferry.deepnvme.handles import MAX_PARALLELISM
+from tensorferry.transfer.files import MAX_QUEUE_DEPTH
+from tensorferry.transfer.runtime import engines
+from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, Settings
 from tensorferry.tuning.gpus import CUFILE
 from tensorferry.tuning.options import count, nbytes
 

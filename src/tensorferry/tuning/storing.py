@@ -13,8 +13,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry.profiles import VERSION, FileSystem, Profile, read
-from tensorferry.replacement import Target
+from tensorferry.transfer.profiles import VERSION, FileSystem, Profile, read
+from tensorferry.transfer.replacement import Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorferry
-from tensorferry import profiles, runtime
-from tensorferry.checks import format_nbytes
+from tensorferry.base.checks import format_nbytes
+from tensorferry.transfer import profiles, runtime
 from tensorferry.tuning import storing
 from tensorferry.tuning.drive import Drives, Measurement, largest_nbytes
 from tensorferry.tuning.gpus import CUFILE
@@ -21,7 +21,7 @@ from tensorferry.tuning.race import Found, Step, Turn, expected_nbytes, search
 from tensorferry.tuning.space import Space, default_settings
 
 if TYPE_CHECKING:
-    from tensorferry.settings import Settings
+    from tensorferry.transfer.settings import Settings
 
 _MIB = 1 << 20
 SMALLEST_NBYTES = 16 * _MIB

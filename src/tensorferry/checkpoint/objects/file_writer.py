@@ -6,10 +6,10 @@ import io
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.replacement import Replacement
+from tensorferry.transfer.replacement import Replacement
 
 if TYPE_CHECKING:
-    from tensorferry.checks import Path
+    from tensorferry.base.checks import Path
 
 # Space is reserved so far ahead: a file that grows with each write takes direct writes one at a time only.
 _RESERVE_NBYTES = 256 << 20

@@ -24,8 +24,8 @@ from tensorferry._core import crc32
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.objects.skeleton import MARK_NBYTES
 from tensorferry.checkpoint.zipformat import zips
-from tensorferry.checksums import Checksums
-from tensorferry.pipeline import Pipeline, Read, read_ahead_nbytes
+from tensorferry.transfer.checksums import Checksums
+from tensorferry.transfer.pipeline import Pipeline, Read, read_ahead_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

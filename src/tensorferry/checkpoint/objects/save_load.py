@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tensorferry
+from tensorferry.base.checks import checked_path
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.objects.file_writer import FileWriter
 from tensorferry.checkpoint.objects.payloads import OWN_FILES, ArchiveDirectory, Payloads
@@ -32,15 +33,14 @@ from tensorferry.checkpoint.zipformat.archive import (
     bytes_of,
 )
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, screen
-from tensorferry.checks import checked_path
-from tensorferry.replacement import Replacement
 from tensorferry.safetensors.errors import LOOKED_AT_NBYTES, something_else
+from tensorferry.transfer.replacement import Replacement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import BinaryIO
 
-    from tensorferry.checks import Path
+    from tensorferry.base.checks import Path
 
 
 def save(obj: object, path: Path, *, sync: bool = True) -> None:

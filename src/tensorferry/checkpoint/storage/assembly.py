@@ -9,10 +9,10 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from tensorferry.base.ranges import slabs
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage.reader import ItemLoad, Lent
 from tensorferry.checkpoint.storage.reading import Reading
-from tensorferry.ranges import slabs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tensorferry.checkpoint.storage.contents import Item
     from tensorferry.checkpoint.storage.reading import DataFile, Want
-    from tensorferry.new_file import NewFile
+    from tensorferry.transfer.new_file import NewFile
 
 # So much is read at a time, while what was read before is being written; no box has more.
 _BATCH_NBYTES = 24 << 20

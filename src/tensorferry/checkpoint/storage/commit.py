@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tensorferry.base.file_locks import unread
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage.metadata import (
     CHUNK_NBYTES,
@@ -36,8 +37,7 @@ from tensorferry.checkpoint.storage.metadata import (
 )
 from tensorferry.checkpoint.storage.names import METADATA_NAME, RANK_METADATA
 from tensorferry.checkpoint.storage.savers import LOCK_NAME
-from tensorferry.file_locks import unread
-from tensorferry.publication import (
+from tensorferry.transfer.publication import (
     removed_if_it_fails,
     rename,
     sync_directory,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
     from tensorferry.checkpoint.storage.savers import Saver
-    from tensorferry.new_file import FileSummary
+    from tensorferry.transfer.new_file import FileSummary
 
 METADATA_VERSION = "1.0.0"
 

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from tensorferry.base.ranges import is_inside
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.storage import delivery, plain_objects
@@ -32,7 +33,6 @@ from tensorferry.checkpoint.storage.reading import DataFile, Reading, Want
 from tensorferry.checkpoint.zipformat import blobs
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, RefusedError, screen
 from tensorferry.errors import StorageError
-from tensorferry.ranges import is_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

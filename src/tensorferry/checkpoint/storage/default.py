@@ -16,10 +16,10 @@ from typing import Any
 
 from torch.distributed.checkpoint import filesystem, state_dict_saver
 
+from tensorferry.base.checks import kept_path
 from tensorferry.checkpoint.staging import Stager
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
-from tensorferry.checks import kept_path
 
 _PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint._storage_utils")
 _HUGGING_FACE_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.hf_storage")

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorferry._core import crc32_combine
-from tensorferry.arrays import tensor_bytes
-from tensorferry.checkpoint.storage.reading import GAP_NBYTES, Want
-from tensorferry.ranges import (
+from tensorferry.base.ranges import (
     contiguous_run,
     is_inside,
     rows,
     slabs,
     strides_of,
 )
+from tensorferry.checkpoint.storage.reading import GAP_NBYTES, Want
+from tensorferry.transfer.arrays import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from tensorferry.base.ranges import Slab
     from tensorferry.checkpoint.zipformat.blobs import Payload
-    from tensorferry.ranges import Slab
 
 _SLAB_NBYTES = 1 << 20
 # Shorter rows are collected in slabs: to copy them costs less than to ask for each.

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.distributed.checkpoint import filesystem
 
-from tensorferry.checks import checked_path, kept_path
-from tensorferry.warned import warn
+from tensorferry.base.checks import checked_path, kept_path
+from tensorferry.base.warned import warn
 
 if TYPE_CHECKING:
     import os

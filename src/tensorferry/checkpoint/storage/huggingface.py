@@ -47,12 +47,12 @@ from tensorferry.checkpoint.storage.reader import ItemLoad, Narrowed
 from tensorferry.checkpoint.storage.reading import DataFile, Reading
 from tensorferry.checkpoint.storage.writer import all_of, done, is_of_state, note_staged
 from tensorferry.checkpoint.zipformat.blobs import Payload
-from tensorferry.publication import make_directory
 from tensorferry.safetensors import dtypes, header, index, sources
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import TensorToSave
 from tensorferry.safetensors.sharded import Model
 from tensorferry.safetensors.version import Version
+from tensorferry.transfer.publication import make_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping

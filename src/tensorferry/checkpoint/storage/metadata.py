@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tensorferry._core import crc32
+from tensorferry.base.checks import MAX_FILE_NBYTES, can_be_path
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.storage.names import METADATA_NAME
@@ -48,7 +49,6 @@ from tensorferry.checkpoint.zipformat.pickles import (
     table,
     text,
 )
-from tensorferry.checks import MAX_FILE_NBYTES, can_be_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable

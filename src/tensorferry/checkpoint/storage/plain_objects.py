@@ -31,6 +31,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from tensorferry._core import crc32
+from tensorferry.base.warned import warn
 from tensorferry.checkpoint.storage.metadata import OLDER_MODULES, SIMPLE_MAKERS
 from tensorferry.checkpoint.zipformat import blobs, pickles, zips
 from tensorferry.checkpoint.zipformat.pickles import (
@@ -41,12 +42,11 @@ from tensorferry.checkpoint.zipformat.pickles import (
     record,
     table,
 )
-from tensorferry.warned import warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from tensorferry.warned import Line
+    from tensorferry.base.warned import Line
 
 _KEPT_NBYTES, _KEPT_COUNT = 4096, 1024
 _NUMPY_TYPE = re.compile(r"[biufc]\d{1,2}|\?|[bBhHiIlLqQefdgFDG]|[SUV]\d{1,9}|[mM]8")

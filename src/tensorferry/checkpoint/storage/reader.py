@@ -20,6 +20,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from tensorferry.base.checks import one_of
+from tensorferry.base.file_locks import read_directory
+from tensorferry.base.reprs import once_made
+from tensorferry.base.warned import warn
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import delivery, hooks, sharing
@@ -32,10 +36,6 @@ from tensorferry.checkpoint.storage.metadata import (
 )
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.storage.reading import Reading
-from tensorferry.checks import one_of
-from tensorferry.file_locks import read_directory
-from tensorferry.reprs import once_made
-from tensorferry.warned import warn
 
 if TYPE_CHECKING:
     import os

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import tensorferry
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checksums import Checksums
 from tensorferry.errors import ChecksumError
-from tensorferry.pipeline import Pipeline, Read
+from tensorferry.transfer.checksums import Checksums
+from tensorferry.transfer.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -21,11 +21,11 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from tensorferry.base.file_locks import REMOTE, open_lock_file, set_lock
+from tensorferry.base.mounts import mount_if_seen
+from tensorferry.base.processes import lock_descriptors, when_dropped
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.errors import StorageError
-from tensorferry.file_locks import REMOTE, open_lock_file, set_lock
-from tensorferry.mounts import mount_if_seen
-from tensorferry.processes import lock_descriptors, when_dropped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

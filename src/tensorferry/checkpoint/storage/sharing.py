@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from tensorferry.base.mounts import mount_if_seen
 from tensorferry.checkpoint.storage.delivery import is_plain
 from tensorferry.checkpoint.storage.savers import LOCAL_FILE_SYSTEMS
 from tensorferry.checkpoint.together import Ranks
-from tensorferry.mounts import mount_if_seen
 
 if TYPE_CHECKING:
     import os

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint import filesystem
 
-from tensorferry import publication
+from tensorferry.transfer import publication
 
 if TYPE_CHECKING:
     import io

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 import tensorferry
-from tensorferry import publication
-from tensorferry.arrays import check_storage, is_plain
+from tensorferry.base.checks import checked_path, kept_path
+from tensorferry.base.reprs import once_made
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import commit, hooks, plain_objects
@@ -40,10 +40,10 @@ from tensorferry.checkpoint.zipformat.archive import (
     plain_bytes,
     tensor_archive,
 )
-from tensorferry.checks import checked_path, kept_path
-from tensorferry.new_file import NewFile, RawNewFile
-from tensorferry.reprs import once_made
-from tensorferry.runtime import descriptor_limit
+from tensorferry.transfer import publication
+from tensorferry.transfer.arrays import check_storage, is_plain
+from tensorferry.transfer.new_file import NewFile, RawNewFile
+from tensorferry.transfer.runtime import descriptor_limit
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta

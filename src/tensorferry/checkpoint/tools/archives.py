@@ -103,8 +103,8 @@ def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
         What says which tensors there are is damaged; or elements do not fill the memory they lie in, or are in the
         order of another kind of machine.
     """
+    from tensorferry.base.ranges import memory_order
     from tensorferry.checkpoint.zipformat.blobs import Payload
-    from tensorferry.ranges import memory_order
 
     others: list[str] = []
     with open(path, "rb", buffering=0) as file:

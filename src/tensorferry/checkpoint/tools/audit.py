@@ -20,8 +20,8 @@ from tensorferry.checkpoint.storage.names import metadata_files
 from tensorferry.checkpoint.storage.reading import Reading, Want
 from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import blobs, zips
-from tensorferry.checksums import Checksums
 from tensorferry.safetensors.sources import tiles
+from tensorferry.transfer.checksums import Checksums
 
 if TYPE_CHECKING:
     import os

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from tensorferry.base.ranges import slabs
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.storage import assembly
 from tensorferry.checkpoint.storage.contents import Contents
@@ -38,7 +39,6 @@ from tensorferry.checkpoint.storage.reading import Reading
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 from tensorferry.checkpoint.tools.audit import entries, incomplete, verify
 from tensorferry.checkpoint.tools.formats import Found
-from tensorferry.ranges import slabs
 from tensorferry.safetensors import index
 from tensorferry.safetensors.parsing import METADATA
 

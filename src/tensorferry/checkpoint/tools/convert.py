@@ -10,11 +10,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tensorferry.base.checks import decimal_nbytes, one_of
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.progress import Meter, checked_listener
 from tensorferry.checkpoint.storage import assembly, huggingface
 from tensorferry.checkpoint.tools.formats import FORMATS, format_of
-from tensorferry.checks import decimal_nbytes, one_of
 from tensorferry.safetensors import index
 from tensorferry.safetensors.saving import refuse_directory, replacing
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorferry._core import crc32
+from tensorferry.base.ranges import memory_order
 from tensorferry.checkpoint.zipformat import zips
 from tensorferry.checkpoint.zipformat.zips import UnknownArchiveError as UnknownArchiveError
-from tensorferry.ranges import memory_order
-from tensorferry.streams import Field
+from tensorferry.transfer.streams import Field
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,10 +15,10 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tensorferry._core import crc32
+from tensorferry.base.ranges import memory_order
 from tensorferry.checkpoint.zipformat import pickles, zips
 from tensorferry.checkpoint.zipformat.pickles import Maker, MalformedError, RefusedError, table
 from tensorferry.checkpoint.zipformat.zips import UnknownArchiveError
-from tensorferry.ranges import memory_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable

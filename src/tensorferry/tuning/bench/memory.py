@@ -8,7 +8,7 @@ import random
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.memory import locked_memory
+from tensorferry.transfer.memory import locked_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tensorferry.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH
-from tensorferry.handles import MAX_PARALLELISM
+from tensorferry.deepnvme.handles import MAX_PARALLELISM
+from tensorferry.transfer.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH
 from tensorferry.tuning.options import Option, count, nbytes, one_of
 
 ENGINES = ("aio_handle", "files", "torch_io")

@@ -9,8 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tensorferry.checks import format_nbytes
-from tensorferry.settings import Settings
+from tensorferry.base.checks import format_nbytes
+from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import fio
 from tensorferry.tuning.bench.results import ProcessResult, Result, Results
 from tensorferry.tuning.bench.task import Files, Loop, Summed, Task

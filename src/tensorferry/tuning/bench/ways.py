@@ -12,9 +12,9 @@ from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
-from tensorferry.profiled import ProfiledScheduler
-from tensorferry.runtime import default_scheduler
-from tensorferry.settings import Settings
+from tensorferry.transfer.profiled import ProfiledScheduler
+from tensorferry.transfer.runtime import default_scheduler
+from tensorferry.transfer.settings import Settings
 from tensorferry.tuning.bench.memory import ValidationError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tensorferry.libraries import cufile_libraries, cufile_refusal
+from tensorferry.base.libraries import cufile_libraries, cufile_refusal
 from tensorferry.tuning.machine.probe import (
     Facts,
     ProbeError,

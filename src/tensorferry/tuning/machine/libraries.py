@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
-from tensorferry.libraries import cufile_folders
+from tensorferry.base.libraries import cufile_folders
 from tensorferry.tuning.gpus import why_torch_has_none
 from tensorferry.tuning.machine.probe import Facts, ProbeError, attempt, unknown
 

@@ -10,9 +10,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry import _core, runtime, transfers
-from tensorferry.arrays import memory_of
-from tensorferry.mounts import mount_of, mounts
+from tensorferry import _core
+from tensorferry.base.mounts import mount_of, mounts
+from tensorferry.transfer import requests as transfers
+from tensorferry.transfer import runtime
+from tensorferry.transfer.arrays import memory_of
 from tensorferry.tuning.machine.probe import Facts, ProbeError, attempt
 
 __all__ = ["device_number", "direct_io", "file_system", "mount_of", "mounts"]

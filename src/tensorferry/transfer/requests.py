@@ -10,27 +10,27 @@ from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tensorferry import _core
-from tensorferry.arrays import (
-    AnyMemory,
-    Location,
-    memory_of,
-    moved,
-)
-from tensorferry.checks import (
+from tensorferry.base.checks import (
     Path,
     checked_descriptor,
     checked_offset,
     checked_path,
 )
 from tensorferry.errors import StorageError, first_of, memory_moved
-from tensorferry.futures import Future
-from tensorferry.runtime import AnyScheduler, scheduler_of, with_descriptors
+from tensorferry.transfer.arrays import (
+    AnyMemory,
+    Location,
+    memory_of,
+    moved,
+)
+from tensorferry.transfer.futures import Future
+from tensorferry.transfer.runtime import AnyScheduler, scheduler_of, with_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from collections.abc import Set as AbstractSet
 
-    from tensorferry.checksums import Checksums
+    from tensorferry.transfer.checksums import Checksums
 
 _Array = TypeVar("_Array")
 

@@ -7,8 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from tensorferry import _core
-from tensorferry.arrays import memory_or_segments
-from tensorferry.checks import (
+from tensorferry.base.checks import (
     Direct,
     Path,
     checked_offset,
@@ -17,8 +16,10 @@ from tensorferry.checks import (
     one_of,
     positive,
 )
-from tensorferry.futures import Pending
-from tensorferry.runtime import (
+from tensorferry.transfer.arrays import memory_or_segments
+from tensorferry.transfer.futures import Pending
+from tensorferry.transfer.requests import set_size, start, transfer
+from tensorferry.transfer.runtime import (
     AnyScheduler,
     close_scheduler,
     default_scheduler,
@@ -28,16 +29,15 @@ from tensorferry.runtime import (
     warn_of_left_behind,
     with_descriptors,
 )
-from tensorferry.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
-from tensorferry.streams import Stream
-from tensorferry.transfers import set_size, start, transfer
+from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
+from tensorferry.transfer.streams import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tensorferry.arrays import Array
-    from tensorferry.checksums import Checksums
-    from tensorferry.futures import Future
+    from tensorferry.transfer.arrays import Array
+    from tensorferry.transfer.checksums import Checksums
+    from tensorferry.transfer.futures import Future
 
     _Path = TypeVar("_Path", bound=Path)
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
-from tensorferry.mounts import mount_of_open
-from tensorferry.settings import Settings
+from tensorferry.base.mounts import mount_of_open
+from tensorferry.transfer.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,6 +1,6 @@
 """Names: files get one, and take that of another, atomically and durably; directories are made and synced.
 
-:mod:`tensorferry.replacement` writes files of any size without a name first; small ones are written here.
+:mod:`tensorferry.transfer.replacement` writes files of any size without a name first; small ones are written here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensorferry.base.mounts import mount_if_seen
 from tensorferry.errors import StorageError
-from tensorferry.mounts import mount_if_seen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -14,8 +14,8 @@ from errno import ECANCELED
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from tensorferry import _core
-from tensorferry.processes import Owned, in_forked_children
-from tensorferry.warned import line_of_caller, warn
+from tensorferry.base.processes import Owned, in_forked_children
+from tensorferry.base.warned import line_of_caller, warn
 
 if TYPE_CHECKING:
     import asyncio

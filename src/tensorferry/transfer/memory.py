@@ -8,10 +8,11 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from tensorferry import _core, arrays
-from tensorferry.arrays import memory_of
-from tensorferry.checks import integer
-from tensorferry.warned import warn
+from tensorferry import _core
+from tensorferry.base.checks import integer
+from tensorferry.base.warned import warn
+from tensorferry.transfer import arrays
+from tensorferry.transfer.arrays import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

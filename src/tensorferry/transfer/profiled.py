@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
-from tensorferry import profiles as store
 from tensorferry.errors import EngineUnavailableError
-from tensorferry.stats import summed_stats
+from tensorferry.transfer import profiles as store
+from tensorferry.transfer.stats import summed_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tensorferry.profiles import Profile
-    from tensorferry.settings import Settings
+    from tensorferry.transfer.profiles import Profile
+    from tensorferry.transfer.settings import Settings
 
     MakeScheduler = Callable[[Settings], _core.Scheduler]
 

@@ -28,14 +28,14 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tensorferry.checks import checked_nbytes
-from tensorferry.processes import Owned
+from tensorferry.base.checks import checked_nbytes
+from tensorferry.base.processes import Owned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tensorferry.files import File
-    from tensorferry.futures import Future
+    from tensorferry.transfer.files import File
+    from tensorferry.transfer.futures import Future
 
 _VARIABLE = "TENSORFERRY_READ_AHEAD"
 _READ_AHEAD = "64MiB"

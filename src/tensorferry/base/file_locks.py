@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.mounts import mount_if_seen
+from tensorferry.base.mounts import mount_if_seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
-from tensorferry import _core, memory
-from tensorferry.arrays import memory_of, tensor_bytes
+from tensorferry import _core
 from tensorferry.errors import EngineUnavailableError
+from tensorferry.transfer import memory
+from tensorferry.transfer.arrays import memory_of, tensor_bytes
 
 if TYPE_CHECKING:
-    from tensorferry.checks import Path
+    from tensorferry.base.checks import Path
 
 _WITHOUT_GDS = "without it leave use_gds out of the aio section, or set it to false"  # in DeepSpeed's configuration
 
@@ -24,7 +25,7 @@ def gds_refusal() -> str | None:
 
     Nobody's context is made for that, and cuFile is not loaded: DeepSpeed asks in trainings that never use it.
     """
-    from tensorferry.libraries import cufile_refusal
+    from tensorferry.base.libraries import cufile_refusal
 
     refusal = _core.cuda_refusal() or cufile_refusal()
     return None if refusal is None else f"{refusal}; {_WITHOUT_GDS}"

@@ -17,12 +17,12 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.checks import kept_path
+from tensorferry.base.checks import kept_path
+from tensorferry.base.processes import Owned
 from tensorferry.errors import StorageError, first_of
-from tensorferry.files import File
-from tensorferry.new_file import NewFile
-from tensorferry.processes import Owned
-from tensorferry.publication import (
+from tensorferry.transfer.files import File
+from tensorferry.transfer.new_file import NewFile
+from tensorferry.transfer.publication import (
     check_renames,
     new_name,
     rename,
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from tensorferry.checks import Direct
-    from tensorferry.checks import Path as AnyPath
-    from tensorferry.checksums import Checksums
-    from tensorferry.files import Priority
-    from tensorferry.futures import Future
+    from tensorferry.base.checks import Direct
+    from tensorferry.base.checks import Path as AnyPath
+    from tensorferry.transfer.checksums import Checksums
+    from tensorferry.transfer.files import Priority
+    from tensorferry.transfer.futures import Future
 
 # What file systems without nameless files say.
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)

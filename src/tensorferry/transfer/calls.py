@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from tensorferry.arrays import memory_of, memory_or_segments
-from tensorferry.checks import Direct, Path, checked_offset, checked_path, direct_mode
-from tensorferry.files import File, in_background
-from tensorferry.runtime import default_scheduler
-from tensorferry.striped import StripedFile
-from tensorferry.transfers import checked_items, transfer, transfer_many
+from tensorferry.base.checks import Direct, Path, checked_offset, checked_path, direct_mode
+from tensorferry.transfer.arrays import memory_of, memory_or_segments
+from tensorferry.transfer.files import File, in_background
+from tensorferry.transfer.requests import checked_items, transfer, transfer_many
+from tensorferry.transfer.runtime import default_scheduler
+from tensorferry.transfer.striped import StripedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tensorferry.arrays import Array
-    from tensorferry.checksums import Checksums
-    from tensorferry.files import Priority
+    from tensorferry.transfer.arrays import Array
+    from tensorferry.transfer.checksums import Checksums
+    from tensorferry.transfer.files import Priority
 
     _Path = TypeVar("_Path", bound=Path)
 
@@ -275,7 +275,9 @@ def _write_whole(
     priority: Priority,
     checksums: Checksums | None,
 ) -> None:
-    from tensorferry.replacement import write_whole  # which few need, and takes a while to import
+    from tensorferry.transfer.replacement import (
+        write_whole,  # which few need, and takes a while to import
+    )
 
     write_whole(items, sync=sync, direct=direct, priority=priority, checksums=checksums)
 

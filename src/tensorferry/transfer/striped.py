@@ -16,27 +16,28 @@ import time
 from errno import ECANCELED, EIO, EOPNOTSUPP
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tensorferry import _core, runtime
-from tensorferry.arrays import AnyMemory, memory_or_segments, moved
-from tensorferry.checks import Direct, Path, checked_offset, checked_path, direct_mode, integer
+from tensorferry import _core
+from tensorferry.base.checks import Direct, Path, checked_offset, checked_path, direct_mode, integer
 from tensorferry.errors import ShortReadError, StorageError, first_of, memory_moved
-from tensorferry.files import (
+from tensorferry.transfer import runtime
+from tensorferry.transfer.arrays import AnyMemory, memory_or_segments, moved
+from tensorferry.transfer.files import (
     File,
     Transferring,
     chosen_scheduler,
     how_to_open,
     in_background,
 )
-from tensorferry.futures import Future, Pending
-from tensorferry.runtime import automatic_scheduler, patiently, with_descriptors
-from tensorferry.stats import summed_stats
-from tensorferry.transfers import submit_one, transfer
+from tensorferry.transfer.futures import Future, Pending
+from tensorferry.transfer.requests import submit_one, transfer
+from tensorferry.transfer.runtime import automatic_scheduler, patiently, with_descriptors
+from tensorferry.transfer.stats import summed_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tensorferry.checksums import Checksums
-    from tensorferry.files import Priority
+    from tensorferry.transfer.checksums import Checksums
+    from tensorferry.transfer.files import Priority
 
 _Array = TypeVar("_Array")
 

@@ -11,17 +11,18 @@ import weakref
 from errno import EMFILE, ENFILE
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from tensorferry import _core, futures
+from tensorferry import _core
+from tensorferry.base.processes import in_forked_children
+from tensorferry.base.warned import warn
 from tensorferry.errors import StorageError
-from tensorferry.processes import in_forked_children
-from tensorferry.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
-from tensorferry.warned import warn
+from tensorferry.transfer import futures
+from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tensorferry.profiled import ProfiledScheduler
-    from tensorferry.settings import Settings
+    from tensorferry.transfer.profiled import ProfiledScheduler
+    from tensorferry.transfer.settings import Settings
 
 # Settings given: a scheduler. None given: it may be several that look like one.
 AnyScheduler: TypeAlias = "_core.Scheduler | ProfiledScheduler"
@@ -111,7 +112,7 @@ def automatic_scheduler() -> AnyScheduler:
     # An engine set in the environment is an explicit setting.
     if path is None or os.environ.get("TENSORFERRY_ENGINE") or not os.path.exists(path):  # noqa: PTH110
         return scheduler
-    from tensorferry.profiled import with_profiles
+    from tensorferry.transfer.profiled import with_profiles
 
     return with_profiles(scheduler, path, scheduler_with)
 

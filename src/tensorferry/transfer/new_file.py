@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.files import File
-from tensorferry.processes import Owned
+from tensorferry.base.processes import Owned
+from tensorferry.transfer.files import File
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tensorferry.checksums import Checksums
-    from tensorferry.streams import Field, Stream
+    from tensorferry.transfer.checksums import Checksums
+    from tensorferry.transfer.streams import Field, Stream
 
 # Copied twice rather than waited for.
 _SMALL_NBYTES = 64 << 10
@@ -96,7 +96,7 @@ class NewFile(Owned):
 
     @property
     def segment_count(self) -> int:
-        """The number that the next array gets; :class:`tensorferry.streams.Field` asks for it."""
+        """The number that the next array gets; :class:`tensorferry.transfer.streams.Field` asks for it."""
         return self._open().segment_count
 
     def reserve(self, nbytes: int) -> None:

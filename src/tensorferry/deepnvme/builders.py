@@ -13,7 +13,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
-from tensorferry.deepspeed import ops
+from tensorferry.deepnvme import ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,8 +6,8 @@ import operator
 from typing import TYPE_CHECKING
 
 from tensorferry import _core
-from tensorferry.checks import integer
-from tensorferry.reprs import once_made
+from tensorferry.base.checks import integer
+from tensorferry.base.reprs import once_made
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

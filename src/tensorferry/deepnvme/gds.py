@@ -13,9 +13,8 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
-from tensorferry.arrays import Memory, memory_of, moved
-from tensorferry.errors import EngineUnavailableError
-from tensorferry.handles import (
+from tensorferry.base.processes import in_forked_children
+from tensorferry.deepnvme.handles import (
     BLOCK_SIZE,
     OVERLAP_EVENTS,
     PARALLELISM,
@@ -23,12 +22,13 @@ from tensorferry.handles import (
     SINGLE_SUBMIT,
     aio_handle,
 )
-from tensorferry.memory import elements_like, gpu_in_use
-from tensorferry.processes import in_forked_children
-from tensorferry.runtime import start_scheduler
+from tensorferry.errors import EngineUnavailableError
+from tensorferry.transfer.arrays import Memory, memory_of, moved
+from tensorferry.transfer.memory import elements_like, gpu_in_use
+from tensorferry.transfer.runtime import start_scheduler
 
 if TYPE_CHECKING:
-    from tensorferry.runtime import AnyScheduler
+    from tensorferry.transfer.runtime import AnyScheduler
 
 _VARIABLE = "TENSORFERRY_GDS"
 
@@ -95,7 +95,7 @@ class gds_handle(aio_handle):  # noqa: N801  DeepNVMe's name
 
     def _make_scheduler(self, engine: str | None, automatic: bool) -> AnyScheduler:
         # What it imports would be a good part of the time of `import tensorferry`.
-        from tensorferry.libraries import cufile_folders
+        from tensorferry.base.libraries import cufile_folders
 
         forced = os.environ.get(_VARIABLE, "")
         if forced not in ("", "cufile"):

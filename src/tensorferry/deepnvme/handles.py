@@ -10,29 +10,29 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
-from tensorferry.arrays import LEGACY_STREAM, Memory, memory_of
-from tensorferry.checks import Path, checked_offset, kept_path, positive
+from tensorferry.base.checks import Path, checked_offset, kept_path, positive
+from tensorferry.base.warned import warn
 from tensorferry.errors import StorageError, first_of
-from tensorferry.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH
-from tensorferry.memory import elements_like, free_locked_tensor, is_pinned, locked_tensor
-from tensorferry.runtime import (
+from tensorferry.transfer.arrays import LEGACY_STREAM, Memory, memory_of
+from tensorferry.transfer.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH
+from tensorferry.transfer.memory import elements_like, free_locked_tensor, is_pinned, locked_tensor
+from tensorferry.transfer.requests import start, transfer
+from tensorferry.transfer.runtime import (
     AnyScheduler,
     automatic_scheduler,
     close_scheduler,
     default_scheduler,
     make_scheduler,
 )
-from tensorferry.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
-from tensorferry.transfers import start, transfer
-from tensorferry.warned import warn
+from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from typing_extensions import Self
 
-    from tensorferry.futures import Future
-    from tensorferry.settings import Settings
+    from tensorferry.transfer.futures import Future
+    from tensorferry.transfer.settings import Settings
 
 # Slices of a buffer that begin at multiples of this need no copy on any drive.
 _ALIGNMENT = 4096

@@ -1,0 +1,1 @@
+"""What every other package stands on, and what knows none of them: checks, processes, mounts, arithmetic."""
