@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,12 +19,10 @@ from tensorferry.base.ranges import (
     strides_of,
 )
 
-torch = pytest.importorskip("torch")
-
 
 def elements_by_slabs(
     sizes: Any, offsets: Any, lengths: Any, max_span: int, max_gap: int
-) -> Any:
+) -> torch.Tensor:
     """Put a slice together as the reader does, from slabs of numbered elements; -1 is what no slab brought."""
     stored = torch.arange(torch.Size(sizes).numel())
     result = torch.full(lengths, -1)
@@ -42,7 +41,7 @@ def elements_by_slabs(
     return result
 
 
-def wanted(sizes: Any, offsets: Any, lengths: Any) -> Any:
+def wanted(sizes: Any, offsets: Any, lengths: Any) -> torch.Tensor:
     """What torch's narrowing gives."""
     result = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
