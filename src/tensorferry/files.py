@@ -19,6 +19,7 @@ from tensorferry.runtime import (
     make_scheduler,
     patiently,
     scheduler_of,
+    schedulers_of,
     warn_of_left_behind,
     with_descriptors,
 )
@@ -293,7 +294,7 @@ class File(Transferring):
         )
         self._file: _core.File | None = file
         self._own_scheduler = own
-        self._scheduler = scheduler_of(scheduler, file)
+        self._scheduler = schedulers_of(scheduler, file)
         self._path = file.path
         if how[4] and file.regular:
             set_size(self._scheduler, file, 0)
@@ -355,7 +356,7 @@ class File(Transferring):
         nbytes_reserved = checked_offset(nbytes_reserved, 0, "nbytes_reserved")
         background = in_background(priority)
         return Stream(
-            self._scheduler,
+            scheduler_of(self._scheduler, file, True),
             file,
             offset,
             checksums=checksums,

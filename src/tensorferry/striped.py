@@ -28,7 +28,12 @@ from tensorferry.files import (
     positive,
 )
 from tensorferry.futures import Future, Pending
-from tensorferry.runtime import automatic_scheduler, patiently, with_descriptors
+from tensorferry.runtime import (
+    automatic_scheduler,
+    patiently,
+    scheduler_of,
+    with_descriptors,
+)
 from tensorferry.stats import summed_stats
 from tensorferry.transfers import (
     Direct,
@@ -42,6 +47,7 @@ from tensorferry.transfers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from tensorferry.arrays import Location
     from tensorferry.checksums import Checksums
     from tensorferry.files import Priority
 
@@ -367,7 +373,8 @@ class StripedFile(Transferring):
             try:
                 for at in wanted or [self._layout.file_of(offset)]:
                     self._submit(
-                        parts, at, files[at], segments[at], offset, write, sync, background, owner
+                        *(parts, at, files[at], segments[at], offset, memory[3]),
+                        *(write, sync, background, owner),
                     )
             except BaseException as error:
                 parts.cancel()
@@ -384,12 +391,13 @@ class StripedFile(Transferring):
         file: _core.File,
         segments: _core.Segments,
         offset: int,
+        location: Location | None,
         write: bool,
         sync: bool,
         background: bool,
         owner: object,
     ) -> None:
-        scheduler = self._files[at]._scheduler
+        scheduler = scheduler_of(self._files[at]._scheduler, file, write, location)
         scheduler.check_usable()
         begin = self._layout.nbytes_in(at, offset)
 

@@ -389,7 +389,7 @@ def _submit(
     given, nbytes, _, location = memory
     address, segments = (given, None) if isinstance(given, int) else (0, given)
     file = piece.segment.file
-    scheduler = scheduler_of(piece.segment.directory.scheduler, file)
+    scheduler = scheduler_of(piece.segment.directory.scheduler, file, write, location)
     scheduler.check_usable()
     request = scheduler.new_request(write, False, False, False, background)
     locations: list[Any] | None = None if location is None else [location]
