@@ -165,6 +165,13 @@ class FileSystemSchedulers(SeveralSchedulers):
         """Return all of them, each once."""
         return list(dict.fromkeys([self.plain, *self._tuned.values()]))
 
+    def stats(self) -> dict[str, Any]:
+        """Return the sums of the counters of those that move host memory, or have a profile."""
+        host = [self._tuned.get((each, store.HOST), self.plain) for each in store.DIRECTIONS]
+        counted = dict.fromkeys([*host, *self._tuned.values()])
+        every = [scheduler.stats() for scheduler in counted]
+        return {**summed_stats(every), "engine": self.engine}
+
 
 class ProfiledScheduler(SeveralSchedulers):
     """Looks up the file system of each file. Equal settings share a scheduler, whichever file systems have them."""

@@ -24,12 +24,11 @@ from tensorferry.cli.tables import comparison_cells
 from tensorferry.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH
 from tensorferry.handles import MAX_PARALLELISM
 from tensorferry.sizes import format_nbytes
-from tensorferry.tuning.bench import BenchError, Job, Place, problems_of, run
+from tensorferry.tuning.bench import BenchError, Job, Place, Results, problems_of, run
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tensorferry.tuning.bench import Results
     from tensorferry.tuning.offload import Result as Prediction
 
 _MAX_LOOPS = 1_000_000

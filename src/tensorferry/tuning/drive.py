@@ -140,6 +140,7 @@ class Drive:
     def close(self) -> None:
         """Give the file, descriptors and threads back."""
         self._close_schedulers()
+        self._file.close()
         self._resources.close()
 
     def __enter__(self) -> Drive:
