@@ -96,7 +96,7 @@ def test_all_problems_are_told_in_one_style(arguments: tuple[str, ...]) -> None:
     assert line.startswith(f"{command}: ")
     names = re.findall(r"--[a-z-]+|\b[A-Z]{4,}\b", line) or [arguments[-1]]
     for name in names:
-        named = name in arguments or name in help_of(arguments[0])
+        named = name in " ".join(arguments) or name in help_of(arguments[0])
         assert named, line
 
 
@@ -104,7 +104,7 @@ def test_all_problems_are_told_in_one_style(arguments: tuple[str, ...]) -> None:
 def test_help_names_arguments_and_values_in_capitals_or_lists_them(command: str) -> None:
     """Usage: FOLDER, --io-size BYTES; values to choose from stand with a bar between them."""
     shown = help_of(command)
-    assert "<" not in shown
+    assert not re.search(r"<\w+>", shown)
     usage = shown.splitlines()[0].partition("[OPTIONS]")[2]
     assert usage == usage.upper()
     listed = re.findall(

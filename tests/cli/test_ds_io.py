@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import pathlib
+import re
 from typing import TYPE_CHECKING
 
 import pytest

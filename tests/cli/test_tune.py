@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tensorferry import profiles
+from tensorferry.cli import ds_nvme_tune
 from tensorferry.settings import Settings
 from tensorferry.tuning import gpus, storing
 from tensorferry.tuning import tune as tuning
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 required.module("typer")
 required.module("rich")
-
-from tensorferry.cli import ds_nvme_tune
 
 SMALL = {"io_engine": ["threads"], "block_size": ["256K", "1M"], "queue_depth": [4]}
 BAD = Settings(16 << 10, 1, False, True, 1, "threads")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ _NAME = "tensorferry-ds-io"
 # What ds_io calls GB is 2^30 bytes.
 _DS_IO_GB = 1 << 30
 # Where its defaults are not those of `tensorferry bench`, and what it has no options for.
-_DEFAULTS: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 32}
+_DEFAULTS: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 32, "io_size": ...}
 _OURS = {"path": None, "write": False, "keep_files": True, "io_engine": None, "memory": None}
 _OURS |= {"compare": False, "csv": False, "offload": None, "plot": None, "as_json": False}
 
@@ -27,13 +28,14 @@ def main(arguments: list[str] | None = None) -> None:
         from tensorferry.cli.bench import bench
         from tensorferry.cli.parsing import with_repeated
 
-    parameters = [
-        each.replace(default=_DEFAULTS.get(each.name, each.default))
-        for each in inspect.signature(bench, eval_str=True).parameters.values()
-        if each.name not in _OURS
-    ]
-    needed = next(n for n, each in enumerate(parameters) if each.name == "io_size")
-    parameters[needed] = parameters[needed].replace(default=inspect.Parameter.empty)
+    parameters = []
+    for each in inspect.signature(bench, eval_str=True).parameters.values():
+        if each.name in _DEFAULTS:
+            option = copy.copy(each.default)
+            option.default = _DEFAULTS[each.name]
+            each = each.replace(default=option)
+        if each.name not in _OURS:
+            parameters.append(each)
     _ds_io.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     _ds_io.__annotations__ = {each.name: each.annotation for each in parameters}
     given = with_repeated(

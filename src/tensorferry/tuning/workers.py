@@ -83,8 +83,9 @@ class Worker:
         assert process is not None
         assert process.stdout is not None
         timer = threading.Timer(_CALL_SECONDS_MAX, process.kill)
-        timer.start()
+        timer.daemon = True  # Ctrl-C may come before the next line
         try:
+            timer.start()
             kind, answer = pickle.load(process.stdout)
         except (EOFError, pickle.UnpicklingError):
             raise WorkerError(self._how_it_died()) from None
@@ -135,6 +136,9 @@ class Worker:
             return
         if kill:
             process.kill()
+        elif process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(pickle.dumps(None))  # it is not left alone, but done
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 stream.close()
@@ -215,7 +219,10 @@ def serve() -> None:
         while True:
             answers.write(pickle.dumps(answer))
             answers.flush()
-            name, arguments, named = pickle.load(calls)
+            call = pickle.load(calls)
+            if call is None:
+                return
+            name, arguments, named = call
             try:
                 answer = "result", getattr(served, name)(*arguments, **named)
             except UnavailableError as reason:
