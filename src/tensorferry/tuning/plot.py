@@ -33,8 +33,12 @@ def draw(comparisons: Mapping[str, Comparison], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    labels = {row.label for each in comparisons.values() for row in each.rows}
     most = max(len(each.sorted_rows()) for each in comparisons.values())
-    figure = Figure(figsize=(8, 0.9 + 0.36 * most), layout="constrained")
+    figure = Figure(
+        figsize=(3.6 * len(comparisons) + 0.06 * max(map(len, labels)), 0.9 + 0.36 * most),
+        layout="constrained",
+    )
     panels = figure.subplots(1, len(comparisons), squeeze=False)[0]
     for panel, (title, comparison) in zip(panels, comparisons.items(), strict=True):
         rows = comparison.sorted_rows()[::-1]
@@ -44,12 +48,16 @@ def draw(comparisons: Mapping[str, Comparison], path: Path) -> None:
             [row.median.high - row.median for row in rows],
         ]
         colours = [_COLOURS[row.kind] for row in rows]
-        panel.barh(
+        bars = panel.barh(
             [row.label for row in rows], medians, xerr=whiskers, color=colours, ecolor="#333"
         )
+        panel.bar_label(bars, [f"{median:.2f}" for median in medians], padding=4, fontsize=8)
+        panel.margins(x=0.15)
         panel.set_title(title, fontsize=10, loc="left")
         panel.set_xlabel(comparison.unit, fontsize=9)
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
-    with rc_context({"svg.hashsalt": "tensorferry"}):  # the same figures make the same file
+    with rc_context(
+        {"svg.hashsalt": "tensorferry", "svg.fonttype": "none"}
+    ):  # the same figures make the same file
         figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
