@@ -30,7 +30,7 @@ required.module("typer")
 required.module("rich")
 
 SMALL = {"io_engine": ["threads"], "block_size": ["256K", "1M"], "queue_depth": [4]}
-BAD = Settings(16 << 10, 1, False, True, 1, "threads")
+BAD = Settings(32 << 10, 1, False, True, 1, "threads")
 
 
 class Place:
@@ -109,7 +109,7 @@ def test_what_was_found_is_shown_and_forgotten(place: Place) -> None:
     for arguments in (["--show"], ["--show", place.folder]):
         shown = place.run(*arguments).stdout
         assert "read host" in shown
-        assert "threads 16K x 1" in shown
+        assert "threads 32K x 1" in shown
         assert str(place.store) in shown
     assert "(read host)" in place.run("--forget", place.folder).stdout
     assert not place.store.exists()
@@ -243,8 +243,7 @@ def test_links_that_lead_in_a_circle_are_one_clear_line(place: Place) -> None:
 def test_command_lines_of_ds_nvme_tune_work_unchanged(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning.Job, "seconds", 1.0)
-    monkeypatch.setattr(ds_nvme_tune.command.tuning, "SECONDS", 1.0)
+    monkeypatch.setitem(ds_nvme_tune.command.make_job.__kwdefaults__, "seconds", 1.0)
     sweep = place.home / "theirs.json"
     content = {
         "block_size": ["1M"],

@@ -28,7 +28,7 @@ GOOD = (
     Settings(MIB, 8, engine="threads", overlap_events=True),
 )
 # So bad that any other is surely better on a real drive, too.
-BAD = Settings(16 << 10, 1, engine="threads", overlap_events=True)
+BAD = Settings(32 << 10, 1, engine="threads", overlap_events=True)
 
 
 def job(*folders: pathlib.Path, **options: Any) -> Job:
