@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import fcntl
+import json
+import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from benchmarks import fio, report
-from benchmarks.harness import GIB, Figure, MeasurementError, Outcome, Settings, UnavailableError
-from benchmarks.others import only_benchmark
+from benchmarks.bench import GIB, LARGE, MIB, Figure, Outcome, Settings
 from benchmarks.scenarios import SCENARIOS
-from tensorferry.tuning import fio as tuning_fio
-from tensorferry.tuning import machine
+from tensorferry.cli.consoles import progress_bar
+from tensorferry.cli.tables import comparison_table
+from tensorferry.tuning import fio, machine
+from tensorferry.tuning.rounds import Comparison, Estimate, MeasurementError
+from tensorferry.tuning.workers import UnavailableError, WorkerError
 
 if TYPE_CHECKING:
-    from types import FrameType
-
+    from collections.abc import Callable, Iterator
 
 _PIPED_WIDTH = 160
+_HUGE_PAGE_NBYTES = 2 * MIB
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,49 +38,116 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--directory: {options.directory} is no directory")
     signal.signal(signal.SIGTERM, _interrupt)  # leave as after Ctrl-C: files and mounts removed
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
-    directory: Path = options.directory.resolve()
-    names = options.names or list(SCENARIOS)
-    description = machine.describe(directory) | {"fio": tuning_fio.version()}
+    description = machine.describe(options.directory) | {"fio": fio.version()}
     console.print(machine.summary(description))
-
     outcomes: dict[str, Outcome] = {}
     status = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-    settings = Settings(
-        directory=directory,
-        rounds=options.rounds,
-        nbytes=options.nbytes,
-        parameters=options.parameters,
-        huge_pages=options.huge_pages,
-        deepspeed=options.deepspeed,
-        others_share_max=options.others_share_max,
-        progress=progress,
-        finished=lambda comparison: report.print_comparison(console, comparison),
-    )
+    names = ("rounds", "nbytes", "parameters", "huge_pages", "deepspeed")
+    chosen = {name: getattr(options, name) for name in names}
     with contextlib.ExitStack() as stack:
-        if not settings.smoke:
+        if chosen["nbytes"] >= 64 * MIB:
             stack.enter_context(only_benchmark(lambda: console.print("another benchmark runs")))
-        stack.enter_context(fio.reserved_huge_pages(options.huge_pages))
-        stack.enter_context(progress)
-        for name in names:
+        stack.enter_context(reserved_huge_pages(options.huge_pages))
+        settings = Settings(
+            options.directory.resolve(),
+            **chosen,
+            told=stack.enter_context(progress_bar()),
+            finished=lambda comparison: print_comparison(console, comparison),
+        )
+        for name in options.names or SCENARIOS:
             try:
                 outcomes[name] = SCENARIOS[name](settings)
-            except (UnavailableError, MeasurementError) as reason:
+            except (UnavailableError, MeasurementError, WorkerError) as reason:
                 outcomes[name] = Outcome(notes=[str(reason)])
                 if name in options.names:  # asked for: that it did not run must be noticed
                     status = 1
             for note in outcomes[name].notes:
                 console.print(f"{name}: {note}", style="dim")
-
-    figures: list[Figure] = [f for outcome in outcomes.values() for f in outcome.figures]
-    report.print_figures(console, figures)
+    print_figures(console, [f for outcome in outcomes.values() for f in outcome.figures])
     if options.json:
-        kept = dataclasses.asdict(dataclasses.replace(settings, progress=None, finished=None))
-        kept = {name: value for name, value in kept.items() if value is not None}
-        kept["directory"] = str(settings.directory)
-        report.write_json(options.json, report.as_json(description, kept, outcomes))
+        settings_used = chosen | {"directory": str(settings.directory)}
+        content = as_json(description, settings_used, outcomes)
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
     return status
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """A comparison's table, best first, and what failed in it."""
+    console.print(comparison_table(comparison))
+    for row in comparison.rows:
+        if not row.usable:
+            console.print(f"[red]{row.label} failed:[/red] {row.failure or 'no sample'}")
+
+
+def print_figures(console: Console, figures: list[Figure]) -> None:
+    """The promises, and whether this run met them."""
+    table = Table(title="Figures", title_justify="left")
+    for heading in ("what", "target", "measured", "min .. max", "", "note"):
+        table.add_column(heading, justify="left" if heading in ("what", "note") else "right")
+    colours = {"met": "green", "missed": "red", "not measured": "yellow"}
+    for each in figures:
+        found = each.measured
+        table.add_row(
+            each.what,
+            f"{each.relation} {each.target:g} {each.unit}".rstrip(),
+            "" if found is None else f"{found:.3g}",
+            f"{found.low:.3g} .. {found.high:.3g}" if isinstance(found, Estimate) else "",
+            f"[{colours[each.verdict]}]{each.verdict}[/]",
+            each.note,
+        )
+    console.print(table)
+
+
+def as_json(
+    description: dict[str, Any], settings: dict[str, Any], outcomes: dict[str, Outcome]
+) -> dict[str, Any]:
+    """A whole run, every sample of it."""
+    return {
+        "machine": description,
+        "settings": settings,
+        "scenarios": {
+            name: {"notes": each.notes, "comparisons": [c.as_dict() for c in each.comparisons]}
+            for name, each in outcomes.items()
+        },
+        "figures": [f.as_dict() for outcome in outcomes.values() for f in outcome.figures],
+    }
+
+
+@contextlib.contextmanager
+def only_benchmark(waiting: Callable[[], object]) -> Iterator[None]:
+    """Wait, after a call of ``waiting``, until no other benchmark of ours runs on this machine."""
+    # The folder itself is locked: in one that everybody may write to, a file's name may be anybody's link.
+    folder = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def reserved_huge_pages(wanted: bool) -> Iterator[None]:
+    """Reserve huge pages for fio's buffers as long as the benchmark runs (root only).
+
+    Memory in huge pages makes a large difference to fio, so a comparison without it would flatter us.
+    """
+    setting = fio.HUGE_PAGES / "nr_hugepages"
+    needed = max(c.memory_nbytes for c in LARGE if c.huge_pages) // _HUGE_PAGE_NBYTES + 8
+    reserved = False
+    with contextlib.suppress(OSError, ValueError):
+        if wanted and fio.free_huge_pages_nbytes() < needed * _HUGE_PAGE_NBYTES:
+            setting.write_text(str(int(setting.read_text()) + needed))
+            reserved = True
+    try:
+        yield
+    finally:
+        if reserved:
+            # what we added, and no more: another benchmark may have added its own meanwhile
+            setting.write_text(str(max(0, int(setting.read_text()) - needed)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,47 +156,23 @@ def _parser() -> argparse.ArgumentParser:
         description="Compare tensorferry with fio, plain Python, torch and DeepSpeed.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "names",
-        nargs="*",
-        choices=[*SCENARIOS, []],
-        metavar="name",
-        help="scenarios to run; all if none is named: " + ", ".join(SCENARIOS),
-    )
-    parser.add_argument(
-        "--directory", type=Path, default=Path.cwd(), help="where files are made, and removed again"
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each contender")
-    parser.add_argument("--nbytes", type=int, default=GIB, help="size of the large tensor")
-    parser.add_argument(
-        "--parameters",
-        type=int,
-        default=Settings.parameters,
-        help="of the model whose optimizer's state is offloaded",
-    )
-    parser.add_argument(
-        "--huge-pages",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="let fio use huge pages; root reserves them for the run and gives them back",
-    )
-    parser.add_argument(
-        "--deepspeed",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compare with DeepSpeed's handle where it is installed",
-    )
-    parser.add_argument(
-        "--others-share-max",
-        type=float,
-        help="measure again while other processes use more than this part of the processors "
-        "(0.05, say, where others work on the machine)",
-    )
-    parser.add_argument("--json", type=Path, help="keep every sample in this file")
+    every = "scenarios to run; all if none is named: " + ", ".join(SCENARIOS)
+    parser.add_argument("names", nargs="*", choices=[*SCENARIOS, []], metavar="name", help=every)
+    switch = argparse.BooleanOptionalAction
+    for name, default, how, text in (
+        ("directory", Path.cwd(), {"type": Path}, "where files are made, and removed again"),
+        ("rounds", 7, {"type": int}, "measurements of each contender"),
+        ("nbytes", GIB, {"type": int}, "size of the large tensor"),
+        ("parameters", Settings.parameters, {"type": int}, "of the model that is offloaded"),
+        ("huge-pages", True, {"action": switch}, "let fio use huge pages; root reserves them"),
+        ("deepspeed", True, {"action": switch}, "compare with DeepSpeed where it is installed"),
+        ("json", None, {"type": Path}, "keep every sample in this file"),
+    ):
+        parser.add_argument(f"--{name}", default=default, help=text, **how)
     return parser
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 

@@ -13,10 +13,8 @@ import io
 import json
 import logging
 import pickle
-import statistics
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +33,8 @@ from tensorferry.checkpoint import (
 )
 from tensorferry.checkpoint.storage.metadata import parse_metadata
 from tensorferry.safetensors import safe_open
+from tensorferry.tuning.rounds import Comparison, Contender, Sample, take_turns
+from tensorferry.tuning.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,17 +166,21 @@ def _loads(folder: Path, state: dict[str, torch.Tensor]) -> Row:
     )
 
 
-def measure(row: Row, rounds: int) -> list[list[float]]:
-    """Return medians of [seconds, processor's seconds], of ours and of the original; none of their first calls."""
-    found: tuple[list[list[float]], ...] = ([], [])
-    for number in range(rounds + 1):
-        for samples, call in zip(found, row, strict=True):
+def compared(name: str, row: Row, rounds: int) -> Comparison:
+    """Measure both in turns; their first calls are not counted."""
+
+    def timed(call: Callable[[], Any]) -> Callable[[int], Sample]:
+        def measure(_: int) -> Sample:
             gc.collect()
-            begin, cpu_begin = time.perf_counter(), time.process_time()
-            call()
-            if number:
-                samples.append([time.perf_counter() - begin, time.process_time() - cpu_begin])
-    return [[statistics.median(each) for each in zip(*samples, strict=True)] for samples in found]
+            with Stopwatch() as watch:
+                call()
+            return Sample(watch.seconds, watch.seconds, 1, watch.cpu_seconds)
+
+        call()
+        return measure
+
+    both = [Contender(label, "ours", timed(call)) for label, call in row._asdict().items()]
+    return take_turns(Comparison(name, "", "s"), both, rounds)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -196,12 +200,11 @@ def main(arguments: list[str] | None = None) -> int:
             tempfile.TemporaryDirectory(dir=options.directory) as folder,
             contextlib.redirect_stderr(io.StringIO()),
         ):
-            ours, original = measure(ROWS[name](Path(folder), options.scale), options.rounds)
-        ratio, of_cpu = (one / other for one, other in zip(ours, original, strict=True))
-        print(
-            f"{name:<22}{ours[0]:>10.4f}{original[0]:>12.4f}{ratio:>8.2f}{of_cpu:>10.2f}",
-            flush=True,
-        )
+            found = compared(name, ROWS[name](Path(folder), options.scale), options.rounds)
+        ours, original = (found.median(label) or 0.0 for label in Row._fields)
+        of_cpu = found.cpu_over(*Row._fields) or 0.0
+        figures = f"{ours:>10.4f}{original:>12.4f}{ours / original:>8.2f}{of_cpu:>10.2f}"
+        print(f"{name:<22}{figures}", flush=True)
     return 0
 
 

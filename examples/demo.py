@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -321,6 +322,9 @@ def print_table(console: Console, result: dict[str, Any], nbytes: int, small_cou
         title=f"One tensor of {nbytes / 1e9:.2f} GB and {small_count:,} small ones: fresh files, "
         "writes durable (fsync), reads cold",
         title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     table.add_column("work")
     table.add_column("way")
@@ -387,7 +391,7 @@ def main() -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_like_ctrl_c)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 100)
     try:
         result = run(options.directory, options.nbytes, options.small_count, console)
     except KeyboardInterrupt:

@@ -10,35 +10,296 @@ over memory (root only).
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import inspect
+import os
+import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import files, fio
-from benchmarks.actions import measured
-from benchmarks.bench import contenders, scenario, synced_fio_writes
-from benchmarks.harness import MIB, Comparison, Contender, Row, Sample
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from benchmarks.bench import FEW, MIB, Config, measured, scenario
+from benchmarks.memory import Stopwatch, drive_nbytes, touch_memory
+from benchmarks.peers import byte_view
+from tensorferry import checkpoint as ours
+from tensorferry._core import crc32
+from tensorferry.tuning.rounds import Comparison, MeasurementError, Sample
+from tensorferry.tuning.scratch import make_cold, make_warm, remove
+from tensorferry.tuning.workers import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from benchmarks.bench import Bench, Measure
-    from benchmarks.worker import Worker
+
+LAZY_NBYTES = 8 * MIB
+_LAYERS, _VOCABULARY = 12, 8_000
+
+warnings.filterwarnings("ignore", module="torch")
+
+
+def state_of(nbytes: int) -> dict[str, Any]:
+    """A state of about so many bytes in float32 and some 600 tensors, of every size that transformers have."""
+    width = 16
+    while 12 * sum(map(_count, _shapes(width + 16).values())) <= nbytes:  # weights and two moments
+        width += 16
+    generator = torch.Generator().manual_seed(17)
+    weights = {
+        name: torch.empty(shape).normal_(generator=generator)
+        for name, shape in _shapes(width).items()
+    }
+    moments = {
+        name: {
+            "step": torch.tensor(1000.0),
+            "exp_avg": weight * 0.5,
+            "exp_avg_sq": weight * 0.25,
+        }
+        for name, weight in weights.items()
+    }
+    return {"model": weights, "optimizer": {"state": moments, "param_groups": [{"lr": 1e-4}]}}
+
+
+def tensors(state: dict[Any, Any]) -> list[torch.Tensor]:
+    """The tensors of a state."""
+    found: list[torch.Tensor] = []
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            found += tensors(value)
+    return found
+
+
+def _shapes(width: int) -> dict[str, tuple[int, ...]]:
+    matrices = {
+        "attention.in": (3 * width, width),
+        "attention.out": (width, width),
+        "up": (4 * width, width),
+        "down": (width, 4 * width),
+    }
+    layer: dict[str, tuple[int, ...]] = {f"{n}.weight": shape for n, shape in matrices.items()}
+    layer |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+    layer |= {f"{n}.{part}": (width,) for n in ("norm1", "norm2") for part in ("weight", "bias")}
+    layers = {f"layers.{k}.{name}": shape for k in range(_LAYERS) for name, shape in layer.items()}
+    ends: dict[str, tuple[int, ...]] = {"norm.weight": (width,), "norm.bias": (width,)}
+    return {"embedding.weight": (_VOCABULARY, width), **layers, **ends}
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+# In the workers
+
+
+class Holder:
+    """Has a state."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.state = state_of(nbytes)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors(self.state))
+
+
+class Saver(Holder):
+    """Saves to directories that are not there, by our writer or torch's with its options."""
+
+    planner: Any = None
+
+    def __init__(self, nbytes: int, options: dict[str, Any] | None) -> None:
+        super().__init__(nbytes)
+        self.writer: Any = ours.FileSystemWriter if options is None else dcp.FileSystemWriter
+        self.options = options or {}
+
+    def save(self, path: Path) -> dict[str, Any]:
+        planner = self.planner() if self.planner else None
+        touch_memory(2 * self.nbytes)
+        with Stopwatch() as watch:
+            writer = self.writer(path, **self.options)
+            dcp.save(self.state, storage_writer=writer, planner=planner, no_dist=True)
+        return watch.result(self.nbytes)
+
+
+class _LazyPlanner(dcp.DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        return torch.full((LAZY_NBYTES // 4,), 1.0)
+
+
+class LazySaver(Saver):
+    """Saves by our writer a state whose tensors are made when they are asked for."""
+
+    planner = _LazyPlanner
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(0, None)
+        # The C library is to give back at once what is freed (M_MMAP_THRESHOLD): its holes are not the save's.
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)
+        # As many tensors as the planner will make, without their memory.
+        count = max(1, nbytes // LAZY_NBYTES)
+        self.state = {f"tensor{k}": torch.zeros(1).expand(LAZY_NBYTES // 4) for k in range(count)}
+        self.nbytes = sum(tensor.nbytes for tensor in tensors(self.state))
+
+
+class AsyncSaver(Holder):
+    """Saves by ``async_save``, by the same writer and stager again and again."""
+
+    def __init__(self, nbytes: int, writer: str, overlap: bool) -> None:
+        super().__init__(nbytes)
+        kinds: dict[str, Any] = {"ours": ours.FileSystemWriter, "torch": dcp.FileSystemWriter}
+        self.options: dict[str, Any] = {"storage_writer": kinds[writer]("unused")} if writer else {}
+        if overlap:
+            if "async_stager" not in inspect.signature(dcp.async_save).parameters:
+                raise UnavailableError("this torch takes no stagers (2.9 and later do)")
+            self.options["async_stager"] = ours.Stager(overlap=True)
+
+    def save(self, path: Path) -> dict[str, Any]:
+        """Save to a directory that is not there, and tell how long that blocked."""
+        touch_memory(2 * self.nbytes)
+        begin = time.perf_counter()
+        answer: Any = dcp.async_save(self.state, checkpoint_id=path, **self.options)
+        blocked = time.perf_counter() - begin
+        getattr(answer, "upload_completion", answer).result()
+        return {"value": blocked, "seconds": time.perf_counter() - begin}
+
+
+class Loader(Holder):
+    """Loads into tensors that are there, by our reader with a way to verify, or by torch's without."""
+
+    def __init__(self, nbytes: int, verify: str | None) -> None:
+        super().__init__(nbytes)
+        self.verify = verify
+
+    def save(self, path: Path) -> None:
+        """Make the checkpoint."""
+        dcp.save(self.state, storage_writer=ours.FileSystemWriter(path), no_dist=True)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Load all of it, into tensors whose values are others before."""
+        with Restored(self.state), Stopwatch() as watch:
+            dcp.load(self.state, storage_reader=self._reader(path), no_dist=True)
+        return watch.result(self.nbytes)
+
+    def load_half(self, path: Path) -> dict[str, Any]:
+        """Load the first half of the rows of each tensor, and return what part of its bytes the drive gave."""
+        targets = {
+            index: tensor[: len(tensor) // 2].clone() for index, tensor in _with_rows(self.state)
+        }
+        reader = self._reader(path)
+        reader.set_up_storage_reader(reader.read_metadata(), True)
+        plan = LoadPlan([_rows(index, target) for index, target in targets.items()])
+        with Restored(targets):
+            before = drive_nbytes("read")
+            with Stopwatch() as watch:
+                reader.read_data(plan, _Targets(targets)).wait()
+            nbytes_read = drive_nbytes("read") - before
+        whole = sum(2 * target.nbytes for target in targets.values())
+        return watch.as_value(nbytes_read / whole, nbytes_read)
+
+    def _reader(self, path: Path) -> Any:
+        if self.verify is None:
+            return dcp.FileSystemReader(path)
+        return ours.FileSystemReader(path, verify=self.verify)  # type: ignore[arg-type]
+
+
+class Restored:
+    """Context manager: has other values in the tensors of a state, and expects that theirs come back."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self._tensors = tensors(state)
+
+    def __enter__(self) -> None:
+        self._crcs = [crc32(byte_view(tensor.reshape(-1))) for tensor in self._tensors]
+        for tensor in self._tensors:
+            tensor.fill_(-1.0)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        now = [crc32(byte_view(tensor.reshape(-1))) for tensor in self._tensors]
+        if kind is None and now != self._crcs:
+            raise MeasurementError("loaded other values than were saved")
+
+
+def _with_rows(value: Any, name: str = "") -> Iterable[tuple[MetadataIndex, torch.Tensor]]:
+    """The tensors of a state that have rows to be halved, by the checkpoint's index."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _with_rows(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, torch.Tensor) and value.dim() and len(value) % 2 == 0:
+        yield MetadataIndex(name, [0] * value.dim()), value
+
+
+def _rows(index: MetadataIndex, target: torch.Tensor) -> ReadItem:
+    """The item of a plan that asks for the first rows of a tensor."""
+    origin = torch.Size([0] * target.dim())
+    return ReadItem(LoadItemType.TENSOR, index, origin, index, origin, target.size())
+
+
+class _Targets:
+    """A planner that gives out tensors by index."""
+
+    def __init__(self, targets: dict[MetadataIndex, torch.Tensor]) -> None:
+        self._targets = targets
+
+    def resolve_tensor(self, item: Any) -> Any:
+        return self._targets[item.dest_index]
+
+    def commit_tensor(self, item: Any, tensor: Any) -> None:
+        pass
+
+
+class Keeper(Holder):
+    """Saves and loads an object: by our functions, by torch's, or by torch's to our file."""
+
+    def __init__(self, nbytes: int, how: str) -> None:
+        super().__init__(nbytes)
+        self.how = how
+
+    def save(self, path: Path) -> dict[str, Any]:
+        """Save to a path where nothing is."""
+        touch_memory(2 * self.nbytes)
+        with Stopwatch() as watch:
+            if self.how == "ours":
+                ours.save(self.state, path)
+            elif self.how == "file":
+                with ours.FileWriter(path) as file:
+                    torch.save(self.state, file)
+            else:
+                with open(path, "wb") as plain:
+                    torch.save(self.state, plain)
+                    plain.flush()
+                    os.fsync(plain.fileno())
+        return watch.result(self.nbytes)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Load, and compare with what was saved. The object itself does not count as growth."""
+        touch_memory(2 * self.nbytes)
+        with Stopwatch() as watch:
+            ways = {"ours": ours.load}
+            loaded = ways.get(self.how, torch.load)(path, weights_only=True)
+        pairs = zip(tensors(loaded), tensors(self.state), strict=True)
+        if not all(torch.equal(one, saved) for one, saved in pairs):
+            raise MeasurementError("loaded other values than were saved")
+        result = watch.result(self.nbytes)
+        if result["peak_growth_nbytes"] is not None:
+            result["peak_growth_nbytes"] = max(0, result["peak_growth_nbytes"] - self.nbytes)
+        return result
+
+
+# The scenarios
 
 WRITER = "tensorferry.checkpoint.FileSystemWriter"
 READER = "tensorferry.checkpoint.FileSystemReader"
-READER_BEFORE = f"{READER} verify=before"
 READER_OFF = f"{READER} verify=off"
 TORCH_READER = "torch FileSystemReader"
 OBJECTS = "tensorferry.checkpoint.save/load"
 TORCH_OBJECTS = "torch.save/load"
-ASYNC_OVERLAPPED = "the same, Stager(overlap=True)"
-ASYNC_DEFAULT = "torch's default"
-
-_PEERS = "benchmarks.peers.checkpoint"
 _PEAK_NBYTES_MAX = 64 * MIB
-_LAZY_ROUNDS = 3
-_HALF_ROUNDS_MAX = 3
-
+_LAZY_ROUNDS, _HALF_ROUNDS_MAX = 3, 3
+_LOAD_FIOS = [*FEW, Config("io_uring", 4 * MIB, 32, registered=True)]
 # What torch's writer can be told; its best counts.
 _TORCH_WRITERS: dict[str, dict[str, Any]] = {
     "torch FileSystemWriter, 1 thread": {"thread_count": 1},
@@ -50,15 +311,6 @@ _TORCH_WRITERS: dict[str, dict[str, Any]] = {
     },
 }
 
-_SAVE_FIOS = [
-    fio.Config("io_uring", MIB, 32),
-    fio.Config("io_uring", MIB, 128),
-    fio.Config("libaio", MIB, 128),
-    fio.Config("libaio", MIB, 32, huge_pages=True),
-    fio.Config("io_uring", 4 * MIB, 32, registered=True, huge_pages=True),
-]
-_LOAD_FIOS = [*_SAVE_FIOS, fio.Config("io_uring", 4 * MIB, 32, registered=True)]
-
 
 @scenario
 def save(bench: Bench) -> None:
@@ -68,7 +320,7 @@ def save(bench: Bench) -> None:
     lazy = bench.compare(
         "checkpoint lazy save",
         "tensors of 8 MiB that are made when they are asked for",
-        contenders("ours", {WRITER: _saves(bench, "LazySaver", nbytes // 4)}),
+        ours={WRITER: _saves(bench, LazySaver, nbytes // 4)},
         rounds=_LAZY_ROUNDS,
     )
     bench.over_fio("checkpoint save over fio", 0.90, saved, WRITER)
@@ -82,21 +334,20 @@ def save(bench: Bench) -> None:
         bench.peak(title, _PEAK_NBYTES_MAX, comparison, WRITER)
 
 
-def _compare_saves(
-    bench: Bench, name: str, nbytes: int, settings_of_torch: int | None
-) -> Comparison:
-    theirs = list(_TORCH_WRITERS.items())[:settings_of_torch]
-    peers = {n: _saves(bench, "Saver", nbytes, ours=False, options=o) for n, o in theirs}
-    ours = {WRITER: _saves(bench, "Saver", nbytes, ours=True, options={})}
-    by_fio = synced_fio_writes(bench, _SAVE_FIOS, bench.directory / "target", nbytes)
-    compared = contenders("ours", ours) + contenders("peer", peers) + by_fio
-    return bench.compare(name, "fresh directory, all of it synced", compared)
+def _compare_saves(bench: Bench, name: str, nbytes: int, of_torch: int | None) -> Comparison:
+    theirs = list(_TORCH_WRITERS.items())[:of_torch]
+    return bench.compare(
+        name,
+        "fresh directory, all of it synced",
+        ours={WRITER: _saves(bench, Saver, nbytes, options=None)},
+        peer={label: _saves(bench, Saver, nbytes, options=options) for label, options in theirs},
+        more=bench.synced_fio(FEW, nbytes),
+    )
 
 
-def _saves(bench: Bench, peer: str, nbytes: int, **options: Any) -> Measure:
-    worker = bench.worker(f"{_PEERS}:{peer}", nbytes=nbytes, **options)
-    target, remove = bench.directory / "checkpoint", files.remove_directory
-    return measured(worker, "save", remove, [target], clean=True, path=str(target))
+def _saves(bench: Bench, peer: type, nbytes: int, **options: Any) -> Measure:
+    worker, target = bench.worker(peer, nbytes=nbytes, **options), bench.directory / "checkpoint"
+    return measured(worker, "save", remove, [target], clean=True, path=target)
 
 
 @scenario
@@ -105,15 +356,15 @@ def load(bench: Bench) -> None:
 
     Of half of the rows of each tensor it is counted what the kernel has read from the drive.
     """
-    verified = {READER: "read", READER_OFF: "off", READER_BEFORE: "before", TORCH_READER: None}
-    loads = _Loads(bench, 2 * bench.nbytes, verified)
+    verified = {READER: "read", READER_OFF: "off", f"{READER} verify=before": "before"}
+    loads = _Loads(bench, 2 * bench.nbytes, verified | {TORCH_READER: None})
     cold = loads.compare_cold("checkpoint cold load")
-    warm = bench.compare("checkpoint warm load", "warm file", loads.by("load", files.make_warm))
+    warm = bench.compare("checkpoint warm load", "warm file", **loads.by("load", make_warm))
     half = bench.compare(
         "checkpoint half of the rows",
         "cold file",
-        loads.by("load_half", files.make_cold, (READER, TORCH_READER)),
-        "of the bytes",
+        **loads.by("load_half", make_cold, (READER, TORCH_READER)),
+        unit="of the bytes",
         rounds=bench.rounds_at_most(_HALF_ROUNDS_MAX),
     )
     bench.over_fio("checkpoint cold load over fio", 0.92, cold, READER)
@@ -129,33 +380,32 @@ class _Loads:
     """A checkpoint, and readers of it."""
 
     def __init__(self, bench: Bench, nbytes: int, verified: Mapping[str, str | None]) -> None:
-        self.bench = bench
-        self.path = bench.directory / "checkpoint"
+        self.bench, self.path = bench, bench.directory / "checkpoint"
         self.workers = {
-            label: bench.worker(f"{_PEERS}:Loader", nbytes=nbytes, verify=verify)
+            label: bench.worker(Loader, nbytes=nbytes, verify=verify)
             for label, verify in verified.items()
         }
-        self.workers[READER].call("save", path=str(self.path))
+        self.workers[READER].call("save", path=self.path)
         (self.file,) = self.path.glob("*.distcp")
 
-    def by(self, call: str, prepare: Any, labels: Iterable[str] = ()) -> list[Contender]:
-        """Those with these labels, or all."""
+    def by(self, call: str, prepare: Any, labels: Iterable[str] = ()) -> dict[str, Any]:
+        """Those with these labels, or all, by kind."""
         workers = {label: self.workers[label] for label in labels or self.workers}
-        return _of_workers(workers, call, prepare, self.file, path=str(self.path))
+        return _of_workers(workers, call, prepare, self.file, path=self.path)
 
     def compare_cold(self, name: str) -> Comparison:
         nbytes = self.file.stat().st_size
-        by_fio = fio.contenders(self.bench.settings, _LOAD_FIOS, self.file, "read", nbytes)
-        return self.bench.compare(name, "cold file", self.by("load", files.make_cold) + by_fio)
+        by_fio = self.bench.fio(_LOAD_FIOS, self.file, "read", nbytes)
+        return self.bench.compare(name, "cold file", **self.by("load", make_cold), more=by_fio)
 
 
 @scenario
-def save_and_load_on_loop_device(bench: Bench) -> None:
+def loop(bench: Bench) -> None:
     """Half as many bytes to and from a device that is as fast as memory (root only)."""
     nbytes = bench.nbytes
-    with bench.on_loop_device(2 * nbytes + nbytes // 4 + 64 * MIB) as quick:
+    with bench.on_drives(2 * nbytes + nbytes // 4 + 64 * MIB) as (quick,):
         saved = _compare_saves(quick, "checkpoint save, fast device", nbytes, 1)
-    with bench.on_loop_device(nbytes + nbytes // 4 + 64 * MIB) as quick:
+    with bench.on_drives(nbytes + nbytes // 4 + 64 * MIB) as (quick,):
         loads = _Loads(quick, nbytes, {READER: "read", READER_OFF: "off"})
         cold = loads.compare_cold("checkpoint cold load, fast device")
     bench.over_fio("checkpoint save over fio, fast device", 0.85, saved, WRITER)
@@ -169,28 +419,27 @@ def objects(bench: Bench) -> None:
     """``save`` and ``load`` of an object against ``torch.save`` and ``torch.load``; loads make new tensors."""
     ways = {OBJECTS: "ours", "torch.save to FileWriter": "file", TORCH_OBJECTS: "torch"}
     workers = {
-        label: bench.worker(f"{_PEERS}:Keeper", nbytes=2 * bench.nbytes, how=how)
-        for label, how in ways.items()
+        label: bench.worker(Keeper, nbytes=2 * bench.nbytes, how=how) for label, how in ways.items()
     }
     source, target = bench.directory / "source", bench.directory / "target"
-    workers[TORCH_OBJECTS].call("save", path=str(source))  # all read the same file
-    saves = _of_workers(workers, "save", files.remove, target, clean=True, path=str(target))
-    compared = [(bench.compare("object save", "fresh file, fsync at the end", saves), 2.5)]
+    workers[TORCH_OBJECTS].call("save", path=source)  # all read the same file
+    saves = _of_workers(workers, "save", remove, target, clean=True, path=target)
+    compared = [(bench.compare("object save", "fresh file, fsync at the end", **saves), 2.5)]
     loaders = {label: workers[label] for label in (OBJECTS, TORCH_OBJECTS)}
-    for name, prepare in (("cold", files.make_cold), ("warm", files.make_warm)):
-        loads = _of_workers(loaders, "load", prepare, source, path=str(source))
-        comparison = bench.compare(f"object {name} load", f"{name} file, new tensors", loads)
-        compared.append((comparison, 1.5))
-    for comparison, target_ratio in compared:
+    for name, prepare in (("cold", make_cold), ("warm", make_warm)):
+        loads = _of_workers(loaders, "load", prepare, source, path=source)
+        found = bench.compare(f"object {name} load", f"{name} file, new tensors", **loads)
+        compared.append((found, 1.5))
+    for comparison, wanted in compared:
         what = f"{comparison.name} over torch.{comparison.name.split()[-1]}"
-        bench.at_least(what, target_ratio, comparison.over(OBJECTS, TORCH_OBJECTS))
+        bench.at_least(what, wanted, comparison.over(OBJECTS, TORCH_OBJECTS))
     for comparison, _ in compared[:2]:
         what = f"{comparison.name}, peak memory beside the object"
         bench.peak(what, _PEAK_NBYTES_MAX, comparison, OBJECTS)
 
 
 @scenario
-def saved_asynchronously(bench: Bench) -> None:
+def asynchronous(bench: Bench) -> None:
     """How long ``async_save`` blocks training, and until the checkpoint is there.
 
     The state is saved by the same stager and writer again and again, as training does; each save is awaited before the
@@ -199,9 +448,8 @@ def saved_asynchronously(bench: Bench) -> None:
     target = bench.directory / "checkpoint"
 
     def saves(writer: str, *, overlap: bool = False) -> Measure:
-        options = {"nbytes": 2 * bench.nbytes, "writer": writer, "overlap": overlap}
-        worker = bench.worker(f"{_PEERS}:AsyncSaver", **options)
-        save = measured(worker, "save", files.remove_directory, [target], path=str(target))
+        worker = bench.worker(AsyncSaver, nbytes=2 * bench.nbytes, writer=writer, overlap=overlap)
+        save = measured(worker, "save", remove, [target], path=target)
 
         def measure(number: int) -> Sample:
             if number == 0:
@@ -210,36 +458,31 @@ def saved_asynchronously(bench: Bench) -> None:
 
         return measure
 
-    ours = {WRITER: saves("ours"), ASYNC_OVERLAPPED: saves("ours", overlap=True)}
-    theirs = {ASYNC_DEFAULT: saves(""), "torch FileSystemWriter as stager": saves("torch")}
-    compared = contenders("ours", ours) + contenders("peer", theirs)
-    blocked = bench.compare("async_save blocks", "the training thread", compared, "s")
+    blocked = bench.compare(
+        "async_save blocks",
+        "the training thread",
+        ours={WRITER: saves("ours"), "the same, Stager(overlap=True)": saves("ours", overlap=True)},
+        peer={"torch's default": saves(""), "torch FileSystemWriter as stager": saves("torch")},
+        unit="s",
+    )
     rows = [
-        Row(
-            row.label,
-            row.kind,
-            row.tags,
-            [Sample(s.seconds, s.seconds) for s in row.samples],
-            row.failure,
-        )
+        dataclasses.replace(row, samples=[Sample(s.seconds, s.seconds) for s in row.samples])
         for row in blocked.rows
     ]
     total = Comparison("async_save takes", "until the checkpoint is there", "s", rows)
     bench.outcome.comparisons.append(total)
-    for label in ours:
-        over = blocked.over(label, ASYNC_DEFAULT)
-        bench.at_most(f"async_save blocks, over torch's default: {label}", 0.5, over)
+    for row in blocked.rows:
+        if row.kind == "ours":
+            over = blocked.over(row.label, "torch's default")
+            bench.at_most(f"async_save blocks, over torch's default: {row.label}", 0.5, over)
 
 
 def _of_workers(
-    workers: Mapping[str, Worker], call: str, prepare: Any, path: Path, /, **options: Any
-) -> list[Contender]:
-    """Those named after torch are peers, the others ours."""
-    return [
-        Contender(
-            label,
-            "peer" if label in (TORCH_READER, TORCH_OBJECTS) else "ours",
-            measured(worker, call, prepare, [path], **options),
-        )
-        for label, worker in workers.items()
-    ]
+    workers: Mapping[str, Any], call: str, prepare: Any, path: Path, /, **options: Any
+) -> dict[str, Any]:
+    """Contenders by kind: those named after torch are peers, the others ours."""
+    found: dict[str, Any] = {"ours": {}, "peer": {}}
+    for label, worker in workers.items():
+        kind = "peer" if label in (TORCH_READER, TORCH_OBJECTS) else "ours"
+        found[kind][label] = measured(worker, call, prepare, [path], **options)
+    return found

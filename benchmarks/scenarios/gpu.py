@@ -4,55 +4,353 @@ The limits are measured in the same rounds: the file system alone (the best of f
 several threads), and copies between the GPU and pinned memory. No way through host memory is faster than the lower
 one. Rules: every write goes to a new file and is synced inside everybody's clock; files are dropped from the page
 cache before each read, but for tmpfs, which is nothing else; the kinds of memory that peers need are allocated before.
+A write is over when the file is synced, a read when the GPU has the bytes. The pattern is made and checked on the GPU.
 Sizes: ``--nbytes``, and eight times as much where the machine has room for it.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import files, fio
-from benchmarks.actions import measured, reads, writes
-from benchmarks.bench import bench_in, contenders, synced_fio_writes
-from benchmarks.harness import (
+import torch
+
+import tensorferry
+from benchmarks.bench import (
     GIB,
     MIB,
-    Comparison,
-    Contender,
+    Config,
     Figure,
-    Kind,
     Outcome,
-    Row,
     Settings,
-    UnavailableError,
-    ratio,
+    bench_in,
+    contenders_of,
+    measured,
+    reads,
+    writes,
 )
-from benchmarks.worker import workers
+from benchmarks.memory import Stopwatch, write_pattern
+from benchmarks.peers import TransferPeer, async_io, move, succeed, sync
+from tensorferry import _core
+from tensorferry.tuning import fio
+from tensorferry.tuning.gpus import why_no_gpu
+from tensorferry.tuning.machine.kernel import status_of_process
 from tensorferry.tuning.machine.limits import available_nbytes
+from tensorferry.tuning.rounds import Comparison, Contender, Kind, MeasurementError, Row
+from tensorferry.tuning.scratch import remove
+from tensorferry.tuning.workers import UnavailableError, Worker
 
 if TYPE_CHECKING:
     from benchmarks.bench import Bench
-    from benchmarks.worker import Worker
+
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # the pattern's, as a signed number
+_CHUNK_WORDS = 8 << 20
+_COPY_NBYTES = 256 * MIB
+_SAMPLE_SECONDS = 0.01
+
+
+def check_gpu() -> None:
+    """Raise UnavailableError, with the reason, where CUDA tensors cannot be moved."""
+    if reason := why_no_gpu():
+        raise UnavailableError(f"no GPU: {reason}")
+
+
+class Device:
+    """What the GPU is."""
+
+    def __init__(self) -> None:
+        check_gpu()
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": torch.cuda.get_device_name(),
+            "free_nbytes": torch.cuda.mem_get_info()[0],
+            "torch": torch.__version__,
+        }
+
+
+def fill(tensor: torch.Tensor, seed: int) -> None:
+    """Fill a tensor of bytes, a multiple of 8, with the pattern of the files."""
+    for part, words in _parts(tensor, seed):
+        part.copy_(words)
+
+
+def matches(tensor: torch.Tensor, seed: int) -> bool:
+    """Whether a tensor of bytes holds the pattern."""
+    return all(torch.equal(part, words) for part, words in _parts(tensor, seed))
+
+
+def _parts(tensor: torch.Tensor, seed: int) -> Any:
+    for number, part in enumerate(tensor.view(torch.int64).split(_CHUNK_WORDS)):
+        first = seed + number * _CHUNK_WORDS
+        words = torch.arange(first, first + part.numel(), device=part.device)
+        yield part, words * _MULTIPLIER
+
+
+class TensorPeer(TransferPeer):
+    """Writes and reads one tensor; subclasses say how, in ``put`` and ``get``.
+
+    ``device="cpu"`` is for tests of the benchmark itself.
+    """
+
+    put: Any
+    get: Any
+
+    def __init__(self, nbytes: int, device: str = "cuda") -> None:
+        if device == "cuda":
+            check_gpu()
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def pinned_nbytes(self) -> int:
+        """Host memory pinned for transfers that the kernel does not know of: NVIDIA's driver pins by itself."""
+        return 0
+
+    def details(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, path: Path) -> None:
+        self.put(path)
+        sync(path)
+
+    def load(self, path: Path) -> None:
+        self.get(path)
+        _synchronize(self.tensor)
+
+    def fill(self, seed: int) -> None:
+        fill(self.tensor, seed)
+        _synchronize(self.tensor)
+
+    def holds(self, seed: int, offset: int) -> bool:
+        return matches(self.tensor, seed)
+
+    def clear(self) -> None:
+        super().clear()
+        _synchronize(self.tensor)
+
+    def clock(self) -> Stopwatch:
+        return LockedMemoryStopwatch()
+
+    def result(self, watch: Stopwatch) -> dict[str, Any]:
+        assert isinstance(watch, LockedMemoryStopwatch)
+        pinned = max(watch.locked_nbytes, self.pinned_nbytes())
+        return watch.result(self.tensor.nbytes, locked_nbytes=pinned, **self.details())
+
+
+class Handle(TensorPeer):
+    """Our ``aio_handle``, or another handle of ours by its name."""
+
+    def __init__(
+        self,
+        nbytes: int,
+        name: str = "aio_handle",
+        options: dict[str, Any] | None = None,
+        device: str = "cuda",
+    ) -> None:
+        super().__init__(nbytes, device)
+        try:
+            self.handle = getattr(tensorferry, name)(**options or {})
+        except tensorferry.EngineUnavailableError as error:
+            raise UnavailableError(str(error)) from error
+        if name == "gds_handle":
+            self.handle.pin_device_tensor(self.tensor)
+
+    def put(self, path: Path) -> None:
+        self.handle.sync_pwrite(self.tensor, path)
+
+    def get(self, path: Path) -> None:
+        self.handle.sync_pread(self.tensor, path)
+
+    def pinned_nbytes(self) -> int:
+        return _core.pinned_pool_nbytes()
+
+    def details(self) -> dict[str, Any]:
+        stats = self.handle.stats()
+        return {name: stats[name] for name in ("engine", "gpu_nbytes", "gds_nbytes")}
+
+
+class DeepSpeedHandle(TensorPeer):
+    """DeepSpeed's ``aio_handle``, given the same tensor."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.handle = async_io().aio_handle()
+
+    def put(self, path: Path) -> None:
+        succeed(self.handle.sync_pwrite(self.tensor, str(path), 0))
+
+    def get(self, path: Path) -> None:
+        succeed(self.handle.sync_pread(self.tensor, str(path), 0))
+
+
+class KvikIO(TensorPeer):
+    """kvikio's ``CuFile``, with as many threads as make it fast."""
+
+    def __init__(self, nbytes: int, threads: int) -> None:
+        os.environ["KVIKIO_NTHREADS"] = str(threads)
+        import kvikio  # type: ignore[import-not-found]
+
+        super().__init__(nbytes)
+        self.open = kvikio.CuFile
+
+    def put(self, path: Path) -> None:
+        self._move(path, "w")
+
+    def get(self, path: Path) -> None:
+        self._move(path, "r")
+
+    def _move(self, path: Path, mode: str) -> None:
+        with self.open(str(path), mode) as file:
+            nbytes = (file.write if mode == "w" else file.read)(self.tensor)
+        if nbytes != self.tensor.nbytes:
+            raise MeasurementError(f"moved {nbytes} of {self.tensor.nbytes} bytes")
+
+
+class CopyThen(TensorPeer):
+    """What DeepNVMe does, better: all of the tensor goes through pinned memory of its size, kept for the next time.
+
+    Our ``aio_handle`` moves that, or so many threads with ``pwritev``/``preadv`` past the page cache.
+    """
+
+    def __init__(self, nbytes: int, threads: int = 0, device: str = "cuda") -> None:
+        super().__init__(nbytes, device)
+        self.host = host_memory(nbytes, pinned=device == "cuda")
+        self.threads = threads
+        self.handle = tensorferry.aio_handle()
+
+    def put(self, path: Path) -> None:
+        self.host.copy_(self.tensor, non_blocking=True)
+        _synchronize(self.tensor)
+        if self.threads:
+            move(path, self.host, self.threads, write=True)
+        else:
+            self.handle.sync_pwrite(self.host, path)
+
+    def get(self, path: Path) -> None:
+        if self.threads:
+            move(path, self.host, self.threads, write=False)
+        else:
+            self.handle.sync_pread(self.host, path)
+        self.tensor.copy_(self.host, non_blocking=True)
+
+    def pinned_nbytes(self) -> int:
+        return self.host.nbytes
+
+
+class StorageLimit:
+    """A file system alone, where fio is missing or not at its best: ``pwritev``/``preadv`` from several threads.
+
+    What the bytes are does not matter.
+    """
+
+    def __init__(self, nbytes: int, threads: int) -> None:
+        self.threads = threads
+        self.memory = host_memory(nbytes, pinned=False)
+
+    def write(self, path: Path, seed: int, check: bool) -> dict[str, Any]:
+        with Stopwatch() as watch:
+            direct = move(path, self.memory, self.threads, write=True)
+            sync(path)
+        return watch.result(self.memory.nbytes, direct=direct)
+
+    def read(self, path: Path, seed: int) -> dict[str, Any]:
+        with Stopwatch() as watch:
+            direct = move(path, self.memory, self.threads, write=False)
+        return watch.result(self.memory.nbytes, direct=direct)
+
+
+class CopyLimit:
+    """The copy alone: between a GPU and 256 MiB of pinned memory, again and again."""
+
+    def __init__(self, nbytes: int, device: str = "cuda") -> None:
+        if device == "cuda":
+            check_gpu()
+        piece = min(nbytes, _COPY_NBYTES)
+        self.times = nbytes // piece
+        self.host = host_memory(piece, pinned=device == "cuda")
+        self.tensor = torch.ones(piece, dtype=torch.uint8, device=device)
+
+    def to_host(self) -> dict[str, Any]:
+        return self._copy(self.host, self.tensor)
+
+    def to_device(self) -> dict[str, Any]:
+        return self._copy(self.tensor, self.host)
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:
+        _synchronize(self.tensor)
+        with Stopwatch() as watch:
+            for _ in range(self.times):
+                to.copy_(source, non_blocking=True)
+            _synchronize(self.tensor)
+        return watch.result(self.times * self.tensor.nbytes)
+
+
+def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
+    """Page-aligned memory that has been touched; pinned, or in huge pages where the kernel has them."""
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).fill_(1)
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+
+
+def _synchronize(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+class LockedMemoryStopwatch(Stopwatch):
+    """Looks every 10 ms how much memory is locked or pinned, too, as far as Linux knows."""
+
+    locked_nbytes = 0
+
+    def __enter__(self) -> LockedMemoryStopwatch:
+        self._before = _locked_nbytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.is_set():
+            self.locked_nbytes = max(self.locked_nbytes, _locked_nbytes() - self._before)
+            time.sleep(_SAMPLE_SECONDS)
+
+
+def _locked_nbytes() -> int:
+    values = status_of_process()
+    return sum(int(values.get(name, "0 kB").split()[0]) for name in ("VmLck", "VmPin")) * 1024
+
+
+# The scenario
 
 SEED = 17
 OURS = "tensorferry aio_handle"
-_PEERS = "benchmarks.peers.gpu"
+_PEERS = "benchmarks.scenarios.gpu"
 _TMPFS = Path("/dev/shm")
 _LARGER = 8
 _LARGER_ROUNDS_MAX = 5
 _THREADS = (1, 4, 16)
-_LOCKED_NBYTES_MAX = 128 * MIB
-_IN_MEMORY_FIOS = [fio.Config("psync", MIB, 1, direct=False)]
+_LOCKED_MIB_MAX = 128
+_IN_MEMORY_FIOS = [Config("psync", MIB, 1, direct=False)]
 _FIOS = [
-    fio.Config("io_uring", MIB, 32),
-    fio.Config("io_uring", MIB, 128),
-    fio.Config("libaio", MIB, 128),
-    fio.Config("io_uring", 4 * MIB, 32, registered=True, huge_pages=True),
+    Config("io_uring", MIB, 32),
+    Config("io_uring", MIB, 128),
+    Config("libaio", MIB, 128),
+    Config("io_uring", 4 * MIB, 32, registered=True, huge_pages=True),
 ]
-
 # How much of each memory a run of one size takes, in tensors of that size: what lives at once in the workers below.
 _GPU_TENSORS = 7
 _PINNED_TENSORS = 3  # two whole copies, and DeepSpeed's
@@ -70,11 +368,10 @@ def run_on_tmpfs(settings: Settings) -> Outcome:
 
 
 def _run(settings: Settings, name: str, *, memory_file_system: bool) -> Outcome:
-    with workers() as make:
-        device = make(f"{_PEERS}:Device").call("describe")
-    if not settings.directory.is_dir():
-        raise UnavailableError(f"{settings.directory} is no directory")
-    outcome = Outcome(notes=[f"{device['name']}, torch {device['torch']}"])
+    outcome = Outcome()
+    with bench_in(settings, outcome) as bench:
+        device = bench.worker(f"{_PEERS}:Device").call("describe")
+    bench.note(f"{device['name']}, torch {device['torch']}")
     for factor in (1,) if settings.smoke else (1, _LARGER):
         sized = replace(settings, nbytes=factor * settings.nbytes)
         if factor > 1:
@@ -83,13 +380,13 @@ def _run(settings: Settings, name: str, *, memory_file_system: bool) -> Outcome:
         if lack and factor == 1:
             raise UnavailableError(lack)
         if lack:
-            outcome.notes.append(lack)
+            bench.note(lack)
             continue
         with bench_in(sized, outcome) as bench:
             for comparison, verb in _transfers(bench, name, memory_file_system):
                 outcome.figures += figures(comparison, f"{name}: {size(sized.nbytes)} {verb}")
     if not fio.installed():
-        outcome.notes.append("fio is not installed: the file system's limit is that of plain calls")
+        bench.note("fio is not installed: the file system's limit is that of plain calls")
     return outcome
 
 
@@ -116,35 +413,26 @@ def limits(comparison: Comparison) -> list[Row]:
     copy = comparison.best("limit", "copy")
     if not storage or not copy:
         return []
-    return sorted([max(storage, key=_median), copy], key=_median)
-
-
-def _median(row: Row) -> float:
-    return row.median
+    best = max(storage, key=lambda row: row.median)
+    return sorted([best, copy], key=lambda row: row.median)
 
 
 def figures(comparison: Comparison, what: str) -> list[Figure]:
     """The promises about one comparison."""
     ours, found = comparison.row(OURS), limits(comparison)
-    over = ratio(ours, found[0]) if found else None
+    over = comparison.over(OURS, found[0]) if found else None
     note = "; ".join(comparison.described(row, "a limit") for row in found)
     # Overlapping them pays where they are within a factor of 2.
     comparable = found and found[1].median <= 2 * found[0].median
     whole = comparison.best("peer", "whole")
-    least = 1.5 if comparable else 1.0
+    least, over_whole = 1.5 if comparable else 1.0, comparison.over(OURS, whole)
     best = comparison.described(whole, "best")
     locked = [sample.details["locked_nbytes"] / MIB for sample in ours.samples] if ours else []
-    most = _LOCKED_NBYTES_MAX // MIB
+    most, note = max(locked, default=None), note or "a limit was not measured"
     return [
-        Figure(
-            f"{what}, over the lower limit",
-            ">=",
-            0.90,
-            over,
-            note=note or "a limit was not measured",
-        ),
-        Figure(f"{what}, over whole copy, then I/O", ">=", least, ratio(ours, whole), note=best),
-        Figure(f"{what}, locked host memory", "<=", most, max(locked, default=None), "MiB"),
+        Figure(f"{what}, over the lower limit", ">=", 0.90, over, note=note),
+        Figure(f"{what}, over whole copy, then I/O", ">=", least, over_whole, note=best),
+        Figure(f"{what}, locked host memory", "<=", _LOCKED_MIB_MAX, most, "MiB"),
     ]
 
 
@@ -161,19 +449,18 @@ def _transfers(bench: Bench, name: str, memory_file_system: bool) -> list[tuple[
     def compared(action: Any, direction: str) -> list[Contender]:
         moves = [Contender(label, kind, action(w), tags) for label, kind, tags, w in movers]
         copy = {f"pinned copy {direction.replace('_', ' ')}": measured(copies, direction)}
-        return moves + contenders("limit", copy, "copy")
+        return moves + contenders_of("limit", copy, "copy")
 
     title = f"{name}: {size(bench.nbytes)}"
-    by_fio = synced_fio_writes(bench, configs, target, bench.nbytes)
-    ways = compared(writes(target, seed=SEED), "to_host") + by_fio
-    written = bench.compare(f"{title} write", "CUDA tensor to a fresh file, synced", ways)
-    files.remove(target)
-
-    files.write_pattern(source, bench.nbytes, SEED)
-    kind = "file in memory" if memory_file_system else "cold file"
-    by_fio = fio.contenders(bench.settings, configs, source, "read", bench.nbytes)
+    ways = compared(writes(target, seed=SEED), "to_host") + bench.synced_fio(configs, bench.nbytes)
+    rules = "CUDA tensor to a fresh file, synced"
+    written = bench.compare(f"{title} write", rules, more=ways)
+    remove(target)
+    write_pattern(source, bench.nbytes, SEED)
+    by_fio = bench.fio(configs, source, "read", bench.nbytes)
     ways = compared(reads(source, seed=SEED), "to_device") + by_fio
-    was_read = bench.compare(f"{title} read", f"{kind} to CUDA tensor", ways)
+    rules = f"{'file in memory' if memory_file_system else 'cold file'} to CUDA tensor"
+    was_read = bench.compare(f"{title} read", rules, more=ways)
     return [(written, "write"), (was_read, "read")]
 
 

@@ -1,4 +1,4 @@
-"""AdamW's state on a drive: a step beside the same bytes moved alone, and beside the step in memory.
+"""Optimizer state and weights on a drive, beside the same bytes moved alone, computing in memory, and DeepSpeed.
 
 Rules: parameters and gradients in fp32, in tensors as a transformer has them; one process has them once, and the
 optimizer in memory and the offloaded ones of all budgets step them in turns. A step counts until its last write has
@@ -11,23 +11,33 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import statistics
+import tempfile
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import files, fio
-from benchmarks.actions import measured
-from benchmarks.bench import contenders, scenario
-from benchmarks.harness import GB, GIB, MIB, Row, Sample, UnavailableError
-from tensorferry.tuning.fio import free_huge_pages_nbytes, jobs_of
+import torch
+from torch import nn
+
+import tensorferry
+from benchmarks.bench import GIB, MIB, Config, measured, scenario
+from benchmarks.memory import Stopwatch, drive_nbytes, touch_memory, write_pattern
+from benchmarks.peers import async_io
+from tensorferry.offload import OffloadedOptimizer, offload_optimizer, stream_weights
+from tensorferry.tuning import fio
+from tensorferry.tuning.offload import Traffic
+from tensorferry.tuning.rounds import GB, Contender, MeasurementError, Sample
+from tensorferry.tuning.scratch import make_cold, remove
+from tensorferry.tuning.workers import UnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from benchmarks.bench import Bench, Measure
-    from benchmarks.harness import Contender
-    from benchmarks.worker import Worker
+    from tensorferry.tuning.rounds import Comparison, Row
+    from tensorferry.tuning.workers import Worker
 
 BUDGETS_NBYTES = (64 * MIB, 256 * MIB, GIB)
 STATE_NBYTES_PER_PARAMETER = 8
@@ -40,6 +50,102 @@ _PEAK_ROUNDS_MAX = 2  # it does not vary as time does
 _DRIVES_PARAMETERS_MAX = 30_000_000
 # Two such drives both ways at once leave processors, which play the drives as well, time to step.
 _DRIVE_NBYTES_PER_SECOND = 400_000_000
+
+
+class Stepper:
+    """Parameters and gradients, and optimizers of them."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], threads: int) -> None:
+        torch.set_num_threads(threads)
+        touch_memory(2 * 4 * sum(map(math.prod, shapes)))
+        self._params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        for param in self._params:
+            param.grad = torch.full_like(param, 1e-3)
+        # What torch imports with the first step of all.
+        small = nn.Parameter(torch.zeros(1))
+        small.grad = torch.zeros(1)
+        torch.optim.AdamW([small], fused=True).step()
+        self._in_memory: torch.optim.Optimizer | None = None
+        self._offloaded: dict[str, OffloadedOptimizer] = {}
+        self._alone: dict[int, Traffic] = {}
+
+    def step_in_memory(self) -> dict[str, Any]:
+        """Step the optimizer as it is."""
+        if self._in_memory is None:
+            self._in_memory = self._new()
+            self._in_memory.step()
+        with Stopwatch() as watch:
+            self._in_memory.step()
+        return watch.as_value(watch.seconds)
+
+    def step(self, budget_nbytes: int, directories: list[Path]) -> dict[str, Any]:
+        """Step an offloaded one, and wait for its writes."""
+        name = f"{budget_nbytes} {directories}"
+        if name not in self._offloaded:
+            self._offloaded[name] = self._offload(budget_nbytes, directories)
+            for _ in range(2):  # the second one is as all that follow
+                self._offloaded[name].step()
+                self._offloaded[name].drain()
+        optimizer = self._offloaded[name]
+        before = optimizer.stats()
+        with Stopwatch() as watch:
+            optimizer.step()
+            optimizer.drain()
+        after = optimizer.stats()
+        read, written = (after[key] - before[key] for key in ("read_nbytes", "written_nbytes"))
+        moved = {
+            "read_nbytes": read,
+            "written_nbytes": written,
+            "buckets": after["buckets"],
+            "bucket_nbytes": after["state_nbytes"] // after["buckets"],
+            "memory_nbytes": after["memory_nbytes"],
+        }
+        return watch.as_value(watch.seconds, read + written, **moved)
+
+    def move_alone(
+        self, budget_nbytes: int, directory: Path, how: dict[str, int]
+    ) -> dict[str, Any]:
+        """Move what a step has moved."""
+        if budget_nbytes not in self._alone:
+            bucket = how["bucket_nbytes"]
+            slots = max(how["memory_nbytes"] // bucket, 1)
+            traffic = Traffic([str(directory)], bucket, how["buckets"], slots)
+            self._alone[budget_nbytes] = traffic
+        with Stopwatch() as watch:
+            self._alone[budget_nbytes].move(how["read_nbytes"], how["written_nbytes"])
+        return watch.as_value(watch.seconds)
+
+    def peak(self, budget_nbytes: int, directories: list[Path]) -> dict[str, Any]:
+        """Make an offloaded optimizer and take its first steps."""
+        with Stopwatch() as watch:
+            optimizer = self._offload(budget_nbytes, directories)
+            for _ in range(3):
+                optimizer.step()
+            optimizer.drain()
+        optimizer.close()
+        if watch.peak_growth_nbytes is None:
+            raise UnavailableError("the kernel does not tell the peak of memory")
+        return watch.as_value(watch.peak_growth_nbytes / MIB)
+
+    def checkpoint(self, budget_nbytes: int, directories: list[Path], path: Path) -> dict[str, Any]:
+        """Keep the state as a checkpoint."""
+        optimizer = self._offloaded[f"{budget_nbytes} {directories}"]
+        with Stopwatch() as watch:
+            optimizer.checkpoint(path)
+        return watch.as_value(watch.seconds)
+
+    def end(self) -> None:
+        """Give space on drives back."""
+        for each in [*self._offloaded.values(), *self._alone.values()]:
+            each.close()
+        self._offloaded, self._alone = {}, {}
+
+    def _new(self) -> Any:
+        return torch.optim.AdamW(self._params, lr=1e-4, fused=True)
+
+    def _offload(self, budget_nbytes: int, directories: list[Path]) -> OffloadedOptimizer:
+        names = [str(directory) for directory in directories]
+        return offload_optimizer(self._new(), names, memory_budget=budget_nbytes)
 
 
 def shapes(parameters: int) -> list[tuple[int, ...]]:
@@ -56,19 +162,6 @@ def shapes(parameters: int) -> list[tuple[int, ...]]:
     return found
 
 
-@scenario
-def run(bench: Bench) -> None:
-    parameters = bench.settings.parameters
-    state_nbytes = parameters * STATE_NBYTES_PER_PARAMETER
-    budgets = _budgets_below(state_nbytes, otherwise=max(state_nbytes // 4, 4 * MIB))
-    drive = bench.directory / "state"
-    stepper = _stepper(bench, parameters)
-    _steps(bench, stepper, [*budgets, state_nbytes + state_nbytes // 4], drive)
-    _checkpoints(bench, stepper, budgets, drive)
-    stepper.close()
-    _peaks(bench, [*budgets, state_nbytes + state_nbytes // 4], drive)
-
-
 def _budgets_below(nbytes: int, otherwise: int) -> list[int]:
     return [budget for budget in BUDGETS_NBYTES if budget < nbytes] or [otherwise]
 
@@ -76,14 +169,27 @@ def _budgets_below(nbytes: int, otherwise: int) -> list[int]:
 def _stepper(bench: Bench, parameters: int) -> Worker:
     """Its threads are as users have them; one where nothing is to be measured, and others may be at work."""
     threads = 1 if bench.smoke else len(os.sched_getaffinity(0))
-    return bench.worker(
-        "benchmarks.peers.offload:Stepper", shapes=shapes(parameters), threads=threads
-    )
+    return bench.worker(Stepper, shapes=shapes(parameters), threads=threads)
 
 
 def _step(stepper: Worker, budget: int, *directories: Path) -> Measure:
-    names = [str(directory) for directory in directories]
-    return measured(stepper, "step", budget_nbytes=budget, directories=names)
+    return measured(stepper, "step", budget_nbytes=budget, directories=list(directories))
+
+
+@scenario
+def steps(bench: Bench) -> None:
+    """Steps, checkpoints, and what memory they take."""
+    parameters = bench.settings.parameters
+    state_nbytes = parameters * STATE_NBYTES_PER_PARAMETER
+    budgets = _budgets_below(state_nbytes, otherwise=max(state_nbytes // 4, 4 * MIB))
+    every = [*budgets, state_nbytes + state_nbytes // 4]
+    drive = bench.directory / "state"
+    stepper = _stepper(bench, parameters)
+    _steps(bench, stepper, every, drive)
+    _checkpoints(bench, stepper, budgets, drive)
+    stepper.call("end")
+    stepper.close()
+    _peaks(bench, every, drive)
 
 
 def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> None:
@@ -91,10 +197,8 @@ def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> No
     shown: dict[int, dict[str, Any]] = {}
 
     def stepping(budget: int) -> Measure:
-        step = _step(stepper, budget, drive)
-
         def measure(number: int) -> Sample:
-            sample = step(number)
+            sample = _step(stepper, budget, drive)(number)
             shown[budget] = sample.details
             return sample
 
@@ -104,33 +208,30 @@ def _steps(bench: Bench, stepper: Worker, budgets: list[int], drive: Path) -> No
         def how(_: int) -> dict[str, int]:
             if budget not in shown:
                 raise UnavailableError("no step has shown what is to be moved")
-            return {key: int(value) for key, value in shown[budget].items()}
+            return shown[budget]
 
-        where: dict[str, Any] = {"label": str(budget), "directories": [str(drive)]}
+        where: dict[str, Any] = {"budget_nbytes": budget, "directory": drive}
         return measured(stepper, "move_alone", **where, how=how)
 
-    compared = contenders("limit", {IN_MEMORY: measured(stepper, "step_in_memory")})
-    for budget in budgets:
-        compared += contenders("ours", {_label(budget): stepping(budget)}, "step")
-        if budget != budgets[-1]:
-            compared += contenders("limit", {_alone_label(budget): alone(budget)}, "alone")
     comparison = bench.compare(
         f"offload: a step of {bench.settings.parameters / 1e6:.3g} M parameters",
         "AdamW, fused, fp32; with all writes",
-        compared,
-        "s",
+        ours={_label(budget): stepping(budget) for budget in budgets},
+        limit={IN_MEMORY: measured(stepper, "step_in_memory")}
+        | {_alone_label(budget): alone(budget) for budget in budgets[:-1]},
+        unit="s",
     )
     for budget in budgets:
         row, last = comparison.row(_label(budget)), budget == budgets[-1]
-        medians = [comparison.median(label) for label in (IN_MEMORY, _alone_label(budget))]
-        limits = [median for median in medians if median]
+        limits = [
+            m for label in (IN_MEMORY, _alone_label(budget)) if (m := comparison.median(label))
+        ]
         others = "that in memory" if last else "the greater of its I/O alone and that in memory"
-        measured_ratio = row.median / max(limits) if row and limits else None
+        over = row.median / max(limits) if row and limits else None
         what = f"offload: step with {_label(budget)} over {others}"
-        bench.at_most(what, 1.02 if last else 1.05, measured_ratio)
+        bench.at_most(what, 1.02 if last else 1.05, over)
         if row:
-            moved = row.samples[-1].details
-            read, written = (moved[f"{way}_nbytes"] / GB for way in ("read", "written"))
+            read, written = (shown[budget][f"{way}_nbytes"] / GB for way in ("read", "written"))
             bench.note(f"{row.label}: a step reads {read:.3f} GB and writes {written:.3f} GB")
 
 
@@ -140,8 +241,8 @@ def _checkpoints(bench: Bench, stepper: Worker, budgets: list[int], drive: Path)
 
     def checkpoint(budget: int) -> Measure:
         step = _step(stepper, budget, drive)
-        where: dict[str, Any] = {"directories": [str(drive)], "path": str(path)}
-        save = measured(stepper, "checkpoint", _remove_tree, [path], budget_nbytes=budget, **where)
+        where: dict[str, Any] = {"directories": [drive], "path": path, "budget_nbytes": budget}
+        save = measured(stepper, "checkpoint", remove, [path], **where)
 
         def measure(number: int) -> Sample:
             step(number)  # the one before is outdated
@@ -156,7 +257,7 @@ def _checkpoints(bench: Bench, stepper: Worker, budgets: list[int], drive: Path)
         return step(number)
 
     def step_without(number: int) -> Sample:
-        _remove_tree(path)
+        remove(path)
         step(number)  # what the checkpoint had is replaced
         return step(number)
 
@@ -164,94 +265,93 @@ def _checkpoints(bench: Bench, stepper: Worker, budgets: list[int], drive: Path)
     made = bench.compare(
         "offload: a checkpoint",
         f"of {nbytes / GB:.3g} GB, on the file system of the state",
-        contenders("ours", {_label(budget): checkpoint(budget) for budget in budgets}),
-        "s",
+        ours={_label(budget): checkpoint(budget) for budget in budgets},
+        unit="s",
     )
-    after, without = {"after one": step_after}, {"without": step_without}
-    steps = bench.compare(
+    found = bench.compare(
         "offload: a step after a checkpoint",
         f"{_label(budgets[0])}; checkpoints there are beside it",
-        contenders("ours", after) + contenders("limit", without),
-        "s",
+        ours={"after one": step_after},
+        limit={"without": step_without},
+        unit="s",
     )
-    _remove_tree(path)
+    remove(path)
     bench.at_most("offload: a checkpoint", 0.2, made.median(_label(budgets[0])), unit="s")
-    over = steps.over("after one", "without")
+    over = found.over("after one", "without")
     bench.at_most("offload: a step after a checkpoint over one without", 1.1, over)
-
-
-def _remove_tree(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _peaks(bench: Bench, budgets: list[int], drive: Path) -> None:
     def in_a_new_process(budget: int) -> Measure:
         def measure(_: int) -> Sample:
             stepper = _stepper(bench, bench.settings.parameters)
-            sample = stepper.sample("peak", budget_nbytes=budget, directories=[str(drive)])
+            answer = stepper.call("peak", budget_nbytes=budget, directories=[drive])
             stepper.close()
-            return sample
+            return Sample(**answer)
 
         return measure
 
     comparison = bench.compare(
         "offload: memory",
         "growth of the peak above parameters and gradients, three steps",
-        contenders("ours", {_label(budget): in_a_new_process(budget) for budget in budgets}),
-        "MiB",
+        ours={_label(budget): in_a_new_process(budget) for budget in budgets},
+        unit="MiB",
         rounds=bench.rounds_at_most(_PEAK_ROUNDS_MAX),
     )
-    note = f"the budget + 10 % + {ALLOWANCE_NBYTES // MIB}; the worst"
     for budget in budgets:
-        what, most = f"offload: peak with {_label(budget)}", 1.1 * budget + ALLOWANCE_NBYTES
-        bench.peak(what, most, comparison, _label(budget), note)
+        most = (1.1 * budget + ALLOWANCE_NBYTES) / MIB
+        row = comparison.row(_label(budget))
+        what, note = f"offload: peak with {_label(budget)}", "the budget + 10 % + 64; the worst"
+        bench.at_most(what, most, row.median.high if row else None, note, "MiB")
 
 
 @scenario
-def run_on_two_drives(bench: Bench) -> None:
+def two_drives(bench: Bench) -> None:
     """Two directories on drives of their own, beside each of them alone (root only)."""
     parameters = min(bench.settings.parameters, _DRIVES_PARAMETERS_MAX)
     state_nbytes = STATE_NBYTES_PER_PARAMETER * parameters
     budget = min(BUDGETS_NBYTES[0], max(state_nbytes // 4, 4 * MIB))
     size = 4 * state_nbytes + 256 * MIB
-    with bench.on_two_drives(size, _DRIVE_NBYTES_PER_SECOND) as (limited, drives):
-        stepper = _stepper(limited, parameters)
+    with bench.on_drives(size, _DRIVE_NBYTES_PER_SECOND, 2) as both:
+        stepper = _stepper(both[0], parameters)
 
         def moved(*directories: Path) -> Measure:
             step = _step(stepper, budget, *directories)
-            return lambda number: _as_throughput(step(number))
 
-        states = [drive / "state" for drive in drives]
-        ways = {
-            "first drive": moved(states[0]),
-            "second drive": moved(states[1]),
-            "both drives": moved(*states),
-        }
+            def measure(number: int) -> Sample:
+                sample = step(number)
+                return replace(sample, value=sample.nbytes / GB / sample.seconds)
+
+            return measure
+
+        states = [each.directory / "state" for each in both]
+        ways = {f"drive {number}": moved(state) for number, state in enumerate(states)}
         rules = "loop devices over memory; steps"
-        comparison = bench.compare("offload: two drives", rules, contenders("ours", ways))
-        stepper.call("close")
-    over, _ = comparison.over_sum("both drives", ("first drive", "second drive"))
+        every = ways | {"both drives": moved(*states)}
+        comparison = bench.compare("offload: two drives", rules, ours=every)
+        stepper.call("end")
+    over = comparison.over_sum("both drives", list(ways))
     bench.at_least("offload: both drives over the sum of each", 0.9, over)
 
 
-def _as_throughput(sample: Sample) -> Sample:
-    return replace(sample, value=sample.nbytes / GB / sample.seconds)
-
-
 @scenario
-def run_beside_deepspeed(bench: Bench) -> None:
+def beside_deepspeed(bench: Bench) -> None:
     """Steps of ours and of DeepSpeed's ZeRO-3, both with fp32 state on NVMe, in processes of their own."""
     if not bench.deepspeed_wanted():
         return
     parameters, directory = bench.settings.parameters, bench.directory
-    aio = {"block_size": MIB, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True}
     ours = _stepper(bench, parameters)
     theirs = bench.worker(
-        "benchmarks.peers.zero3:OptimizerStepper",
-        directory=str(directory / "deepspeed"),
+        OptimizerStepper,
+        directory=directory / "deepspeed",
         shapes=shapes(parameters),
         buffers=_DEEPSPEED_BUFFERS,
-        aio=aio,
+        aio={
+            "block_size": MIB,
+            "queue_depth": 32,
+            "intra_op_parallelism": 2,
+            "overlap_events": True,
+        },
     )
     state_nbytes = STATE_NBYTES_PER_PARAMETER * parameters
     budgets = _budgets_below(state_nbytes // 2, otherwise=state_nbytes // 4)
@@ -259,41 +359,30 @@ def run_beside_deepspeed(bench: Bench) -> None:
     def their_step(number: int) -> Sample:
         for _ in range(3 if number == 0 else 0):  # the first ones make files, and read nothing
             theirs.call("step")
-        sample = theirs.sample("step")
-        return replace(sample, value=sample.seconds, peak_growth_nbytes=None)
+        return Sample(**theirs.call("step"))
 
-    steps = {_label(budget): _step(ours, budget, directory / "state") for budget in budgets}
+    made = {_label(budget): _step(ours, budget, directory / "state") for budget in budgets}
     comparison = bench.compare(
         f"offload: a step of {parameters / 1e6:.3g} M parameters, and DeepSpeed's",
         "fp32, AdamW, fused; DeepSpeed reads and writes pipelined",
-        [
-            *contenders("ours", steps),
-            *contenders("peer", {THEIRS: their_step}),
-            *_mixed(bench, state_nbytes),
-        ],
-        "s",
+        ours=made,
+        peer={THEIRS: their_step},
+        more=_mixed(bench, state_nbytes),
+        unit="s",
     )
-    ours.call("close")
+    ours.call("end")
     other = comparison.row(THEIRS)
-    for label in steps:
+    for label in made:
+        over = comparison.over(THEIRS, label)
+        bench.at_least(f"offload: DeepSpeed's step over ours, {label}", 2.5, over)
         row = comparison.row(label)
-        bench.at_least(
-            f"offload: DeepSpeed's step over ours, {label}", 2.5, comparison.over(THEIRS, label)
-        )
-        part = None
-        if row and other:
-            mine, others = _moved_nbytes(row), _moved_nbytes(other)
-            part = mine / others
-            bench.note(
-                f"{label}: a step moves {mine / GB:.3f} GB, DeepSpeed's {others / GB:.3f} GB"
-            )
+        part = _moved_nbytes(row) / _moved_nbytes(other) if row and other else None
         bench.at_most(f"offload: bytes moved over DeepSpeed's, {label}", 0.5, part)
     largest = max(map(math.prod, shapes(parameters)))
     bench.note(f"DeepSpeed's buffers: {_DEEPSPEED_BUFFERS * largest * 4 / MIB:.0f} MiB")
-    for row in comparison.rows:
-        if row.usable:
-            speed = statistics.median(sample.nbytes / sample.seconds for sample in row.samples)
-            bench.note(f"{row.label}: {speed / GB:.2f} GB/s")
+    for row in comparison.sorted_rows():
+        moved = _moved_nbytes(row)
+        bench.note(f"{row.label}: {moved / GB:.3f} GB, {moved / row.median / GB:.2f} GB/s")
 
 
 def _moved_nbytes(row: Row) -> float:
@@ -302,18 +391,17 @@ def _moved_nbytes(row: Row) -> float:
 
 def _mixed(bench: Bench, nbytes: int) -> list[Contender]:
     """Reads of one file beside writes of another, both of all state: the drive's limit for both at once."""
-    huge = free_huge_pages_nbytes() >= 2 * 64 * MIB  # for two jobs
-    configs = fio.usable([fio.Config("io_uring", MIB, 64, huge_pages=huge)], bench.settings)
+    huge = fio.free_huge_pages_nbytes() >= 2 * 64 * MIB  # for two jobs
     source, target = bench.directory / "fio-read", bench.directory / "fio-written"
     nbytes -= nbytes % MIB
 
-    def measure(_: int) -> Sample:
+    def measure(config: Config, _: int) -> Sample:
         for path in (source, target):
             if not path.exists():
-                files.write_pattern(path, nbytes, 1)
-            files.make_cold(path)
-        common = [f"--size={nbytes}", *configs[0].arguments()]
-        read, written = jobs_of(
+                write_pattern(path, nbytes, 1)
+            make_cold(path)
+        common = [f"--size={nbytes}", *config.arguments()]
+        read, written = fio.jobs_of(
             [
                 *("--name=read", f"--filename={source}", "--rw=read", *common),
                 *("--name=write", f"--filename={target}", "--rw=write", "--overwrite=1", *common),
@@ -324,7 +412,8 @@ def _mixed(bench: Bench, nbytes: int) -> list[Contender]:
         moved = sum(sample.nbytes for sample in both)
         return Sample(seconds, seconds, moved, sum(sample.cpu_seconds or 0 for sample in both))
 
-    return contenders("limit", {MIXED: measure} if configs else {})
+    found = bench.each_fio([Config("io_uring", MIB, 64, huge_pages=huge)], measure)
+    return [replace(each, label=MIXED, kind="limit") for each in found]
 
 
 def _label(budget_nbytes: int) -> str:
@@ -333,3 +422,295 @@ def _label(budget_nbytes: int) -> str:
 
 def _alone_label(budget_nbytes: int) -> str:
     return f"the same I/O alone, {_label(budget_nbytes)}"
+
+
+# A training step of DeepSpeed's ZeRO-3 with all states on NVMe: its own engine against ours.
+#
+# One process each, both alive all the time and training in turns, so that a sample is some further steps of one of
+# them; the same model, batches and configuration; the losses must be the same to the last bit. A third one keeps all in
+# memory: what is left of its step is what the drive costs.
+
+OURS, OF_DEEPSPEED, ALL_IN_MEMORY = "tensorferry", "DeepSpeed", "all in memory"
+STEPS = 2
+# DeepSpeed's defaults, and what its tuner commonly finds.
+AIO: dict[str, dict[str, Any]] = {
+    "DeepSpeed's defaults": {},
+    "queue depth 32, 4 threads": {"queue_depth": 32, "intra_op_parallelism": 4},
+}
+
+
+class Trainer:
+    """A training of one process with DeepSpeed, on its own engine or on ours, which goes on from sample to sample."""
+
+    def __init__(self, directory: Path, served: bool, **options: Any) -> None:
+        self._clock, self._scratch = _begin(served)
+        from benchmarks.training import Training
+
+        self._training = Training(directory, **options)
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Time some steps; the bytes are what the process read from and wrote to drives meanwhile."""
+        before, in_handle = drive_nbytes("read", "write"), self._clock.seconds
+        with Stopwatch() as watch:
+            losses = [self._training.step() for _ in range(count)]
+        nbytes = drive_nbytes("read", "write") - before
+        in_handle = self._clock.seconds - in_handle
+        return watch.as_value(watch.seconds / count, nbytes, losses=losses, in_handle=in_handle)
+
+
+class OptimizerStepper:
+    """Steps of an optimizer whose states are on NVMe, on DeepSpeed's own engine."""
+
+    def __init__(
+        self, directory: Path, shapes: list[tuple[int, ...]], buffers: int, aio: dict[str, Any]
+    ) -> None:
+        _, self._scratch = _begin(served=False)
+        from benchmarks.training import OptimizerOnNvme
+
+        self._training = OptimizerOnNvme(directory, shapes, buffers, aio)
+
+    def step(self) -> dict[str, Any]:
+        """Time a step, and count what it, and the gradients for it, have moved."""
+        before = drive_nbytes("read", "write")
+        self._training.compute_gradients()
+        with Stopwatch() as watch:
+            self._training.step()
+        watch.peak_growth_nbytes = None
+        return watch.as_value(watch.seconds, drive_nbytes("read", "write") - before)
+
+
+def _begin(served: bool) -> tuple[_HandleClock, tempfile.TemporaryDirectory[str]]:
+    """Have DeepSpeed in this process, with its own engine or ours."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # looked for, and not used
+    import tensorferry.deepspeed
+    from benchmarks.training import join
+
+    if served:
+        tensorferry.deepspeed.install()
+    else:
+        tensorferry.deepspeed.uninstall()
+    clock = _HandleClock(async_io().aio_handle)
+    scratch = tempfile.TemporaryDirectory()
+    join(init_method=f"file://{scratch.name}/store", rank=0, world_size=1)
+    return clock, scratch
+
+
+class _HandleClock:
+    """How long DeepSpeed was held up by calls of a handle's methods: submitting and waiting."""
+
+    def __init__(self, kind: type) -> None:
+        self.seconds = 0.0
+        self._inside = False
+        for name in ("wait", "async_pread", "async_pwrite", "pread", "pwrite"):
+            setattr(kind, name, self._timed(getattr(kind, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            if self._inside:  # one method of ours may call another
+                return method(*arguments, **keywords)
+            self._inside, start = True, time.perf_counter()
+            try:
+                return method(*arguments, **keywords)
+            finally:
+                self.seconds += time.perf_counter() - start
+                self._inside = False
+
+        return timed
+
+
+@scenario
+def zero3(bench: Bench) -> None:
+    if not bench.deepspeed_wanted():
+        return
+    for name, aio in AIO.items():
+        _trainings(bench, name, aio)
+        for worker in bench.workers:  # two trainings at a time, and no more
+            worker.close()
+        bench.workers.clear()
+
+
+def _trainings(bench: Bench, name: str, aio: dict[str, Any]) -> None:
+    losses: dict[str, list[str]] = {}
+
+    def steps(label: str, *, served: bool, offload: str = "both") -> Measure:
+        size = {"layers": 1, "hidden": 512} if bench.smoke else {"layers": 4, "hidden": 1024}
+        directory = bench.directory / label.replace(" ", "-")
+        how = {"directory": directory, "served": served, "offload": offload, "aio": aio}
+        worker = bench.worker(Trainer, **how, **size)
+
+        def measure(number: int) -> Sample:
+            if number == 0:  # first steps make the files and the optimizer's states
+                losses[label] = worker.call("steps", count=2)["details"]["losses"]
+            sample = Sample(**worker.call("steps", count=STEPS))
+            losses[label] += sample.details["losses"]
+            return sample
+
+        return measure
+
+    comparison = bench.compare(
+        f"zero3 step, {name}",
+        "seconds a step",
+        ours={OURS: steps(OURS, served=True)},
+        peer={
+            OF_DEEPSPEED: steps(OF_DEEPSPEED, served=False),
+            ALL_IN_MEMORY: steps(ALL_IN_MEMORY, served=True, offload="nothing"),
+        },
+        unit="s",
+    )
+    over = comparison.over(OURS, OF_DEEPSPEED)
+    bench.at_most(f"ZeRO-3 step, ours/DeepSpeed's, {name}", 1.0, over)
+    if comparison.row(OURS) and comparison.row(OF_DEEPSPEED):
+        pairs = zip(losses[OURS], losses[OF_DEEPSPEED], strict=False)
+        bench.at_most(f"losses that differ, {name}", 0, sum(a != b for a, b in pairs))
+    for label in (OURS, OF_DEEPSPEED):
+        if row := comparison.row(label):
+            held = statistics.median(s.details["in_handle"] for s in row.samples) / STEPS
+            moved = f"{_moved_nbytes(row) / STEPS / GB:.2f} GB a step"
+            spent = f"{held:.2f} of {row.median:.2f} s are spent in its handles"
+            bench.note(f"{name}: {label} moves {moved}; {spent}")
+
+
+# A model in a quarter of its memory: the time for each token, beside what it cannot be below.
+#
+# That is the slower of two: reading the bytes that a token needs, alone, and computing with all weights in memory.
+# Weights are float32 in four files, past the page cache; one token at a time, so that each weight is used once for each
+# read. accelerate's ``disk_offload`` has no budget and reads through the page cache.
+
+STREAMED, READ, ACCELERATE = "stream_weights", "reading alone", "accelerate disk_offload"
+_TOKENS = 4  # for one sample
+_SHARDS = 4
+
+
+class Model:
+    """Blocks of two linear layers, as a decoder has them, of about so many bytes in float32; one token at a time."""
+
+    def __init__(self, nbytes: int, directory: Path) -> None:
+        self.width = 1024 if nbytes >= 256 * MIB else 128
+        self.blocks = max(2, nbytes // (4 * 8 * self.width * self.width))
+        self.directory = directory
+        self.paths = [directory / f"{number}.safetensors" for number in range(_SHARDS)]
+        self.token = torch.randn(1, self.width, generator=torch.Generator().manual_seed(3))
+        self.model: nn.Module | None = None
+        self.stream: Any = None
+
+    def save(self) -> int:
+        """Write the weights, in shards, so that they are not in the page cache; return their bytes."""
+        from safetensors.torch import save_file
+
+        state = self._whole().state_dict()
+        names = list(state)
+        each = -(-len(names) // _SHARDS)
+        for number, path in enumerate(self.paths):
+            some = names[number * each : (number + 1) * each]
+            save_file({name: state[name] for name in some}, path)
+        return sum(value.nbytes for value in state.values())
+
+    def in_memory(self) -> dict[str, Any]:
+        """Compute tokens with all weights in memory."""
+        if self.model is None:
+            self.model = self._whole()
+        return self._tokens()
+
+    def streamed(self, budget_nbytes: int) -> dict[str, Any]:
+        """Compute tokens with weights streamed; the first samples' passes are those that learn the order."""
+        if self.stream is None:
+            with torch.device("meta"):
+                self.model = self._new()
+            self.stream = stream_weights(self.model, self.paths, memory_budget=budget_nbytes)
+            for _ in range(2):
+                self._forward()
+        before = self.stream.stats()["read_nbytes"]
+        result = self._tokens()
+        read = (self.stream.stats()["read_nbytes"] - before) // _TOKENS
+        return result | {"details": {"read_nbytes": read}}
+
+    def read(self, nbytes: int) -> dict[str, Any]:
+        """Read as many bytes as a token of the streamed model does, and do nothing with them."""
+        memory = tensorferry.empty(nbytes // _SHARDS, torch.uint8)
+        with Stopwatch() as watch:
+            for path in self.paths:
+                tensorferry.read(path, memory[: path.stat().st_size])
+        return watch.as_value(watch.seconds, nbytes)
+
+    def disk_offload(self) -> dict[str, Any]:
+        """Compute tokens with accelerate's, which has no budget: it keeps nothing."""
+        if self.model is None:
+            try:
+                from accelerate import disk_offload
+            except ImportError as error:
+                raise UnavailableError(f"accelerate: {error}") from None
+            folder = self.directory / "offloaded"
+            self.model = disk_offload(self._whole(), folder, execution_device=torch.device("cpu"))
+        return self._tokens()
+
+    def _tokens(self) -> dict[str, Any]:
+        with Stopwatch() as watch:
+            for _ in range(_TOKENS):
+                self._forward()
+        return watch.as_value(watch.seconds / _TOKENS)
+
+    def _forward(self) -> None:
+        assert self.model is not None
+        with torch.no_grad():
+            found: torch.Tensor = self.model(self.token)
+        if not bool(torch.isfinite(found).all()):
+            raise MeasurementError("the result is not finite")
+
+    def _whole(self) -> nn.Module:
+        torch.manual_seed(7)
+        return self._new()
+
+    def _new(self) -> nn.Module:
+        width = self.width
+        blocks = [
+            layer
+            for _ in range(self.blocks)
+            for layer in (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        ]
+        return nn.Sequential(*blocks).eval().requires_grad_(False)
+
+
+@scenario
+def streamed_weights(bench: Bench) -> None:
+    def worker() -> Worker:
+        return bench.worker(Model, nbytes=2 * bench.nbytes, directory=bench.directory)
+
+    writer = worker()
+    total: int = writer.call("save")
+    writer.close()
+    budget = total // 4
+    paths = sorted(bench.directory.glob("*.safetensors"))
+    needed = total - budget
+
+    def tokens(call: str, **options: Any) -> Measure:
+        return measured(worker(), call, make_cold, paths, **options)
+
+    ours = tokens("streamed", budget_nbytes=budget)
+
+    def streamed(number: int) -> Sample:
+        nonlocal needed
+        sample = ours(number)
+        needed = int(sample.details["read_nbytes"])
+        return sample
+
+    comparison = bench.compare(
+        "stream_weights",
+        f"{total >> 20} MiB of weights, a budget of {budget >> 20} MiB, cold files",
+        ours={STREAMED: streamed},
+        limit={READ: tokens("read", nbytes=lambda _: needed), ALL_IN_MEMORY: tokens("in_memory")},
+        peer={ACCELERATE: tokens("disk_offload")},
+        unit="s a token",
+    )
+    bench.leave_out(comparison, ACCELERATE, "accelerate")
+    over = _over_the_slower(comparison)
+    bench.at_most("stream_weights: time for a token over max(reading, computing)", 1.1, over)
+
+
+def _over_the_slower(comparison: Comparison) -> float | None:
+    """Return the median of rounds' ratios, each of what was measured one after the other."""
+    rows = [comparison.row(label) for label in (STREAMED, READ, ALL_IN_MEMORY)]
+    values = [[sample.value for sample in row.samples] for row in rows if row is not None]
+    if len(values) < len(rows):
+        return None
+    return statistics.median(a / max(b, c) for a, b, c in zip(*values, strict=True))

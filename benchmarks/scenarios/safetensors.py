@@ -1,9 +1,10 @@
-"""Loading 2.5 GB of bfloat16 from one safetensors file, from four, and from a fast device: ours, safetensors, fio.
+"""Models in safetensors files: loaded, read by plan, and saved; by ours, by the original, by torch's storage, and fio.
 
 Rules: one process that loads to the CPU; every page of what was loaded is touched within the time, so that a map costs
 what it has put off; all bytes are compared afterwards. Cold: the files are dropped from the page cache before each
 load. Warm: they are brought there. Half: the first half of each is. What a cold load leaves in the cache is counted.
-All free memory, of which there is little more than is needed, is touched before the clock runs, whoever loads.
+All free memory, of which there is little more than is needed, is touched before the clock runs, whoever loads. Saves:
+fresh files, all on the drive at the end: fsync inside everybody's clock.
 
 By plan: what eight tensor-parallel ranks read of one cold model, one after the other, sharing the page cache as those
 of a node do, in bytes that the kernel counts as fetched from storage; and by how much the peak of memory grows while
@@ -13,37 +14,191 @@ all of a model is read in a budget, and nothing kept.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import inspect
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import tensorferry
-from benchmarks import files, fio
-from benchmarks.actions import measured
-from benchmarks.bench import contenders, scenario
-from benchmarks.harness import GIB, MIB
-from benchmarks.measure import little_free_memory
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tensorferry.safetensors.torch
+from benchmarks.bench import GIB, MIB, Config, measured, scenario
+from benchmarks.memory import (
+    Stopwatch,
+    drive_nbytes,
+    little_free_memory,
+    touch_free_memory,
+    touch_memory,
+)
+from benchmarks.peers import sync
+from benchmarks.scenarios.checkpoint import state_of, tensors
+from tensorferry import _core, checkpoint
+from tensorferry.safetensors.plans import load_files, tensor_parallel_plan
+from tensorferry.safetensors.saving import save_file
+from tensorferry.tuning.rounds import MeasurementError
+from tensorferry.tuning.scratch import make_cold, make_warm, remove
+from tensorferry.tuning.workers import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from benchmarks.bench import Bench
-    from benchmarks.harness import Comparison
+    from tensorferry.tuning.rounds import Comparison
+
+_TENSOR_NBYTES = 32 * MIB
+
+warnings.filterwarnings("ignore", module="torch")
+
+
+class Loader:
+    """Loads files again and again: by "ours", or by the original's "map" or "pread"."""
+
+    def __init__(self, way: str) -> None:
+        theirs: Callable[..., dict[str, Any]] = safetensors.torch.load_file
+        if way == "pread" and "backend" not in inspect.signature(theirs).parameters:
+            raise UnavailableError("this safetensors has no backends to choose from")
+        self._load: Callable[[Any], dict[str, Any]] = {
+            "ours": tensorferry.safetensors.torch.load_file,
+            "map": theirs,
+            "pread": partial(theirs, backend="pread"),
+        }[way]
+
+    def save(self, path: Path, nbytes: int, seed: int) -> int:
+        """Write a file of a model's size, and return the checksum of its tensors."""
+        generator = torch.Generator().manual_seed(seed)
+        model = {}
+        for at in range(max(1, nbytes // _TENSOR_NBYTES)):
+            shape = (min(_TENSOR_NBYTES, nbytes) // 2048, 1024)
+            weight = torch.empty(shape, dtype=torch.bfloat16).random_(generator=generator)
+            model[f"layers.{at}.weight"] = weight
+            model[f"layers.{at}.norm"] = torch.ones(1024, dtype=torch.bfloat16)
+        safetensors.torch.save_file(model, path)
+        sync(path)
+        return _crc(model)
+
+    def load(self, paths: list[Path], crcs: list[int], fresh: bool) -> dict[str, Any]:
+        """Load all files, and touch every page; ``fresh``: into memory that has to be found."""
+        if fresh:
+            touch_free_memory()
+        with Stopwatch() as watch:
+            states = [self._load(path) for path in paths]
+            for loaded in states:
+                for tensor in loaded.values():
+                    _bytes(tensor)[::4096].sum()
+        if [_crc(loaded) for loaded in states] != crcs:
+            raise MeasurementError("loaded other bytes than were saved")
+        return watch.result(sum(tensor.nbytes for loaded in states for tensor in loaded.values()))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _crc(model: dict[str, torch.Tensor]) -> int:
+    crc = 0
+    for name in sorted(model):
+        crc = _core.crc32(_bytes(model[name]).numpy(), crc)
+    return crc
+
+
+class Saver:
+    """Saves the weights of a model, and loads them."""
+
+    def __init__(self, nbytes: int, ours: bool) -> None:
+        found = tensors(state_of(2 * nbytes))  # half as many bytes in bfloat16
+        self._state = {f"t{k}": tensor.to(torch.bfloat16) for k, tensor in enumerate(found)}
+        self._nbytes = sum(tensor.nbytes for tensor in self._state.values())
+        self._ours = ours
+        self._storage: Any = checkpoint if ours else dcp
+
+    def save(self, path: Path) -> dict[str, Any]:
+        """Save to a file."""
+        touch_memory(2 * self._nbytes)
+        with Stopwatch() as watch:
+            if self._ours:
+                save_file(self._state, path, sync=True)
+            else:
+                safetensors.torch.save_file(self._state, path)
+                sync(path)
+                sync(path.parent)
+        return watch.result(self._nbytes)
+
+    def save_by_storage(self, path: Path) -> dict[str, Any]:
+        """Save to a directory, by torch.distributed.checkpoint."""
+        touch_memory(2 * self._nbytes)
+        writer = self._storage.HuggingFaceStorageWriter
+        with Stopwatch() as watch:
+            dcp.save(self._state, storage_writer=writer(str(path)), no_dist=True)
+        return watch.result(self._nbytes)
+
+    def load_by_storage(self, path: Path) -> dict[str, Any]:
+        """Load from a directory."""
+        reader = self._storage.HuggingFaceStorageReader
+        with Stopwatch() as watch:
+            dcp.load(self._state, storage_reader=reader(str(path)), no_dist=True)
+        return watch.result(self._nbytes)
+
+
+class Planner:
+    """Reads by plan."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+
+    def save(self, path: Path, nbytes: int) -> None:
+        """Write a model whose tensors are divided by rows, by columns, and not at all."""
+        width = 4096 if nbytes >= 256 * MIB else 512
+        each = 4 * width * width  # two matrices of bfloat16
+        model = {}
+        for layer in range(max(1, nbytes // each)):
+            for kind in ("rows", "columns"):
+                matrix = torch.empty(width, width, dtype=torch.bfloat16).random_()
+                model[f"layers.{layer}.{kind}"] = matrix
+            model[f"layers.{layer}.norm"] = torch.ones(width, dtype=torch.bfloat16)
+        safetensors.torch.save_file(model, path)
+
+    def load(self, path: Path, ranks: int) -> dict[str, Any]:
+        """Load each rank's part, and say how much more was read for all than they need."""
+        needed, before = 0, drive_nbytes("read")
+        with Stopwatch() as watch:
+            for rank in range(ranks):
+                plan = tensor_parallel_plan(path, {"*.rows": 0, "*.columns": 1}, rank, ranks)
+                needed += sum(tensor.nbytes for _, tensor in load_files(path, plan))
+        return watch.as_value((drive_nbytes("read") - before) / needed, needed)
+
+    def pass_over(self, path: Path, budget_nbytes: int) -> dict[str, Any]:
+        """Read all tensors in a budget, and keep none."""
+        nbytes = 0
+        with Stopwatch() as watch:
+            for _, tensor in load_files(path, memory_budget=budget_nbytes):
+                nbytes += tensor.nbytes
+                del tensor
+        return watch.result(nbytes)
+
+
+# The scenarios
 
 OURS = "tensorferry load_file"
 MAP = "safetensors load_file"
 PREAD = "safetensors load_file backend=pread"
+SAVE_FILE = "tensorferry.safetensors save_file, sync=True"
+THEIR_SAVE_FILE = "safetensors.torch.save_file, fsync"
+STORAGE = "tensorferry HuggingFaceStorageWriter/Reader"
+THEIR_STORAGE = "torch HuggingFaceStorageWriter/Reader"
 RANKS = 8
 _WAYS = {OURS: "ours", MAP: "map", PREAD: "pread"}
-_PEERS = "benchmarks.peers.safetensors"
-_BUDGET_NBYTES = 256 * MIB
-_BUDGET_ALLOWANCE_NBYTES = 32 * MIB
-
+_BUDGET_NBYTES, _BUDGET_ALLOWANCE_NBYTES = 256 * MIB, 32 * MIB
+_SAVE_ROUNDS_MAX = 3  # torch's storage takes 10 seconds for each
 _FIO_NBYTES = GIB  # fio starts at once, and goes on as it starts
 # The best of those that `large` tries.
 _FIOS = [
-    fio.Config("libaio", MIB, 128),
-    fio.Config("io_uring", 4 * MIB, 32, registered=True, huge_pages=True),
+    Config("libaio", MIB, 128),
+    Config("io_uring", 4 * MIB, 32, registered=True, huge_pages=True),
 ]
+_SAVE_FIOS = [Config("io_uring", MIB, 32), *_FIOS]
 
 
 class _Model:
@@ -52,73 +207,69 @@ class _Model:
     def __init__(self, bench: Bench, count: int, ways: tuple[str, ...] = (OURS, MAP)) -> None:
         self.bench = bench
         self.where = f"{count} files"
-        workers = {way: bench.worker(f"{_PEERS}:Loader", way=_WAYS[way]) for way in ways}
-        self.workers = workers
+        self.workers = {way: bench.worker(Loader, way=_WAYS[way]) for way in ways}
         self.paths = [bench.directory / f"model-{at}-of-{count}.safetensors" for at in range(count)]
-        self.names = [str(path) for path in self.paths]
         nbytes = _nbytes(bench) // count
         self.crcs = [
-            workers[OURS].call("save", path=name, nbytes=nbytes, seed=at)["crc"]
-            for at, name in enumerate(self.names)
+            self.workers[OURS].call("save", path=path, nbytes=nbytes, seed=at)
+            for at, path in enumerate(self.paths)
         ]
 
     def compare(self, state: str, prepare: Callable[[Path], None], with_fio: bool) -> Comparison:
+        fresh = prepare is not make_warm and not self.bench.smoke
+        how = {"paths": self.paths, "crcs": self.crcs, "fresh": fresh}
         ways = {
-            way: measured(
-                *(worker, "load", prepare, self.paths),
-                paths=self.names,
-                crcs=self.crcs,
-                fresh=prepare is not files.make_warm and not self.bench.smoke,
-            )
+            way: measured(worker, "load", prepare, self.paths, **how)
             for way, worker in self.workers.items()
         }
-        compared = contenders("ours", {OURS: ways.pop(OURS)}) + contenders("peer", ways)
-        if with_fio:
-            path, settings = self.paths[0], self.bench.settings
-            nbytes = min(path.stat().st_size, _FIO_NBYTES)
-            compared += fio.contenders(settings, _FIOS, path, "read", nbytes)
+        path = self.paths[0]
+        nbytes = min(path.stat().st_size, _FIO_NBYTES)
         name = f"{state}, {self.where}"
-        return self.bench.compare(f"safetensors {name}", f"{name} in a process", compared)
+        return self.bench.compare(
+            f"safetensors {name}",
+            f"{name} in a process",
+            ours={OURS: ways.pop(OURS)},
+            peer=ways,
+            more=self.bench.fio(_FIOS, path, "read", nbytes) if with_fio else (),
+        )
 
     def compare_cold(self, with_fio: bool) -> None:
         """Load it cold, and look for what of it is in the page cache afterwards."""
-        cold = self.compare("cold", files.make_cold, with_fio)
+        found = self.compare("cold", make_cold, with_fio)
         if with_fio:
-            self.bench.over_fio(f"cold load over fio, {self.where}", 0.92, cold, OURS)
+            self.bench.over_fio(f"cold load over fio, {self.where}", 0.92, found, OURS)
         what = f"cold load over safetensors' best, {self.where}"
-        self.bench.at_least(what, 1.0, cold.over(OURS, MAP))
+        self.bench.at_least(what, 1.0, found.over(OURS, MAP))
         for path in self.paths:
-            files.make_cold(path)
-        self.workers[OURS].call("load", paths=self.names, crcs=self.crcs, fresh=False)
+            make_cold(path)
+        self.workers[OURS].call("load", paths=self.paths, crcs=self.crcs, fresh=False)
         what = f"cached after a cold load, {self.where}"
         self.bench.at_most(what, 0.0, _cached_share(self.paths))
 
     def compare_cached(self) -> None:
         """Load it when all or half of it is in the page cache."""
-        for state, prepare, target in (
-            ("warm", files.make_warm, 0.95),
-            ("half", files.make_half_warm, 1.0),
-        ):
+        half = partial(make_warm, share=0.5)
+        for state, prepare, target in (("warm", make_warm, 0.95), ("half", half, 1.0)):
             over = self.compare(state, prepare, with_fio=False).over(OURS, MAP)
             self.bench.at_least(f"{state} load over safetensors' map, {self.where}", target, over)
 
 
 @scenario
-def run(bench: Bench) -> None:
+def cold(bench: Bench) -> None:
     """One cold file."""
     with _little_memory(bench):
         _Model(bench, 1).compare_cold(with_fio=True)
 
 
 @scenario
-def run_cached(bench: Bench) -> None:
+def cached(bench: Bench) -> None:
     """One file, all of it or half in the page cache."""
     with _little_memory(bench):
         _Model(bench, 1).compare_cached()
 
 
 @scenario
-def run_on_four_files(bench: Bench) -> None:
+def four_files(bench: Bench) -> None:
     """Four files of a quarter of the bytes; fio reads no better than from one."""
     with _little_memory(bench):
         model = _Model(bench, 4)
@@ -127,42 +278,104 @@ def run_on_four_files(bench: Bench) -> None:
 
 
 @scenario
-def run_on_loop_device(bench: Bench) -> None:
+def loop(bench: Bench) -> None:
     """One cold file on a device that is as fast as memory (root only)."""
     nbytes = _nbytes(bench)
-    with bench.on_loop_device(nbytes + nbytes // 8 + 64 * MIB) as fast, _little_memory(fast):
+    with bench.on_drives(nbytes + nbytes // 8 + 64 * MIB) as (fast,), _little_memory(fast):
         model = _Model(fast, 1, tuple(_WAYS))
         model.where += " on a loop device"
-        cold = model.compare("cold", files.make_cold, with_fio=True)
-        fast.leave_out(cold, PREAD, "no backends")
-        fast.over_fio(f"cold load over fio, {model.where}", 0.8, cold, OURS)
-        over = cold.over(OURS, cold.best("peer"))
+        found = model.compare("cold", make_cold, with_fio=True)
+        fast.leave_out(found, PREAD, "no backends")
+        fast.over_fio(f"cold load over fio, {model.where}", 0.8, found, OURS)
+        over = found.over(OURS, found.best("peer"))
         fast.at_least(f"cold load over safetensors' best, {model.where}", 1.5, over)
-        if cold.row(PREAD):
+        if found.row(PREAD):
             what = f"CPU seconds for each GB of a cold load over safetensors' pread, {model.where}"
-            fast.at_most(what, 0.5, cold.cpu_over(OURS, PREAD))
+            fast.at_most(what, 0.5, found.cpu_over(OURS, PREAD))
 
 
 @scenario
 def plans(bench: Bench) -> None:
     """What ranks read, and the memory that a budget takes."""
-    path = bench.directory / "model.safetensors"
-    worker = bench.worker(f"{_PEERS}:Planner")
-    worker.call("save", path=str(path), nbytes=bench.nbytes)
-    cold = (files.make_cold, [path])
-    load = measured(worker, "load", *cold, path=str(path), ranks=RANKS)
-    pass_over = measured(worker, "pass_over", *cold, path=str(path), budget_nbytes=_BUDGET_NBYTES)
-    ranks = contenders("ours", {"tensor_parallel_plan": load})
-    shares = bench.compare("safetensors plans, eight ranks", "cold", ranks, "of the bytes needed")
-    passed = bench.compare(
-        "safetensors plans, a budget",
-        f"{_BUDGET_NBYTES // MIB} MiB, cold",
-        contenders("ours", {"load_files": pass_over}),
-    )
-    read = shares.median("tensor_parallel_plan")
-    bench.at_most("bytes read by eight ranks over needed", 1.1, read)
+    path, worker = bench.directory / "model.safetensors", bench.worker(Planner)
+    worker.call("save", path=path, nbytes=bench.nbytes)
+    load = measured(worker, "load", make_cold, [path], path=path, ranks=RANKS)
+    how = {"path": path, "budget_nbytes": _BUDGET_NBYTES}
+    pass_over = measured(worker, "pass_over", make_cold, [path], **how)
+    name = "tensor_parallel_plan"
+    unit = "of the bytes needed"
+    shares = bench.compare("safetensors plans, eight ranks", "cold", ours={name: load}, unit=unit)
+    rules = f"{_BUDGET_NBYTES // MIB} MiB, cold"
+    passed = bench.compare("safetensors plans, a budget", rules, ours={"load_files": pass_over})
+    bench.at_most("bytes read by eight ranks over needed", 1.1, shares.median(name))
     most = _BUDGET_NBYTES + _BUDGET_ALLOWANCE_NBYTES
     bench.peak("memory of load_files", most, passed, "load_files")
+
+
+@scenario
+def save(bench: Bench) -> None:
+    """save_file beside safetensors' own."""
+    path, nbytes = bench.directory / "target", 5 * bench.nbytes // 2
+    ways = {
+        label: measured(
+            *(bench.worker(Saver, nbytes=nbytes, ours=label == SAVE_FILE), "save", remove, [path]),
+            clean=True,
+            path=path,
+        )
+        for label in (SAVE_FILE, THEIR_SAVE_FILE)
+    }
+    saving = bench.compare(
+        "safetensors save_file",
+        "fresh file, synced",
+        ours={SAVE_FILE: ways[SAVE_FILE]},
+        peer={THEIR_SAVE_FILE: ways[THEIR_SAVE_FILE]},
+        more=bench.synced_fio(_SAVE_FIOS, nbytes),
+    )
+    over_theirs = saving.over(SAVE_FILE, THEIR_SAVE_FILE)
+    bench.at_least("save_file over safetensors", 2.0, over_theirs)
+    bench.over_fio("save_file over fio", 0.92, saving, SAVE_FILE)
+
+
+@scenario
+def storage(bench: Bench) -> None:
+    """torch.distributed.checkpoint's Hugging Face classes; rank 0 saves a whole state."""
+    workers = [bench.worker(Saver, nbytes=bench.nbytes, ours=ours) for ours in (True, False)]
+    saved, model = bench.directory / "saved", bench.directory / "model"
+    workers[0].call("save_by_storage", path=model)
+    (file,) = model.glob("*.safetensors")
+
+    def both(call: str, *prepared: Any, **options: Any) -> dict[str, Any]:
+        mine, other = (measured(w, call, *prepared, **options) for w in workers)
+        return {"ours": {STORAGE: mine}, "peer": {THEIR_STORAGE: other}}
+
+    everything = list(model.iterdir())
+    saves = bench.compare(
+        "Hugging Face storage save",
+        "fresh directory, synced",
+        **both("save_by_storage", remove, [saved], clean=True, path=saved),
+        more=bench.synced_fio(_SAVE_FIOS, bench.nbytes),
+        rounds=bench.rounds_at_most(_SAVE_ROUNDS_MAX),
+    )
+    cold_loads = bench.compare(
+        "Hugging Face storage cold load",
+        "cold files",
+        **both("load_by_storage", make_cold, everything, path=model),
+        more=bench.fio(_SAVE_FIOS, file, "read", file.stat().st_size),
+    )
+    warm_loads = bench.compare(
+        "Hugging Face storage warm load",
+        "cached files",
+        **both("load_by_storage", make_warm, everything, path=model),
+    )
+    for name, comparison, target in (
+        ("save", saves, 8.0),
+        ("cold load", cold_loads, 2.5),
+        ("warm load", warm_loads, 1.0),
+    ):
+        over = comparison.over(STORAGE, THEIR_STORAGE)
+        bench.at_least(f"Hugging Face {name} over torch", target, over)
+        if comparison is not warm_loads:
+            bench.over_fio(f"Hugging Face {name} over fio", 0.9, comparison, STORAGE)
 
 
 def _nbytes(bench: Bench) -> int:

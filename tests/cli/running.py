@@ -1,11 +1,15 @@
-"""Commands as people and scripts run them."""
+"""Commands as people and scripts run them: here, where nothing depends on the process, or in one of their own."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from tests.support import warm
 from tests.support.child import ROOT
@@ -14,11 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BENCH = [sys.executable, "-m", "tensorferry", "bench"]
+Done = subprocess.CompletedProcess[str]
 
 
-def ended(
-    *command: object, expect: int = 0, cwd: Path = ROOT, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def ended(*command: object, expect: int = 0, cwd: Path = ROOT, **environment: str) -> Done:
     """Run a command without input, and fail unless it ends as expected."""
     done = subprocess.run(
         [*map(str, command)],
@@ -34,15 +37,49 @@ def ended(
     return done
 
 
-def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `tensorferry` with these arguments."""
-    return ended(warm.python(), "-m", "tensorferry", *arguments, **options)
+def here(
+    main: Any, *arguments: object, expect: int = 0, cwd: Path = ROOT, **environment: str
+) -> Done:
+    """Run a command line in this process; what it starts is started quickly."""
+    output, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as streams:
+        for name, value in ({"COLUMNS": "120"} | environment).items():
+            patch.setenv(name, value)
+        patch.chdir(cwd)
+        patch.setattr(sys, "executable", warm.python())
+        streams.enter_context(contextlib.redirect_stdout(output))
+        streams.enter_context(contextlib.redirect_stderr(errors))
+        try:
+            main([*map(str, arguments)])
+            code: Any = 0
+        except SystemExit as leaving:
+            code = leaving.code or 0
+    assert code == expect, output.getvalue() + errors.getvalue()
+    return Done([], code, output.getvalue(), errors.getvalue())
 
 
-def run_fresh(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, **options: Any) -> Done:
+    """Run `tensorferry` with these arguments, here."""
+    from tensorferry.cli.app import run as main
+
+    return here(main, *arguments, **options)
+
+
+def run_fresh(*arguments: object, **options: Any) -> Done:
     """Run it in an interpreter that has imported nothing, as what it starts has not."""
     return ended(sys.executable, "-m", "tensorferry", *arguments, **options)
 
 
-def bench(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: object, **options: Any) -> Done:
     return run("bench", *arguments, **options)
+
+
+def job_of(*arguments: object) -> Any:
+    """Return the job that a command line of `tensorferry bench` asks for."""
+    from tensorferry.cli import bench as command
+
+    jobs: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "measure", lambda job: jobs.append(job) or command.Results(job))
+        bench(*arguments)
+    return jobs[0]

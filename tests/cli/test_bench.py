@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
-import io
 import json
 import os
 import re
@@ -70,16 +68,6 @@ def test_table_has_a_row_for_each_process_and_one_for_all(directory: Path) -> No
     assert done.stderr == ""
 
 
-def test_csv_has_a_line_for_each_process_and_one_for_all(directory: Path) -> None:
-    done = bench(directory, "--io-size=1M", "--loops=1", "--multi-process=2", "--read", "--csv")
-    rows = list(csv.DictReader(io.StringIO(done.stdout)))
-    assert [row["process"] for row in rows] == ["0", "1", "all"]
-    assert [int(row["nbytes"]) for row in rows] == [1 << 20, 1 << 20, 2 << 20]
-    assert all(float(row["gb_per_second_median"]) > 0 for row in rows)
-    assert float(rows[2]["latency_p50_microseconds"]) > 0
-    assert "choose one" in bench(directory, "--csv", "--json", expect=2).stderr
-
-
 @pytest.mark.parametrize(
     ("engine", "operations"),
     [
@@ -95,14 +83,19 @@ def test_every_engine_moves_what_it_should(
     assert found(content) == [(operation, engine) for operation in operations]
 
 
-@needs_torch
-def test_legacy_torch_save_is_measured_too(directory: Path) -> None:
-    options = ("--engine=torch_io", "--torch-legacy-save", "--write", "--validate")
-    assert found(measure(directory, *options)) == [("write", "torch_io")]
-    bench(directory, "--io-size", SIZE, "--loops=1", "--keep-files", *options)
-    for file in directory.iterdir():
-        assert file.read_bytes()[:2] != b"PK"
-        file.unlink()
+def test_options_that_only_deepspeeds_legacy_has_are_accepted_and_noted(directory: Path) -> None:
+    options = ("--slow-bounce-buffer", "--torch-legacy-save", "--fast-io-size=1M", "--csv")
+    notes = measure(directory, "--write", *options, "--sequential-requests")["notes"]
+    for option in options:
+        assert f"{option.partition('=')[0]} has no effect" in notes
+
+
+def test_a_chart_is_drawn_too(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    required.module("matplotlib")
+    path = tmp_path_factory.mktemp("chart") / "out.svg"
+    content = measure(directory, "--plot", path, "--loops=1")
+    assert found(content) == [("write", "aio_handle"), ("read", "aio_handle")]
+    assert "<svg" in path.read_text()
 
 
 @pytest.mark.parametrize("engine", ["aio_handle", "files"])
@@ -123,7 +116,9 @@ def test_a_stored_profile_is_used_and_told(
 ) -> None:
     profile = Settings(block_size=128 << 10, queue_depth=9, engine="threads")
     path = tmp_path_factory.mktemp("profiles") / "profiles.json"
-    storing.save(path, profiles.Profile(profiles.file_system_of(directory), profile))
+    system = profiles.file_system_of(directory)
+    for use in (("read", "host"), ("write", "host")):
+        storing.store(path, system, {use: profiles.Profile(system, profile, *use)})
     content = measure(directory, "--engine", engine, TENSORFERRY_PROFILES=str(path))
     assert found(content) == [("write", engine), ("read", engine)]
     for result in content["results"]:
@@ -229,7 +224,6 @@ def test_handles_are_measured_without_torch_and_numpy(
         ["--engine=files"],
         ["--memory=locked"],
         ["--use-accelerator-pin-memory"],
-        ["--slow-bounce-buffer"],
         ["--use-gds"],
         ["--compare"],
     ],
@@ -242,7 +236,7 @@ def test_cuda_tensors_are_measured_and_hold_the_right_bytes(
         pytest.skip(reason)
     content = measure(directory, "--gpu", "--validate", *options)
     way = "gds_handle" if "--use-gds" in options else content["job"]["engine"]
-    staged = any("memory" in option or "slow" in option for option in options)
+    staged = any("memory" in option for option in options)
     results = [result for result in content["results"] if result["way"] == way]
     assert [result["operation"] for result in results] == ["write", "read"]
     for result in results:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from benchmarks.peers import gpu
+from benchmarks.scenarios import gpu
 
 
 class Device:

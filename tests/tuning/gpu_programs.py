@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import drive, gpus
-from tensorferry.tuning.bench.arguments import Job
-from tensorferry.tuning.bench.ways import make_way
-from tensorferry.tuning.drive import Drives
+from tensorferry.tuning.bench import Job
+from tensorferry.tuning.drive import Drive
+from tensorferry.tuning.moving import make_way
 from tests.support import standin
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ MIB = 1 << 20
 
 
 class OnGpu:
-    """Serves as bench.memory.Memory with an array that is no torch tensor."""
+    """Serves as moving.Memory with an array that is no torch tensor."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
 
     @contextlib.contextmanager
-    def transferred(self, operation: str) -> Iterator[Any]:
+    def given(self, write: bool) -> Iterator[Any]:
         yield self.device
 
 
@@ -36,14 +36,16 @@ def bench(directory: str, way: str, nvidia_fs: bool) -> dict[str, Any]:
     driver.set(cufile_nvfs=nvidia_fs)
     written, found = driver.array(bytes(range(256)) * 4096), driver.array(MIB)
     path = pathlib.Path(directory, "file")
-    job = Job(places=(), operations=("write", "read"), io_nbytes=MIB, gpu=True, memory="gpu")
+    job = Job(places=(), io_nbytes=MIB, gpu=True, memory="gpu")
     said: dict[str, Any] = {"way": way}
     for operation, array in (("write", written), ("read", found)):
         memory: Any = OnGpu(array)
         measured = make_way(way, job, memory)
-        measured.prepare(operation, path)  # type: ignore[arg-type]
-        measured.transfer()
-        said[operation] = measured.gpu()
+        measured.prepare(path, operation == "write")
+        measured.move()
+        stats = measured.stats or {}
+        names = ("gpu_nbytes", "gds_nbytes", "compat")
+        said[operation] = {name: stats[name] for name in names if name in stats}
         said["settings"] = measured.settings()
         measured.close()
     said["right"] = path.read_bytes() == driver.peek(found.address, MIB) == bytes(range(256)) * 4096
@@ -52,23 +54,23 @@ def bench(directory: str, way: str, nvidia_fs: bool) -> dict[str, Any]:
 
 
 def tune(directory: str, gds: bool, nvidia_fs: bool) -> dict[str, Any]:
-    """Measure two files on two GPUs as `tensorferry tune` does."""
+    """Measure a file with memory of the second GPU as `tensorferry tune` does."""
     driver = standin.loaded()
     driver.set(cufile_nvfs=nvidia_fs)
-    arrays = [driver.array(16 * MIB, device) for device in (0, 1)]
-    drive._gpu_tensors = lambda count, nbytes: arrays[:count]  # torch's cannot be on the stand-in
+    array = driver.array(16 * MIB, 1)
+    drive._gpu_tensor = lambda number, nbytes: array  # torch's cannot be on the stand-in
     engine = gpus.CUFILE if gds and gpus.gds_uses_cufile() else "threads"
-    folders = [pathlib.Path(directory)] * 2
-    with Drives(folders, 16 * MIB, gpu=True, gds=gds) as drives:
+    with Drive(pathlib.Path(directory), 16 * MIB, 1, gds=gds) as measured:
         settings = Settings(MIB, 8, engine=engine)
-        moved = [drives.measure(settings, write, 16 * MIB).nbytes for write in (True, False)]
-        stats = [scheduler.stats() for scheduler in drives._schedulers[settings]]
+        for direction in ("write", "read"):
+            measured.measure(settings, direction)
+        stats = measured._schedulers[settings].stats()
         pinned = driver.count("cufile_buffers")
     return {
-        "moved": moved,
+        "memory": measured.memory,
         "engine": engine,
-        "gpu_nbytes": [each["gpu_nbytes"] for each in stats],
-        "gds_nbytes": [each["gds_nbytes"] for each in stats],
+        "gpu_nbytes": stats["gpu_nbytes"],
+        "gds_nbytes": stats["gds_nbytes"],
         "pinned": pinned,
         "pinned_afterwards": driver.count("cufile_buffers"),
     }

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tensorferry.tuning import gpus
-from tensorferry.tuning.bench.arguments import Job, make_job
+from tensorferry.tuning.bench import Job, Place, problems_of
 from tensorferry.tuning.machine.libraries import asking
-from tensorferry.tuning.options import BadArgumentsError
 from tests.support import child, standin
 
 if TYPE_CHECKING:
@@ -57,16 +56,14 @@ def test_bench_says_whether_a_gds_handle_bypassed_host_memory(
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(("gds", "nvidia_fs"), [(False, True), (True, True), (True, False)])
-def test_tune_moves_memory_of_a_gpu_for_each_folder(
-    gds: bool, nvidia_fs: bool, directory: pathlib.Path
-) -> None:
+def test_tune_moves_memory_of_a_gpu(gds: bool, nvidia_fs: bool, directory: pathlib.Path) -> None:
     found = child.call(f"{PROGRAMS}:tune", directory=directory, gds=gds, nvidia_fs=nvidia_fs).result
     native = gds and nvidia_fs
-    assert found["moved"] == [32 * MIB, 32 * MIB]
-    assert found["gpu_nbytes"] == [32 * MIB, 32 * MIB]
-    assert found["gds_nbytes"] == ([32 * MIB, 32 * MIB] if native else [0, 0])
+    assert found["memory"] == "gpu1"
+    assert found["gpu_nbytes"] == 32 * MIB
+    assert found["gds_nbytes"] == (32 * MIB if native else 0)
     assert found["engine"] == ("cufile" if native else "threads")
-    assert (found["pinned"], found["pinned_afterwards"]) == (2 if native else 0, 0)
+    assert (found["pinned"], found["pinned_afterwards"]) == (int(native), 0)
     assert list(directory.iterdir()) == []
 
 
@@ -113,40 +110,33 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpus, name, lambda: None)
 
 
-def job(directory: pathlib.Path, **arguments: object) -> Job:
-    return make_job(folder=str(directory), gpu=True, **arguments)
+def job(directory: pathlib.Path, *options: str) -> Job:
+    """Return the job that options of `tensorferry bench` ask for."""
+    from tests.cli.running import job_of
+
+    return job_of(directory, "--gpu", *options)
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_tensors_are_staged_only_where_host_memory_is_asked_for(directory: pathlib.Path) -> None:
     assert job(directory).memory == "gpu"
-    assert job(directory, memory="locked").memory == "locked"
-    assert job(directory, memory="accelerator").memory == "accelerator"
-    assert job(directory, slow_bounce_buffer=True).memory == "locked"
-    assert job(directory, memory="ordinary", slow_bounce_buffer=True).memory == "ordinary"
-    assert make_job(folder=str(directory)).memory == "locked"
+    assert job(directory, "--memory=locked").memory == "locked"
+    assert job(directory, "--use-accelerator-pin-memory").memory == "accelerator"
+    gds = job(directory, "--use-gds", "--memory=locked")
+    assert (gds.way, gds.memory) == ("gds_handle", "gpu")
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_gds_handle_takes_the_place_of_aio_handle(directory: pathlib.Path) -> None:
-    gds = job(directory, use_gds=True)
-    assert (gds.way, gds.memory, gds.notes) == ("gds_handle", "gpu", ())
-    (note,) = job(directory, use_gds=True, memory="locked").notes
-    assert "--use-gds" in note
-    with pytest.raises(BadArgumentsError) as bad:
-        job(directory, use_gds=True, engine="files", io_engine="threads")
-    assert [problem.split(":")[0] for problem in bad.value.problems] == ["--use-gds", "--io-engine"]
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_gpu_that_is_not_there_is_refused(directory: pathlib.Path) -> None:
-    with pytest.raises(BadArgumentsError, match="there is no device 2; torch finds 2"):
-        job(directory, multi_process="3")
+def test_what_does_not_go_together_is_refused(directory: pathlib.Path) -> None:
+    places = tuple(Place(directory, number) for number in range(3))
+    bad = Job(places, gpu=True, use_gds=True, engine="files", settings={"engine": "threads"})
+    problems = problems_of(bad)
+    assert [problem.split(":")[0] for problem in problems] == ["--use-gds", "--io-engine", "--gpu"]
+    assert "there is no device 2; torch finds 2" in problems[-1]
 
 
 def test_what_gpus_lack_is_said(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "why_no_gpu", lambda: "no GPU today")
     monkeypatch.setattr(gpus, "why_no_gds", lambda: "no cuFile today")
-    with pytest.raises(BadArgumentsError) as bad:
-        job(directory, use_gds=True)
-    assert bad.value.problems == ["--use-gds: no cuFile today", "--gpu: no GPU today"]
+    bad = Job((Place(directory, 0),), gpu=True, use_gds=True)
+    assert problems_of(bad) == ["--use-gds: no cuFile today", "--gpu: no GPU today"]

@@ -49,42 +49,67 @@ def store(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[p
         runtime.close_scheduler(made)
 
 
-def keep(store: pathlib.Path, directory: pathlib.Path, settings: Settings) -> Profile:
-    profile = Profile(profiles.file_system_of(directory), settings)
-    storing.save(store, profile)
-    return profile
+def keep(
+    store: pathlib.Path,
+    directory: pathlib.Path,
+    settings: Settings,
+    directions: tuple[str, ...] = profiles.DIRECTIONS,
+    memory: str = profiles.HOST,
+) -> list[Profile]:
+    """Store settings for some directions of a folder's file system."""
+    system = profiles.file_system_of(directory)
+    made = [Profile(system, settings, direction, memory) for direction in directions]
+    storing.store(store, system, {profile.use: profile for profile in made})
+    return made
 
 
 # Keeping
 
 
-def test_profiles_are_found_again_as_they_were_saved(
+def test_profiles_are_found_again_as_they_were_stored(
     store: pathlib.Path, tmp_path: pathlib.Path, tmpfs_directory: pathlib.Path
 ) -> None:
     disk = keep(store, tmp_path, DISK)
     memory = keep(store, tmpfs_directory, MEMORY)
-    assert profiles.load(store) == [disk, memory]
-    newer = keep(store, tmp_path, MEMORY)
-    assert sorted(map(str, profiles.load(store))) == sorted(map(str, [memory, newer]))
+    assert profiles.load(store) == disk + memory
+    newer = keep(store, tmp_path, MEMORY, ("write",))
+    assert profiles.load(store) == [disk[0], *memory, *newer]
     assert [path.name for path in store.parent.iterdir()] == [store.name], "left files behind"
 
 
-def test_forgetting_removes_one_profile_or_all_and_the_file(
+def test_what_is_not_proven_is_dropped_for_what_was_measured_and_nothing_else(
+    store: pathlib.Path, tmp_path: pathlib.Path, tmpfs_directory: pathlib.Path
+) -> None:
+    reads, writes = keep(store, tmp_path, DISK)
+    (gpus,) = keep(store, tmp_path, DISK, ("read",), "gpu0")
+    memory = keep(store, tmpfs_directory, MEMORY)
+    system = reads.file_system
+    assert storing.store(store, system, {reads.use: None}) == [reads.use]
+    assert profiles.load(store) == [writes, gpus, *memory]
+    assert storing.store(store, system, {reads.use: None}) == []
+    assert storing.store(store, system, {writes.use: None, gpus.use: None}) == [
+        writes.use,
+        gpus.use,
+    ]
+    assert profiles.load(store) == memory
+
+
+def test_forgetting_removes_a_file_systems_profiles_or_all_and_the_file(
     store: pathlib.Path, tmp_path: pathlib.Path, tmpfs_directory: pathlib.Path
 ) -> None:
     disk = keep(store, tmp_path, DISK)
     memory = keep(store, tmpfs_directory, MEMORY)
-    assert storing.forget(store, disk.file_system) == [disk]
-    assert profiles.load(store) == [memory]
-    assert storing.forget(store) == [memory]
+    assert storing.forget(store, disk[0].file_system) == disk
+    assert profiles.load(store) == memory
+    assert storing.forget(store) == memory
     assert not store.exists()
     assert storing.forget(store) == []
 
 
-def test_saving_from_many_threads_loses_none(store: pathlib.Path) -> None:
+def test_storing_from_many_threads_loses_none(store: pathlib.Path) -> None:
     def save(number: int) -> None:
-        file_system = FileSystem("ext4", f"{number:032x}", None, "/dev/x", "/x")
-        storing.save(store, Profile(file_system, DISK))
+        system = FileSystem("ext4", f"{number:032x}", None, "/dev/x", "/x")
+        storing.store(store, system, {("read", "host"): Profile(system, DISK, "read")})
 
     threads = [threading.Thread(target=save, args=(number,)) for number in range(16)]
     for thread in threads:
@@ -95,7 +120,7 @@ def test_saving_from_many_threads_loses_none(store: pathlib.Path) -> None:
 
 
 GOOD: dict[str, Any] = {
-    "version": 1,
+    "version": 2,
     "profiles": [
         {
             "file_system": {
@@ -106,6 +131,8 @@ GOOD: dict[str, Any] = {
                 "mount_point": "/",
             },
             "settings": dataclasses.asdict(DISK),
+            "direction": "read",
+            "memory": "host",
         }
     ],
 }
@@ -126,15 +153,12 @@ def spoilt(**changes: Any) -> str:
     "text",
     [
         "",
-        "{",
         "[]",
         "\0\0\0",
-        '{"version": 1}',
-        '{"version": 2, "profiles": []}',
-        '{"version": 1, "profiles": [1]}',
-        '{"version": 1, "profiles": [{"settings": {}}]}',
+        '{"version": 2}',
+        '{"version": 3, "profiles": []}',
+        '{"version": 2, "profiles": [1]}',
         spoilt(block_size="1M"),
-        spoilt(block_size=0),
         spoilt(queue_depth=1 << 20),
         spoilt(queue_depth=True),
         spoilt(single_submit="false"),
@@ -143,8 +167,9 @@ def spoilt(**changes: Any) -> str:
         spoilt(colour="blue"),
         entered(file_system=NAMES | {"mount_point": {}}),
         entered(file_system=NAMES | {"uuid": 1}),
-        "[" * 200_000,
-        '{"version": 1, "profiles": ' + "[" * 200_000,
+        entered(direction="both"),
+        entered(memory=0),
+        '{"version": 2, "profiles": ' + "[" * 200_000,
         " " * (2 << 20),
     ],
 )
@@ -159,6 +184,13 @@ def test_a_spoilt_file_is_warned_of_and_defaults_are_used(
         handle.sync_pwrite(np.arange(1000), directory / "file")
         assert handle.get_block_size() == 1 << 20
         assert "profiles" not in handle.stats()
+
+
+def test_a_file_of_an_earlier_version_is_refused_with_the_reason(store: pathlib.Path) -> None:
+    store.parent.mkdir()
+    store.write_text('{"version": 1, "profiles": []}')
+    with pytest.warns(RuntimeWarning, match="for reads and writes alike.*tune again"):
+        tensorferry.aio_handle().close()
 
 
 def make_folder(path: pathlib.Path) -> None:
@@ -186,12 +218,11 @@ def test_what_is_no_regular_file_is_left_alone(
     store.parent.mkdir()
     make(store)
     before = store.lstat()
-    profile = Profile(profiles.file_system_of(directory), DISK)
     for change in (
         lambda: storing.check_writable(store),
-        lambda: storing.save(store, profile),
+        lambda: keep(store, directory, DISK),
         lambda: storing.forget(store),
-        lambda: storing.forget(store, profile.file_system),
+        lambda: storing.forget(store, profiles.file_system_of(directory)),
     ):
         with pytest.raises(OSError, match=r"regular file|directory|symbolic links"):
             change()
@@ -218,8 +249,8 @@ def test_saving_keeps_a_spoilt_file_under_another_name(
     store.parent.mkdir()
     store.write_text(text)
     with pytest.warns(RuntimeWarning, match="unusable"):
-        keep(store, tmp_path, DISK)
-    assert [profile.settings for profile in profiles.load(store)] == [DISK]
+        kept = keep(store, tmp_path, DISK)
+    assert profiles.load(store) == kept
     assert store.with_suffix(".unusable").read_text() == text
 
 
@@ -235,12 +266,12 @@ def test_saving_keeps_permissions_and_links(
         assert shared.stat().st_mode & 0o777 == 0o644  # as any new file's
         shared.chmod(0o664)
         memory = keep(store, tmpfs_directory, MEMORY)
-        assert storing.forget(store, memory.file_system) == [memory]
+        assert storing.forget(store, memory[0].file_system) == memory
     finally:
         os.umask(umask)
     assert store.readlink() == shared
     assert shared.stat().st_mode & 0o777 == 0o664
-    assert profiles.load(shared) == [disk]
+    assert profiles.load(shared) == disk
 
 
 @pytest.mark.root
@@ -356,7 +387,8 @@ def test_a_handle_without_settings_uses_the_profile_of_each_file(
         assert handle.get_intra_op_parallelism() == handle.get_thread_count() == 2
         assert handle.engine == "threads"
         stats = handle.stats()
-        assert list(stats["profiles"].values()) == [dataclasses.asdict(DISK)]
+        each = dataclasses.asdict(DISK)
+        assert list(stats["profiles"].values()) == [{"read host": each, "write host": each}]
         assert stats["engine"] == "threads"
         assert stats["written_nbytes"] == data.nbytes
         assert stats["engine_blocks"] == 12  # of 256 KiB each
@@ -372,15 +404,65 @@ def test_a_handle_without_settings_uses_the_profile_of_each_file(
     assert_equal(np.fromfile(tmpfs_directory / "file", np.uint8), data)
 
 
+def test_each_direction_goes_by_its_own_profile(
+    store: pathlib.Path, directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    keep(store, directory, DISK, ("read",))
+    data = random_bytes(3 << 20)
+    found = np.zeros_like(data)
+    path = directory / "file"
+    with tensorferry.aio_handle() as handle:
+        handle.sync_pwrite(data, path)
+        assert handle.get_queue_depth() == 128
+        handle.sync_pread(found, path)
+        assert handle.get_queue_depth() == 7
+        ((use, _),) = next(iter(handle.stats()["profiles"].values())).items()
+        assert use == "read host"
+    assert_equal(found, data)
+    keep(store, directory, MEMORY, ("write",))
+    with tensorferry.open(path, "r+") as file:
+        file.write(data[::-1].copy())
+        file.read(found)
+        stats = file.stats()
+        assert stats["written_nbytes"] == stats["read_nbytes"] == data.nbytes
+    assert_equal(found, data[::-1])
+    tensorferry.write_many([(path, data)], truncate=True)
+    tensorferry.read_many([(path, found)])
+    assert_equal(found, data)
+    (scheduler,) = [runtime.default_scheduler()]
+    reading, writing = (runtime.scheduler_of(scheduler, _opened(path), w) for w in (False, True))
+    assert reading is not writing
+    assert scheduler.plain not in (reading, writing)
+
+
+def _opened(path: pathlib.Path) -> Any:
+    return tensorferry._core.open_file(str(path), True, False, False, False, False, "auto")
+
+
+def test_memory_of_gpus_has_profiles_of_its_own(
+    store: pathlib.Path, directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(store, directory, DISK)
+    keep(store, directory, MEMORY, ("write",), "gpu3")
+    (directory / "file").touch()
+    file = _opened(directory / "file")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")  # which its first one is of this process
+    scheduler: Any = runtime.default_scheduler()
+    depths = {
+        location: scheduler.of(file, True, location) and scheduler.latest_settings()
+        for location in (None, (0, 0), (1, 0))
+    }
+    assert depths == {None: DISK, (0, 0): MEMORY, (1, 0): None}
+    assert scheduler.of(file, False, (0, 0)) is scheduler.plain
+    assert [profiles.memory_name(n) for n in (None, 0, 1, 2)] == ["host", "gpu3", "gpu1", "gpu2"]
+
+
 @pytest.mark.parametrize(
     "explicit",
     [
         {"block_size": 1 << 20},
         {"queue_depth": 128},
-        {"single_submit": False},
         {"overlap_events": False},
-        {"intra_op_parallelism": 1},
-        {"num_threads": 1},
         {"engine": "threads"},
     ],
 )
@@ -515,7 +597,7 @@ def test_file_systems_with_equal_settings_share_a_scheduler(
         handle.sync_pwrite(np.arange(1 << 20), directory / "file")
         assert steady(workers) - with_none
         handle.sync_pwrite(np.arange(1 << 20), tmpfs_directory / "file")
-        _, *tuned = handle._scheduler._all()
+        _, *tuned = handle._scheduler.all()
         assert len(tuned) == 1
         assert len(handle.stats()["profiles"]) == 2
     assert settled(lambda: workers() <= before)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -18,6 +17,9 @@ from tensorferry.cli.leaving import (
     open_missing_streams,
     say_problems,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _NAME = "tensorferry"
 # Each command's function has its name; the module that it stands in.
@@ -33,15 +35,6 @@ _LOOK: dict[str, Any] = {
         "token_normalize_func": lambda token: token.replace("_", "-"),
     },
 }
-_WORDS: tuple[tuple[str, Any], ...] = (
-    (r"\.$", ""),
-    (r"^Invalid value for '(.+?)': (.)", lambda found: f"{found[1]}: {found[2].lower()}"),
-    (r"^Missing (?:argument|option) '(.+)'", r"\1: missing"),
-    (r"^No such (command|option):? '(.*)'", r"\2: no such \1"),
-    (r"^No such (option):? (\S+)", r"\2: no such \1"),
-    (r"^Option '(.+?)' ", r"\1: "),
-    (r"^Got unexpected extra (argument).*? \((.*)\)$", r"\2: unexpected \1"),
-)
 # click's, which some versions of typer have a copy of.
 _ClickError: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
@@ -49,28 +42,43 @@ _ClickError: Any = next(
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run the command line; what is wrong with it is told as commands tell what goes wrong, with exit code 2."""
-    open_missing_streams()
+    """Run the command line of ``tensorferry``."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    name = f"{_NAME} {arguments[0]}" if arguments and arguments[0] in COMMANDS else _NAME
+    run_command(app, name, arguments or ["--help"], _NAME)
+
+
+def run_command(command: Any, name: str, arguments: list[str], program: str) -> None:
+    """Run a command and exit; what is wrong with its arguments is told after its name, with exit code 2."""
+    open_missing_streams()
     try:
-        code = app(arguments or ["--help"], prog_name=_NAME, standalone_mode=False)
+        code = command(arguments, prog_name=program, standalone_mode=False)
         sys.stdout.flush()
     except _ClickError as error:
-        name = f"{_NAME} {arguments[0]}" if arguments[0] in COMMANDS else _NAME
-        say_problems(name, [_in_our_words(error.format_message())])
+        say_problems(name, [error.format_message()])
         code = error.exit_code
     except OSError as error:
-        leave_for(_NAME, error)
+        leave_for(program, error)
     except typer.Abort:  # Ctrl-C before a command has begun
         code = INTERRUPTED
     sys.exit(code)
 
 
-def _in_our_words(text: str) -> str:
-    """Return what click says as the commands say it: the name that the help has, and what is wrong, in lower case."""
-    for theirs, ours in _WORDS:
-        text = re.sub(theirs, ours, text, flags=re.DOTALL)
-    return text
+def command_of(function: Callable[..., None], name: str, told_as: str) -> Any:
+    """Return a function as a command; what goes wrong in it is told after ``told_as``."""
+    alone = typer.Typer(add_completion=False, **_LOOK)
+    text = unwrapped(function.__doc__ or "")
+    alone.command(
+        name,
+        help=text,
+        short_help=text.partition("\n\n")[0],
+        context_settings=_LOOK["context_settings"],
+    )(leaving_well(told_as)(function))
+    command: Any = typer.main.get_command(alone)
+    for each in command.params:
+        if each.param_type_name == "argument":
+            each.display_type_rich = _no_type
+    return command
 
 
 class _Commands(TyperGroup):
@@ -83,20 +91,7 @@ class _Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"tensorferry.cli.{COMMANDS[cmd_name]}")
-        function = getattr(module, cmd_name)
-        alone = typer.Typer(add_completion=False, **_LOOK)
-        text = unwrapped(function.__doc__)
-        alone.command(
-            cmd_name,
-            help=text,
-            short_help=text.partition("\n\n")[0],
-            context_settings=_LOOK["context_settings"],
-        )(leaving_well(f"{_NAME} {cmd_name}")(function))
-        command: Any = typer.main.get_command(alone)
-        for each in command.params:
-            if each.param_type_name == "argument":
-                each.display_type_rich = _no_type
-        return command
+        return command_of(getattr(module, cmd_name), cmd_name, f"{_NAME} {cmd_name}")
 
 
 def _no_type(**_: Any) -> None:

@@ -1,12 +1,17 @@
-"""``tensorferry bench``: how its results are shown. What it takes is said in ``tuning.bench.options``."""
+"""``tensorferry bench``: its options, and how its results are shown."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import typer
 
 from tensorferry.base.checks import format_nbytes
 from tensorferry.cli.consoles import (
-    counted,
+    AsJson,
     make_console,
     make_table,
     print_json,
@@ -15,119 +20,262 @@ from tensorferry.cli.consoles import (
     show,
 )
 from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, leaving_with
-from tensorferry.cli.options import taking
-from tensorferry.tuning.bench.options import OPTIONS
-from tensorferry.tuning.options import Option
+from tensorferry.cli.parsing import FOLDER, existing_folder, number, size, switch, value
+from tensorferry.cli.tables import comparison_cells
+from tensorferry.deepnvme.handles import MAX_PARALLELISM
+from tensorferry.transfer.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH
+from tensorferry.tuning.bench import BenchError, Job, Place, Results, problems_of, run
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tensorferry.tuning.bench.arguments import Job
-    from tensorferry.tuning.bench.results import Results, Summary
     from tensorferry.tuning.offload import Result as Prediction
 
-_OURS = (
-    Option(
-        "offload",
-        "Predict instead how long a step of AdamW takes with its state in the folder, for a model of so many "
-        "parameters, say 7B. Takes --io-size, --loops and --json.",
-        str,
-        "PARAMETERS",
-    ),
-    Option("json", "Print all of it as JSON, each loop included, and nothing else."),
-    Option("csv", "Print the figures as CSV, and nothing else."),
+_MAX_LOOPS = 1_000_000
+# What a handle is told, by the option that says it.
+_SETTINGS = {
+    "block_size": "block_size",
+    "queue_depth": "queue_depth",
+    "io_parallel": "intra_op_parallelism",
+    "io_engine": "engine",
+    "single_submit": "single_submit",
+}
+# DeepSpeed's, without effect here.
+_ACCEPTED = (
+    "slow_bounce_buffer",
+    "torch_legacy_save",
+    "fast_io_size",
+    "csv",
+    "sequential_requests",
 )
 
 
-@taking(*OPTIONS, *_OURS)
-def bench(*, offload: str | None, json: bool, csv: bool, **given: Any) -> None:
+Engine = Enum("Engine", {n: n for n in ("aio_handle", "files", "torch_io")}, type=str)  # type: ignore[misc]
+IoEngine = Enum("IoEngine", {n: n for n in ("io_uring", "libaio", "threads")}, type=str)  # type: ignore[misc]
+HostMemory = Enum("HostMemory", {n: n for n in ("locked", "ordinary", "accelerator")}, type=str)  # type: ignore[misc]
+
+
+def bench(
+    *,
+    path: Optional[Path] = typer.Argument(None, help="The folder; the same as --folder.", **FOLDER),
+    folder: Optional[Path] = typer.Option(
+        None, "--folder", help="The folder to work in.", **FOLDER
+    ),
+    folder_to_device_mapping: list[str] = value(
+        [],
+        "--folder-to-device-mapping",
+        "FOLDER:DEVICE",
+        "A folder and the number of a GPU, which counts only with --gpu. One process for each; repeat it.",
+    ),
+    io_size: int = size(1 << 30, "--io-size", "Bytes of each file, such as 400M."),
+    read: bool = switch("--read", "Only read."),
+    write: bool = switch("--write", "Only write."),
+    multi_process: int = number(
+        1, "--multi-process", (1, 1024), "Processes, each with a file of its own."
+    ),
+    loops: int = number(3, "--loops", (1, _MAX_LOOPS), "Transfers that count."),
+    warmup_loops: int = number(1, "--warmup-loops", (0, _MAX_LOOPS), "Transfers before them."),
+    include_warmup_time: bool = switch("--include-warmup-time", "Count those too."),
+    different_file_each_iteration: bool = switch(
+        "--different-file-each-iteration",
+        "A file for each loop; else writes overwrite the one of the first loop.",
+    ),
+    validate: bool = switch(
+        "--validate", "Compare file and memory after each transfer, outside the clock."
+    ),
+    keep_files: bool = switch(
+        "--keep-files",
+        "Use ds_io's file names, read files that are there already, and leave all for the next run.",
+    ),
+    engine: Engine = value(
+        "aio_handle",
+        "--engine",
+        "aio_handle|files|torch_io",
+        "Asynchronous calls and wait(), tensorferry.open(), or torch.save and load.",
+    ),
+    io_engine: Optional[IoEngine] = value(
+        None,
+        "--io-engine",
+        "io_uring|libaio|threads",
+        "How blocks reach the kernel. Default: the first that works.",
+    ),
+    block_size: Optional[int] = size(
+        None,
+        "--block-size",
+        "Bytes of one submission. Default of this and the next two: what a handle without settings has.",
+        maximum=MAX_BLOCK_NBYTES,
+    ),
+    queue_depth: Optional[int] = number(
+        None, "--queue-depth", (1, MAX_QUEUE_DEPTH), "Blocks in flight at most."
+    ),
+    io_parallel: Optional[int] = number(
+        None, "--io-parallel", (1, MAX_PARALLELISM), "Threads that each have such a queue."
+    ),
+    single_submit: bool = switch("--single-submit", "A system call for each block."),
+    memory: Optional[HostMemory] = value(
+        None,
+        "--memory",
+        "locked|ordinary|accelerator",
+        "Host memory: as tensorferry.empty() makes it, the default; unaligned, on small pages; or pinned by torch. "
+        "With --gpu: copy all bytes by way of it, rather than give the CUDA tensor to the handle.",
+    ),
+    use_accelerator_pin_memory: bool = switch(
+        "--use-accelerator-pin-memory", "The same as --memory accelerator."
+    ),
+    gpu: bool = switch("--gpu", "Move CUDA tensors, as they are unless --memory."),
+    use_gds: bool = switch(
+        "--use-gds", "Use gds_handle (GPUDirect Storage) instead of aio_handle."
+    ),
+    compare: bool = switch(
+        "--compare", "Measure plain Python and fio too, in turns, with the same sizes and settings."
+    ),
+    slow_bounce_buffer: bool = switch("--slow-bounce-buffer", "Accepted, without effect."),
+    torch_legacy_save: bool = switch("--torch-legacy-save", "Accepted, without effect."),
+    fast_io_size: Optional[str] = value(
+        None, "--fast-io-size", "BYTES", "Accepted, without effect."
+    ),
+    sequential_requests: bool = switch("--sequential-requests", "Accepted, without effect."),
+    csv: bool = switch("--csv", "Accepted, without effect: --json has all."),
+    offload: Optional[str] = value(
+        None,
+        "--offload",
+        "PARAMETERS",
+        "Predict instead how long a step of AdamW takes with its state in the folder, for a model of so many "
+        "parameters, say 7B. Takes --io-size, --loops and --json.",
+    ),
+    plot: Optional[Path] = value(
+        None, "--plot", "FILE", "Draw a chart, too (.svg, .png or .pdf; needs matplotlib)."
+    ),
+    as_json: AsJson = False,
+) -> None:
     """Measure how fast files are written and read.
 
     Reads are cold: the file is dropped from the page cache before each. Takes all options of DeepSpeed's ds_io.
     """
-    from tensorferry.tuning.options import BadArgumentsError
-
+    given = dict(locals())
     if offload is not None:
-        from tensorferry.tuning import offload as prediction
-
-        with leaving_with(UNUSABLE, BadArgumentsError):
-            asked = prediction.make_job(offload=offload, **given)
-        with progress_bar() as listener:
-            predicted = prediction.run(asked, listener)
-        if json:
-            print_json(predicted.as_dict())
-        else:
-            _show_prediction(predicted, make_console())
+        _predict(given)
         return
-    if json and csv:
-        raise LeavingError(UNUSABLE, ["--json, --csv: choose one of them"])
-    from tensorferry.tuning.bench.arguments import make_job
-    from tensorferry.tuning.bench.run import BenchError, run
+    job, notes = make_job(given)
+    if plot is not None:
+        from tensorferry.tuning.plot import draw, problem_of
 
-    with leaving_with(UNUSABLE, BadArgumentsError):
-        job = make_job(**given)
-    with leaving_with(FAILED, BenchError), progress_bar() as listener:
-        results = run(job, listener)
-    if json:
+        if problem := problem_of(plot):
+            raise LeavingError(UNUSABLE, [f"--plot: {problem}"])
+    results = measure(job)
+    results.notes[:0] = notes
+    if plot is not None:
+        titles = {"write": "writing", "read": "reading"}
+        draw({titles[each.name]: each for each in results.comparisons}, plot)
+    if as_json:
         print_json(results.as_dict())
-    elif csv:
-        print(results.as_csv(), end="")
     else:
         _show(results, make_console())
 
 
+def measure(job: Job) -> Results:
+    """Do a job; what goes wrong is one clear line and exit code 1."""
+    with leaving_with(FAILED, BenchError), progress_bar() as told:
+        return run(job, told)
+
+
+def make_job(given: dict[str, Any]) -> tuple[Job, list[str]]:
+    """Return the job that options ask for, and what is to be said of them; leave where they cannot be used."""
+    problems: list[str] = []
+    places = _places(given, problems)
+    memory = given["memory"].value if given["memory"] else None
+    notes = [f"--{name.replace('_', '-')} has no effect" for name in _ACCEPTED if given[name]]
+    memory = "accelerator" if given["use_accelerator_pin_memory"] else memory
+    if memory == "accelerator" and not given["gpu"]:
+        from tensorferry.tuning import gpus
+
+        if gpus.device_count() == 0:
+            # What ds_io does there, too: its CPU accelerator gives the tensor back as it is.
+            notes.append("no CUDA device that could pin memory: transfers use ordinary memory")
+            memory = "ordinary"
+    if given["gpu"] and (memory is None or given["use_gds"]):
+        memory = "gpu"
+    values = {option: given[option] for option in _SETTINGS if given[option]}
+    if "io_engine" in values:
+        values["io_engine"] = values["io_engine"].value
+    both = given["read"] == given["write"]
+    same = {each.name for each in dataclasses.fields(Job)} & given.keys() - {"memory", "engine"}
+    job = Job(
+        places=places,
+        operations=tuple(name for name in ("write", "read") if both or given[name]),
+        io_nbytes=given["io_size"],
+        engine=given["engine"].value,
+        settings={_SETTINGS[option]: value for option, value in values.items()},
+        memory=memory or "locked",
+        **{name: given[name] for name in same},
+    )
+    problems += problems_of(job)
+    if problems:
+        raise LeavingError(UNUSABLE, problems)
+    if len(places) not in (1, given["multi_process"]) and given["multi_process"] != 1:
+        notes.append(f"--multi-process has no effect: {len(places)} folders are mapped")
+    return job, notes
+
+
+def _places(given: dict[str, Any], problems: list[str]) -> tuple[Place, ...]:
+    names = {"path": "FOLDER", "folder": "--folder"}
+    names["folder_to_device_mapping"] = "--folder-to-device-mapping"
+    chosen = [name for name in names if given[name]]
+    if len(chosen) != 1:
+        named = ", ".join(names[name] for name in chosen) or "FOLDER"
+        problems.append(f"{named}: choose one of them" if chosen else f"{named}: missing")
+        return ()
+    if chosen != ["folder_to_device_mapping"]:
+        return tuple(Place(given[chosen[0]], n) for n in range(given["multi_process"]))
+    places = []
+    for mapping in given["folder_to_device_mapping"]:
+        name, _, device = mapping.rpartition(":")
+        if not name or not device.isascii() or not device.isdigit():
+            problems.append(
+                f"{names[chosen[0]]}: {mapping!r} is not FOLDER:DEVICE, as /mnt/nvme0:0"
+            )
+            continue
+        try:
+            places.append(Place(existing_folder(name), int(device)))
+        except typer.BadParameter as error:
+            problems.append(f"{names[chosen[0]]}: {error.message}")
+    return tuple(places)
+
+
 def _show(results: Results, console: Console) -> None:
     job = results.job
+    memory = f"{job.memory} memory" if not job.gpu else "GPU memory"
+    memory += f" by way of {job.memory} memory" if job.gpu and job.memory != "gpu" else ""
     say(
         console,
         f"{len(job.places)} x {format_nbytes(job.io_nbytes)} in "
         + ", ".join(dict.fromkeys(str(place.folder) for place in job.places))
-        + f", {counted(job.loops, 'loop')} after {job.warmup_loops} to warm up, {_memory_in_words(job)}",
+        + f", loops: {job.loops} after {job.warmup_loops} to warm up, {memory}",
     )
-    numbers = ("GB/s", "min .. max", "total", "p50 ms", "p99 ms", "CPU s/GB", "+MiB")
-    table = make_table([""], numbers)
-    for result in results.results:
-        name = f"{result.operation} {result.way}"
-        for process, summary in result.summaries():
-            if process is None:
-                table.add_row(name, *_cells(summary))
-            elif len(result.processes) > 1:
-                table.add_row(f"{name} {process.process}", *_cells(summary), style="dim")
+    table = make_table([""], ("GB/s", "min .. max", "p50 ms", "p99 ms", "CPU s/GB", "+MiB"))
+    words = []
+    for comparison in results.comparisons:
+        for row in comparison.rows:
+            if not row.usable:
+                continue
+            name, last = f"{comparison.name} {row.label}", row.samples[-1].details
+            if len(job.places) > 1:
+                for number in range(len(job.places)):
+                    samples = [sample.details["processes"][number] for sample in row.samples]
+                    each = dataclasses.replace(row, samples=samples)
+                    table.add_row(f"{name} {number}", *comparison_cells(each), style="dim")
+            table.add_row(name, *comparison_cells(row))
+            if last["settings"]:
+                words.append(f"{name}: {_in_words(last['settings'])}")
+            if last["gpu"]:
+                words.append(f"{name}: {_gpu_in_words(last['gpu'])}")
     show(console, table)
     say(
         console,
         "GB: 10^9 bytes. p50, p99: of one block. +MiB: memory besides the buffer. Reads are cold.",
     )
-    for result in results.results:
-        used = [_in_words(process.settings) for process in result.processes if process.settings]
-        used += [_gpu_in_words(result.gpu)] if result.gpu is not None else []
-        for words in dict.fromkeys(used):
-            say(console, f"{result.operation} {result.way}: {words}")
-    for note in results.notes:
-        say(console, f"note: {note}")
-
-
-def _cells(summary: Summary) -> list[str]:
-    latency = summary.latency_microseconds or {}
-    growth = summary.peak_growth_nbytes
-    return [
-        f"{summary.gb_per_second_median:.3f}",
-        f"{min(summary.gb_per_second):.2f} .. {max(summary.gb_per_second):.2f}",
-        f"{summary.gb_per_second_total:.3f}",
-        *(f"{latency[name] / 1000:.2f}" if name in latency else "-" for name in ("p50", "p99")),
-        f"{summary.cpu_seconds_per_gb:.3f}",
-        "-" if growth is None else f"{growth / (1 << 20):.0f}",
-    ]
-
-
-def _memory_in_words(job: Job) -> str:
-    if not job.gpu:
-        return f"{job.memory} memory"
-    if job.memory == "gpu":
-        return "GPU memory"
-    return (
-        f"GPU memory by way of {job.memory} memory{' made anew' if job.slow_bounce_buffer else ''}"
-    )
+    for line in [*words, *(f"note: {note}" for note in dict.fromkeys(results.notes))]:
+        say(console, line)
 
 
 def _gpu_in_words(gpu: dict[str, Any]) -> str:
@@ -146,6 +294,30 @@ def _in_words(settings: dict[str, Any]) -> str:
     )
 
 
+def _predict(given: dict[str, Any]) -> None:
+    from tensorferry.tuning import offload
+
+    folders = [given[name] for name in ("path", "folder") if given[name]]
+    try:
+        parameters = offload.parse_count(given["offload"])
+    except ValueError as error:
+        raise LeavingError(UNUSABLE, [f"--offload: {error}"]) from None
+    problems = [] if len(folders) == 1 else ["--offload: needs one folder"]
+    if given["io_size"] < offload.SMALLEST_NBYTES:
+        problems.append(f"--io-size: {given['io_size']} is less than 1M")
+    if reason := offload.why_not():
+        problems.append(f"--offload: {reason}")
+    if problems:
+        raise LeavingError(UNUSABLE, problems)
+    job = offload.Job(parameters, folders[0], given["io_size"], given["loops"])
+    with progress_bar() as told:
+        predicted = offload.run(job, told)
+    if given["as_json"]:
+        print_json(predicted.as_dict())
+    else:
+        _show_prediction(predicted, make_console())
+
+
 def _show_prediction(result: Prediction, console: Console) -> None:
     job, gb = result.job, 1e9
     say(
@@ -161,9 +333,7 @@ def _show_prediction(result: Prediction, console: Console) -> None:
             f"{each.layout}: {each.state_nbytes / gb:,.4g} GB",
             f"{each.budget_nbytes / gb:,.4g}" if each.budget_nbytes else "small",
             f"{each.moved_nbytes / gb:,.4g}",
-            f"{each.io_seconds:.3g}",
-            f"{each.arithmetic_seconds:.3g}",
-            f"{each.step_seconds:.3g}",
+            *(f"{s:.3g}" for s in (each.io_seconds, each.arithmetic_seconds, each.step_seconds)),
             each.limit,
         )
     show(console, table)
@@ -172,7 +342,6 @@ def _show_prediction(result: Prediction, console: Console) -> None:
         "GB: 10^9 bytes. small: a budget that is small beside the state. A step takes the longer of I/O and "
         "arithmetic.",
     )
-    state_nbytes = max(each.state_nbytes for each in result.predictions)
-    if state_nbytes > result.free_nbytes:
+    if max(each.state_nbytes for each in result.predictions) > result.free_nbytes:
         free = f"{result.free_nbytes / gb:,.4g} GB free, less than the largest of these states"
         say(console, f"note: {job.folder} has {free}")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tensorferry.checkpoint.progress import Progress as Moved
-    from tensorferry.tuning.bench.run import Progress as Listener
 
 # Lines are searched, cut and mailed: no name of ordinary length is folded there. But one long name, which anybody may
 # have put into a file, must not make each line as long.
@@ -81,10 +80,10 @@ def counted(count: int, one: str, many: str = "") -> str:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Listener | None]:
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """Show a bar on stderr where that is a terminal; what it yields is told what is done, how far, and of how much."""
     if not sys.stderr.isatty():  # which rich may be told to overlook
-        yield None
+        yield lambda *_: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 

@@ -2,66 +2,78 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import sys
-from typing import TYPE_CHECKING
-
-from tensorferry.cli.leaving import FAILED, UNUSABLE, Parser, leaving_well, leaving_with
-from tensorferry.tuning.bench.arguments import make_job
-from tensorferry.tuning.bench.options import OPTIONS
-from tensorferry.tuning.bench.run import BenchError, run
-from tensorferry.tuning.options import BadArgumentsError
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from tensorferry.tuning.rounds import Comparison
 
-    from tensorferry.tuning.bench.results import Result
-
+_NAME = "tensorferry-ds-io"
 # What ds_io calls GB is 2^30 bytes.
 _DS_IO_GB = 1 << 30
-# Where its defaults are not those of `tensorferry bench`.
-_DEFAULTS = {"block_size": "1M", "queue_depth": "32", "io_size": None}
+# Where its defaults are not those of `tensorferry bench`, and what it has no options for.
+_DEFAULTS: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 32, "io_size": ...}
+_OURS = {"path": None, "write": False, "keep_files": True, "io_engine": None, "memory": None}
+_OURS |= {"compare": False, "csv": False, "offload": None, "plot": None, "as_json": False}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run the command line, and exit as the other commands do."""
-    given = vars(_parser().parse_args(arguments))
-    with leaving_well("tensorferry-ds-io"):
-        with leaving_with(UNUSABLE, BadArgumentsError):
-            job = make_job(write=not given["read"], keep_files=True, **given)
-        for number, place in enumerate(job.places):
-            print(f"process {number}: {place.folder}")
-        with leaving_with(FAILED, BenchError):
-            results = run(job)
-        for note in results.notes:
-            print(f"note: {note}", file=sys.stderr)
-        for result in results.results:
-            print("\n".join(result_lines(result)))
+    from tensorferry.cli import without_libraries
+
+    with without_libraries():
+        from tensorferry.cli.app import command_of, run_command
+        from tensorferry.cli.bench import bench
+        from tensorferry.cli.parsing import with_repeated
+
+    parameters = []
+    for each in inspect.signature(bench, eval_str=True).parameters.values():
+        if each.name in _DEFAULTS:
+            option = copy.copy(each.default)
+            option.default = _DEFAULTS[each.name]
+            each = each.replace(default=option)
+        if each.name not in _OURS:
+            parameters.append(each)
+    _ds_io.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    _ds_io.__annotations__ = {each.name: each.annotation for each in parameters}
+    given = with_repeated(
+        sys.argv[1:] if arguments is None else arguments, "folder_to_device_mapping"
+    )
+    run_command(command_of(_ds_io, _NAME, _NAME), _NAME, given, _NAME)
 
 
-def result_lines(result: Result) -> list[str]:
+def _ds_io(**given: Any) -> None:
+    """Measure tensorferry as DeepSpeed's ds_io measures DeepNVMe.
+
+    Options may be written with underscores. `tensorferry bench` can do more.
+    """
+    from tensorferry.cli.bench import make_job, measure
+
+    job, notes = make_job(_OURS | {"write": not given["read"]} | given)
+    for number, place in enumerate(job.places):
+        print(f"process {number}: {place.folder}")
+    results = measure(job)
+    for note in [*notes, *results.notes]:
+        print(f"note: {note}", file=sys.stderr)
+    for comparison in results.comparisons:
+        print("\n".join(result_lines(comparison)))
+
+
+def result_lines(comparison: Comparison) -> list[str]:
     """Return the four lines that scripts look for in ds_io's output: seconds of all loops, and their speed."""
-    operation = result.operation.capitalize()
-    loops = len(result.seconds)
-    nbytes = result.nbytes * loops
-    task_seconds = max(result.summary(process).seconds for process in result.processes)
+    operation, samples = comparison.name.capitalize(), comparison.rows[0].samples
+    nbytes = sum(sample.nbytes for sample in samples)
+    count = len(samples[0].details["processes"])
+    tasks = [sum(s.details["processes"][n].seconds for s in samples) for n in range(count)]
     lines = []
-    for name, seconds in (("Task", task_seconds), ("E2E", sum(result.seconds))):
+    for name, seconds in (("Task", max(tasks)), ("E2E", sum(s.seconds for s in samples))):
         lines += [
             f"{name} {operation} Latency = {seconds} sec",
             f"{name} {operation} Speed = {nbytes / seconds / _DS_IO_GB} GB/sec",
         ]
     return lines
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="tensorferry-ds-io",
-        description="Measure tensorferry as DeepSpeed's ds_io measures DeepNVMe. `tensorferry bench` can do more.",
-    )
-    for option in (each for each in OPTIONS if not each.ours):
-        default = _DEFAULTS.get(option.name, option.default)
-        parser.take(option, default, required=option.name == "io_size")
-    return parser
 
 
 if __name__ == "__main__":

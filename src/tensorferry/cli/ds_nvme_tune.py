@@ -1,7 +1,4 @@
-"""``tensorferry-ds-nvme-tune``: DeepSpeed's ``ds_nvme_tune``, its options and its last lines, on tensorferry.
-
-It sweeps what theirs does unless told otherwise, one engine only, but drops slow settings early and stores the result.
-"""
+"""``tensorferry-ds-nvme-tune``: DeepSpeed's ``ds_nvme_tune``, its options and its last lines, on tensorferry."""
 
 from __future__ import annotations
 
@@ -9,50 +6,85 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
-from tensorferry.cli.leaving import FAILED, LeavingError, Parser, leaving_well, printable
-from tensorferry.cli.tune_options import THEIRS, make_job
-from tensorferry.tuning.space import deepspeed_space
+from tensorferry.cli import without_libraries
+
+with without_libraries():
+    import typer
+
+    from tensorferry.cli import tune as command
+    from tensorferry.cli.app import command_of, run_command
+    from tensorferry.cli.consoles import make_console, say
+    from tensorferry.cli.leaving import FAILED, LeavingError, printable
+    from tensorferry.cli.parsing import FOLDER, number, size, switch, value, with_repeated
+    from tensorferry.tuning.tune import SMALLEST_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tensorferry.tuning.tune import Result
 
+_NAME = "tensorferry-ds-nvme-tune"
 _LOG_NAME = "tune.json"
 _THEIR_GB = 1 << 30
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line, or say what it needs."""
-    given = vars(_parser().parse_args(arguments))
-    try:
-        from tensorferry.cli import tune as command
-        from tensorferry.cli.consoles import make_console, say
-        from tensorferry.cli.tune_view import print_result
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("typer", "rich", "click"):
-            raise
-        sys.exit(f"this needs {missing.name}; install it with: pip install 'tensorferry[cli]'")
-    with leaving_well("tensorferry-ds-nvme-tune"):
-        job = make_job(THEIRS, given, deepspeed_space(), [])
-        logs = Path(given["log_dir"])
-        with _writing(logs):
-            logs.mkdir(parents=True, exist_ok=True)
-        console = make_console()
-        if given["verbose"]:
-            say(console, printable(f"args = {given}"))
-        if given["flush_page_cache"]:
-            say(console, "--flush_page_cache: not needed, reads do not come from the page cache")
-        say(console, printable(f"Running DeepNVMe performance tuning on {given['nvme_dir']}"))
-        result = command.run(console, job, save=not given["no_save"])
-        if given["verbose"]:
-            print_result(console, result)
-        _print_as_theirs(result)
-        with _writing(logs / _LOG_NAME):
-            (logs / _LOG_NAME).write_text(json.dumps(result.as_json(), indent=1) + "\n")
-        command.leave_if_not_stored(result)
+    given = sys.argv[1:] if arguments is None else arguments
+    given = with_repeated(given, "nvme_dir", last=True)
+    run_command(command_of(ds_nvme_tune, _NAME, _NAME), _NAME, given, _NAME)
+
+
+def ds_nvme_tune(
+    nvme_dir: list[Path] = typer.Option(
+        ..., "--nvme-dir", help="Writable folders on NVMe drives.", **FOLDER
+    ),
+    io_size: int = size(
+        400 << 20, "--io-size", "Bytes written and read at a time.", SMALLEST_NBYTES
+    ),
+    no_read: bool = command.NO_READ,
+    no_write: bool = command.NO_WRITE,
+    gpu: bool = command.GPU,
+    gds: bool = command.GDS,
+    sweep_config: Optional[Path] = command.SWEEP_CONFIG,
+    no_save: bool = command.NO_SAVE,
+    log_dir: Path = value(
+        "_aio_bench_logs", "--log-dir", "FOLDER", "Folder for every measurement, as JSON."
+    ),
+    loops: int = number(1, "--loops", (1, 1000), "Accepted, without effect."),
+    flush_page_cache: bool = switch("--flush-page-cache", "Accepted, without effect."),
+    verbose: bool = switch("--verbose", "Print all tables."),
+) -> None:
+    """Find the aio settings for a drive: ds_nvme_tune's options, tensorferry's search.
+
+    Options may be written with underscores. `tensorferry tune` can do more.
+    """
+    job = command.make_job(
+        nvme_dir,
+        io_size,
+        no_read=no_read,
+        no_write=no_write,
+        gpu=gpu,
+        gds=gds,
+        sweep_config=sweep_config,
+    )
+    with _writing(log_dir):
+        log_dir.mkdir(parents=True, exist_ok=True)
+    console = make_console()
+    for name, given in (("loops", loops > 1), ("flush_page_cache", flush_page_cache)):
+        if given:
+            say(console, f"--{name} has no effect")
+    folders = [str(folder) for folder in nvme_dir]
+    say(console, printable(f"Running DeepNVMe performance tuning on {folders}"))
+    result = command.run(console, job, save=not no_save)
+    if verbose:
+        command.print_result(console, result)
+    _print_as_theirs(result)
+    with _writing(log_dir / _LOG_NAME):
+        (log_dir / _LOG_NAME).write_text(json.dumps(result.as_json(), indent=1) + "\n")
+    command.leave_if_not_stored(result)
 
 
 @contextlib.contextmanager
@@ -61,7 +93,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise LeavingError(FAILED, [f"--log_dir: {path}: {problem.strerror}"]) from None
+        raise LeavingError(FAILED, [f"--log-dir: {path}: {problem.strerror}"]) from None
 
 
 def _print_as_theirs(result: Result) -> None:
@@ -70,16 +102,6 @@ def _print_as_theirs(result: Result) -> None:
     words = [f"{name} = {rates[name]:5.2f}" for name in ("read", "write") if name in rates]
     print(f"Best performance (GB/sec): {', '.join(words)}")
     print(json.dumps(result.deepspeed(), indent=3))
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="tensorferry-ds-nvme-tune",
-        description="Find the aio settings for a drive: ds_nvme_tune's options, tensorferry's search.",
-    )
-    for option in THEIRS:
-        parser.take(option, option.default, required=option.name == "nvme_dir")
-    return parser
 
 
 if __name__ == "__main__":

@@ -5,19 +5,16 @@ What went wrong is a line on stderr for each problem, which begins with the comm
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import FrameType
-
-    from tensorferry.tuning.options import Option
 
 FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
 
@@ -31,28 +28,6 @@ class LeavingError(Exception):
         super().__init__(code)
         self.code = code
         self.problems = [str(problem) for problem in problems]
-
-
-class Parser(argparse.ArgumentParser):
-    """One that tells what is wrong as the commands do; for those that have DeepSpeed's options, and no typer."""
-
-    def __init__(self, prog: str, description: str) -> None:
-        how = argparse.ArgumentDefaultsHelpFormatter
-        super().__init__(prog, description=description, formatter_class=how)
-
-    def take(self, option: Option, default: str | None, *, required: bool = False) -> None:
-        """Take an option as DeepSpeed spells it: what may be many is given at once, and some of it also many times."""
-        how: dict[str, Any] = {"metavar": option.metavar, "default": default, "required": required}
-        if option.many:
-            how |= {"nargs": "+", "default": [], "action": "extend" if option.repeated else "store"}
-        elif option.read is None:
-            how = {"action": "store_true"}
-        self.add_argument(f"--{option.name}", help=option.help, **how)
-
-    def error(self, message: str) -> NoReturn:
-        """Say it, and leave."""
-        say_problems(self.prog, [message])
-        sys.exit(UNUSABLE)
 
 
 def open_missing_streams() -> None:
@@ -70,15 +45,11 @@ def open_missing_streams() -> None:
 
 @contextlib.contextmanager
 def leaving_with(code: int, *kinds: type[Exception], name: str = "") -> Iterator[None]:
-    """Make of exceptions of some kinds the end of the command; one's ``problems`` are told, if it has any.
-
-    ``name`` is the argument that they are about, as the help has it.
-    """
+    """Make of exceptions of some kinds the end of the command; ``name`` is the argument that they are about."""
     try:
         yield
     except kinds as error:
-        problems = getattr(error, "problems", [f"{name}: {error}" if name else error])
-        raise LeavingError(code, problems) from None
+        raise LeavingError(code, [f"{name}: {error}" if name else error]) from None
 
 
 @contextlib.contextmanager

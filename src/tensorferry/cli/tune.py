@@ -1,91 +1,186 @@
-"""``tensorferry tune``: find the settings that suit a drive, and have them used."""
+"""``tensorferry tune``: find the settings that are faster on a drive, and have them used."""
 
 from __future__ import annotations
 
 import errno
-import importlib.util
-import os
+import json as json_text
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Optional
 
+import typer
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
 
 from tensorferry.base.checks import format_nbytes
-from tensorferry.cli.consoles import make_console, print_json, say
+from tensorferry.cli.consoles import AsJson, make_console, make_table, print_json, say, show
 from tensorferry.cli.leaving import FAILED, UNUSABLE, LeavingError, printable, say_problems
-from tensorferry.cli.options import taking
-from tensorferry.cli.tune_options import OPTIONS, make_job
-from tensorferry.cli.tune_view import LiveView, print_profiles, print_result
+from tensorferry.cli.parsing import FOLDER, size, switch, value
 from tensorferry.errors import EngineUnavailableError
 from tensorferry.transfer import profiles, runtime
-from tensorferry.tuning import heatmap, storing
-from tensorferry.tuning.space import default_space, quick_space
-from tensorferry.tuning.tune import Job, Result
-from tensorferry.tuning.tune import tune as run_job
+from tensorferry.tuning import gpus, storing
+from tensorferry.tuning import tune as tuning
+from tensorferry.tuning.candidates import available_engines, candidates_of_json, default_settings
 
+if TYPE_CHECKING:
+    from tensorferry.transfer.profiles import Profile
+    from tensorferry.transfer.settings import Settings
+    from tensorferry.tuning.tune import Found, Job, Progress, Result
+
+_GB = 1e9
+_STORE_REMEDY = "--no-save, or another file in TENSORFERRY_PROFILES"
 _REMEDIES = {
     errno.ENOSPC: "free some space, or use a smaller --io-size",
     errno.EDQUOT: "the quota is used up; use a smaller --io-size",
     errno.EACCES: "choose a folder that you may write to",
     errno.EROFS: "the file system is mounted read-only",
 }
-_STORE_REMEDY = "--no-save, or another file in TENSORFERRY_PROFILES"
+
+# Shared with ds_nvme_tune.
+NO_READ = switch("--no-read", "Do not look at reading.")
+NO_WRITE = switch("--no-write", "Do not look at writing.")
+GPU = switch("--gpu", "Move CUDA tensors: the first folder's is on GPU 0, and so on.")
+GDS = switch("--gds", "--gpu, as gds_handle does it (GPUDirect Storage).")
+NO_SAVE = switch("--no-save", "Do not store the settings for use.")
+SWEEP_CONFIG = value(
+    None,
+    "--sweep-config",
+    "PATH",
+    "JSON with lists of values to try: block_size, queue_depth, io_parallel, single_submit, io_engine.",
+)
 
 
-@taking(*OPTIONS)
 def tune(
-    *,
-    folders: list[str],
-    full: bool,
-    quick: bool,
-    json: bool,
-    plot: str | None,
-    no_save: bool,
-    show: bool,
-    forget: bool,
-    **given: Any,
+    folders: list[Path] = typer.Argument(
+        [], help="Folders on the drives to tune, one after the other.", **FOLDER
+    ),
+    io_size: Optional[int] = size(
+        None,
+        "--io-size",
+        "Bytes written and read at a time, such as 400M. Default: what the drive moves in 0.02 s, from 64M to 1G, at "
+        "most a quarter of the free space and of the memory.",
+        tuning.SMALLEST_NBYTES,
+    ),
+    no_read: bool = NO_READ,
+    no_write: bool = NO_WRITE,
+    gpu: bool = GPU,
+    gds: bool = GDS,
+    sweep_config: Optional[Path] = SWEEP_CONFIG,
+    no_save: bool = NO_SAVE,
+    quick: bool = switch("--quick", f"The same as --seconds {tuning.QUICK_SECONDS:g}."),
+    seconds: float = value(
+        tuning.SECONDS,
+        "--seconds",
+        "N",
+        "What a drive may take at most; more time tells smaller gains apart.",
+        min=1,
+        max=3600,
+    ),
+    show_stored: bool = switch(
+        "--show", "Show the stored settings (of the folders), and do no more."
+    ),
+    forget: bool = switch(
+        "--forget", "Remove the stored settings (of the folders), and do no more."
+    ),
+    as_json: AsJson = False,
 ) -> None:
-    """Find the settings that reach a drive's full speed, and have them used.
+    """Find the settings that are faster than the default ones on a drive, and have them used.
 
-    Tries engines, block sizes, queue depths and numbers of workers by writing and reading a file without a name in each
-    folder, and drops slow ones early. What is left is measured against the default settings again. If it is proven to
-    be better by 2 %, it is stored for the folder's file system: handles and files that are given no settings use it
-    from then on. If not, the defaults stay. Prints the aio section for DeepSpeed.
+    Tries about a dozen engines, block sizes, queue depths and numbers of workers by writing and reading a file without
+    a name in each folder, in turns with the default settings, and then once more the best against the default. What is
+    proven is stored, for this file system, for reads or for writes: handles and files that are given no settings use it
+    from then on. Else nothing is. Prints the aio section for DeepSpeed.
     """
     console = make_console()
-    if show and forget:
+    if show_stored and forget:
         raise LeavingError(UNUSABLE, ["--show, --forget: choose one of them"])
-    if show or forget:
-        (_show if show else _forget)(console, [Path(folder) for folder in folders])
+    if show_stored or forget:
+        (_show if show_stored else _forget)(console, folders)
         return
-    problems = ["--full, --quick: choose one of them"] if full and quick else []
-    picture = None if plot is None else Path(plot)
-    problems += [] if picture is None else _plot_problems(picture)
-    space = quick_space() if quick else default_space()
-    job = make_job(OPTIONS, given | {"folders": folders, "full": full}, space, problems)
-    result = run(Console(stderr=True) if json else console, job, save=not no_save)
-    if json:
+    job = make_job(
+        folders,
+        io_size,
+        no_read=no_read,
+        no_write=no_write,
+        gpu=gpu,
+        gds=gds,
+        sweep_config=sweep_config,
+        seconds=tuning.QUICK_SECONDS if quick else seconds,
+    )
+    result = run(Console(stderr=True) if as_json else console, job, save=not no_save)
+    if as_json:
         print_json(result.as_json())
     else:
         print_result(console, result)
-    if picture is not None:
-        title = f"{', '.join(map(str, job.folders))}, {format_nbytes(result.nbytes)}"
-        heatmap.draw(heatmap.grids(result.found.turns), picture, title)
     leave_if_not_stored(result)
 
 
+def make_job(
+    folders: list[Path],
+    io_size: int | None,
+    *,
+    no_read: bool,
+    no_write: bool,
+    gpu: bool,
+    gds: bool,
+    sweep_config: Path | None,
+    seconds: float = tuning.SECONDS,
+) -> Job:
+    """Return the job that options ask for, or leave with what is wrong with them."""
+    problems = [] if folders else ["FOLDER: name a folder on the drive to tune"]
+    if no_read and no_write:
+        problems.append("--no-read, --no-write: nothing is left to measure")
+    tried: list[Settings] = []
+    if sweep_config is not None:
+        try:
+            tried = candidates_of_json(sweep_config, default_settings())
+        except ValueError as problem:
+            problems.append(f"--sweep-config: {problem}")
+    if (gpu or gds) and (reason := gpus.why_no_gpu()):
+        problems.append(f"{'--gds' if gds else '--gpu'}: {reason}")
+    elif gds and (reason := gpus.why_no_gds()):
+        problems.append(f"--gds: {reason}")
+    if problems:
+        raise LeavingError(UNUSABLE, problems)
+    return tuning.Job(
+        tuple(folder.resolve() for folder in folders),
+        tuple(d for d, left_out in (("write", no_write), ("read", no_read)) if not left_out),
+        tuple(tried),
+        io_size,
+        seconds,
+        tuple(range(gpus.device_count())) if gpu or gds else (None,),
+        gds,
+        gds and gpus.gds_uses_cufile(),
+    )
+
+
 def run(console: Console, job: Job, *, save: bool) -> Result:
-    """Tune; what goes wrong with the machine is one clear line and exit code 1, Ctrl-C 130."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", RuntimeWarning)
-        with LiveView(console) as view:
-            try:
-                result = run_job(job, view, save=save)
-            except (OSError, MemoryError) as problem:
-                _fail(_explained(problem, job))
-            except EngineUnavailableError as problem:
-                _fail(problem)
+    """Tune, with a bar or, on a pipe, a line for each part; what goes wrong is one clear line and exit code 1."""
+    # Drawn between measurements only: a drawing thread would take processor time from them.
+    columns = BarColumn(), TextColumn("{task.description}")
+    terminal = console.is_terminal
+    bar = Bar(*columns, console=console, auto_refresh=False, transient=True, disable=not terminal)
+    task = bar.add_task("", total=1.0)
+    seen: list[str] = []
+
+    def told(progress: Progress) -> None:
+        left = f"{100 * progress.share:.0f} %, at most {_duration(progress.seconds_left)} left"
+        words = f"{left}: {progress.what}"
+        bar.update(task, completed=progress.share, description=printable(words), refresh=True)
+        if not terminal and progress.what not in seen:
+            seen.append(progress.what)
+            say(console, printable(words))
+
+    try:
+        with warnings.catch_warnings(record=True) as caught, bar:
+            warnings.simplefilter("always", RuntimeWarning)
+            result = tuning.tune(job, told, save=save)
+    except (OSError, MemoryError) as problem:
+        raise LeavingError(FAILED, [_explained(problem, job)]) from None
+    except EngineUnavailableError as problem:
+        raise LeavingError(FAILED, [problem]) from None
     say_problems("Note", (warning.message for warning in caught))
     return result
 
@@ -93,25 +188,74 @@ def run(console: Console, job: Job, *, save: bool) -> Result:
 def leave_if_not_stored(result: Result) -> None:
     """End with 1 where what was found should have been stored and could not be."""
     if result.not_stored:
-        _fail(f"not stored: {result.not_stored}")
+        raise LeavingError(FAILED, [f"not stored: {result.not_stored}"])
 
 
-def _fail(problem: object) -> NoReturn:
-    raise LeavingError(FAILED, [problem])
+def print_result(console: Console, result: Result) -> None:
+    """Print what was decided for each drive and direction, and what it is worth."""
+    table = make_table(["drive", "", "settings"], ("GB/s", "min .. max", "default", "CPU s/GB"))
+    for each in result.found:
+        rates = [each.rates[name] / _GB for name in ("median", "low", "high")]
+        table.add_row(
+            Text(printable(str(each.folder))),
+            f"{each.direction} {each.memory}",
+            describe(each.decision.chosen, each.decision.default),
+            f"{rates[0]:.2f}",
+            f"{rates[1]:.2f} .. {rates[2]:.2f}",
+            f"{each.default_rates['median'] / _GB:.2f}",
+            f"{each.rates['cpu_seconds_per_gb']:.3f}",
+        )
+    show(console, table)
+    for each in result.found:
+        say(console, printable(conclusion(each)))
+    count = sum(len(each["seconds"]) for each in result.measurements)
+    say(console, f"{count} measurements in {_duration(result.seconds)}")
+    say(console, "\nFor DeepSpeed's configuration:")
+    say(console, json_text.dumps(result.deepspeed(), indent=2))
+    engine = result.settings.engine
+    if engine not in (available_engines()[0], gpus.CUFILE):
+        say(console, f"with TENSORFERRY_ENGINE={engine} in the environment")
+    for warning in result.warnings:
+        say(console, printable(f"Note: {warning}"))
+    for places, words in (
+        (result.stored_for, "Stored for {}: handles and files without explicit settings use it."),
+        (result.dropped_for, "Dropped what was stored for {}: it is not proven any more."),
+    ):
+        if places:
+            say(console, "\n" + words.format(printable(", ".join(places))))
 
 
-def _plot_problems(path: Path) -> list[str]:
-    if path.is_dir():
-        return [f"--plot: {path} is a folder"]
-    if not path.parent.is_dir():
-        return [f"--plot: the folder {str(path.parent)!r} does not exist"]
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return [f"--plot: {path} cannot be written"]
-    if importlib.util.find_spec("matplotlib") is None:
-        return ["--plot: needs matplotlib; install it with: pip install 'tensorferry[plot]'"]
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        return [f"--plot: {path} ends neither in .png nor in .svg or .pdf"]
-    return []
+def conclusion(found: Found) -> str:
+    """Return in a sentence what was chosen, and how sure that is."""
+    decision = found.decision
+    place = f"{found.folder}: {found.direction}"
+    if decision.nominee is None:
+        return f"{place}: the default settings: no others were seen to be 2 % faster"
+    if not decision.pairs or decision.low == decision.gain == 1.0:
+        return f"{place}: the default settings: the drive is too slow to prove another in this time"
+    gain = (
+        f"{decision.gain:.2f} times as fast as the default, surely {decision.low:.2f}, in "
+        f"{decision.pairs} pairs"
+    )
+    who = describe(decision.nominee, decision.default)
+    if decision.chosen == decision.default:
+        return f"{place}: the default settings: {who} came nearest, {gain}"
+    return f"{place}: {who}: {gain}"
+
+
+def describe(settings: Settings, default: Settings | None = None) -> str:
+    """Return settings in words."""
+    if settings == default:
+        return "default"
+    words = f"{settings.engine} {format_nbytes(settings.block_size)} x {settings.queue_depth}"
+    if settings.intra_op_parallelism > 1:
+        words += f", {settings.intra_op_parallelism} workers"
+    return words + (", single submit" if settings.single_submit else "")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02} minutes" if minutes else f"{rest} s"
 
 
 def _explained(problem: OSError | MemoryError, job: Job) -> str:
@@ -125,52 +269,65 @@ def _explained(problem: OSError | MemoryError, job: Job) -> str:
     return f"{where}: {problem.strerror or problem}" + (f" (remedy: {remedy})" if remedy else "")
 
 
-def _show(console: Console, paths: list[Path]) -> None:
+# What is stored
+
+
+def _show(console: Console, folders: list[Path]) -> None:
     store = _store()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         kept = profiles.load(store)
     if caught:
         raise LeavingError(FAILED, [warning.message for warning in caught])
-    if paths:
-        kept = [profile for path in paths for profile in _of(path, kept)]
-    if kept:
-        print_profiles(console, kept, str(store))
-    else:
+    if folders:
+        systems = [profiles.file_system_of(folder) for folder in folders]
+        kept = [each for system in systems for each in profiles.profiles_of(system, kept)]
+    if not kept:
         say(console, printable(f"no settings are stored in {store}"))
+        return
+    table = make_table(["file system", "for", "settings"], ("GB/s", "gain"))
+    table.add_column("found", no_wrap=True)
+    for profile in kept:
+        system = f"{profile.file_system.mount_point} ({profile.file_system.type})"
+        numbers = [
+            _number(profile.found.get(name), scale) for name, scale in (("rates", _GB), ("gain", 1))
+        ]
+        words = system, " ".join(profile.use), describe(profile.settings)
+        when = Text(printable(str(profile.found.get("when", ""))[:10]))
+        table.add_row(*(Text(printable(word)) for word in words), *numbers, when)
+    show(console, table)
+    say(console, printable(f"in {store}"))
 
 
-def _forget(console: Console, paths: list[Path]) -> None:
-    store = _store()
+def _number(found: Any, scale: float) -> str:
+    """Return a median of what anybody may have written into the file."""
     try:
-        if not paths:
-            removed = storing.forget(store)
+        return f"{found['median'] / scale:.2f}"
+    except (KeyError, TypeError, OverflowError):
+        return ""
+
+
+def _forget(console: Console, folders: list[Path]) -> None:
+    store = _store()
+    removed: list[Profile] = []
+    try:
+        if folders:
+            for folder in folders:
+                removed += storing.forget(store, profiles.file_system_of(folder))
         else:
-            kept = profiles.load(store)
-            chosen = [profile for path in paths for profile in _of(path, kept)]
-            removed = [gone for each in chosen for gone in storing.forget(store, each.file_system)]
-    except OSError as problem:
-        _fail(f"{problem.filename or store}: {problem.strerror}")
-    for profile in removed:
-        say(console, printable(f"forgotten: {profile.file_system.mount_point}"))
+            removed += storing.forget(store)
+    except (OSError, ValueError) as problem:
+        words = getattr(problem, "strerror", None) or problem
+        raise LeavingError(FAILED, [f"{store}: {words}"]) from None
     if not removed:
         say(console, printable(f"no settings are stored in {store}"))
+    for profile in removed:
+        words = f"{profile.file_system.mount_point} ({' '.join(profile.use)})"
+        say(console, printable(f"forgotten: {words}"))
 
 
 def _store() -> Path:
     path = runtime.profiles_path()
     if path is None:
-        _fail("TENSORFERRY_PROFILES=0 switches stored settings off")
-    return Path(str(path))
-
-
-def _of(path: Path, kept: list[profiles.Profile]) -> list[profiles.Profile]:
-    """Return the profile of a path's file system; where the path is gone, those it was mounted at."""
-    if path.exists():
-        match = profiles.profile_of(profiles.file_system_of(path), kept)
-        return [match] if match else []
-    found = [each for each in kept if Path(each.file_system.mount_point) == path.absolute()]
-    if not found:
-        missing = f"the folder {str(path)!r} does not exist, and no settings are stored for it"
-        raise LeavingError(UNUSABLE, [f"FOLDER: {missing}"])
-    return found
+        raise LeavingError(FAILED, ["TENSORFERRY_PROFILES=0 switches profiles off"])
+    return Path(path)

@@ -330,7 +330,7 @@ def make_durable(segments: Sequence[Segment]) -> StorageError | None:
     failures: list[StorageError] = []
     begun: list[_core.Request] = []
     for segment in segments:
-        scheduler = scheduler_of(segment.directory.scheduler, segment.file)
+        scheduler = scheduler_of(segment.directory.scheduler, segment.file, True)
         # A write of nothing, with sync=True.
         request = scheduler.new_request(True, False, True, False, False)
         begun.append(request)

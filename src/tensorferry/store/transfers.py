@@ -389,7 +389,7 @@ def _submit(
     begin: int = 0,
 ) -> _core.Request:
     file = piece.segment.file
-    scheduler = scheduler_of(piece.segment.directory.scheduler, file)
+    scheduler = scheduler_of(piece.segment.directory.scheduler, file, write, memory[3])
     scheduler.check_usable()
     request = scheduler.new_request(write, False, False, False, background)
     submit_one(scheduler, request, file, memory, piece.offset + begin, owner, sums)

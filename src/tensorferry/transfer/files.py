@@ -26,6 +26,7 @@ from tensorferry.transfer.runtime import (
     make_scheduler,
     patiently,
     scheduler_of,
+    schedulers_of,
     warn_of_left_behind,
     with_descriptors,
 )
@@ -280,7 +281,7 @@ class File(Transferring):
         )
         self._file: _core.File | None = file
         self._own_scheduler = own
-        self._scheduler = scheduler_of(scheduler, file)
+        self._scheduler = schedulers_of(scheduler, file)
         self._path = file.path
         if how[4] and file.regular:
             set_size(self._scheduler, file, 0)
@@ -342,7 +343,7 @@ class File(Transferring):
         nbytes_reserved = checked_offset(nbytes_reserved, 0, "nbytes_reserved")
         background = in_background(priority)
         return Stream(
-            self._scheduler,
+            scheduler_of(self._scheduler, file, True),
             file,
             offset,
             checksums=checksums,

@@ -1,5 +1,7 @@
 """Profiles: settings that suit a file system, kept for those who ask for none.
 
+Each is for one direction and one kind of memory, since what makes reads faster may halve the speed of writes.
+
 ``tensorferry tune`` writes them into one JSON file of the user's (``runtime.profiles_path()``; ``tuning.storing``);
 handles and files without explicit settings look there. A file that cannot be used is warned of, not raised: a profile
 saves time, and its loss must not end a training.
@@ -23,7 +25,9 @@ from tensorferry.transfer.settings import Settings
 if TYPE_CHECKING:
     from pathlib import Path
 
-VERSION = 1
+VERSION = 2
+DIRECTIONS = ("read", "write")
+HOST = "host"  # memory; that of GPUs is called by their numbers, see memory_name()
 _MAX_FILE_NBYTES = 1 << 20
 
 # linux/fs.h: FS_IOC_GETFSUUID (Linux 6.9) fills a length and 16 bytes.
@@ -55,13 +59,32 @@ class FileSystem:
         return self.source == other.source
 
 
+Use = tuple[str, str]  # "read" or "write", and the kind of memory
+
+
 @dataclass(frozen=True)
 class Profile:
-    """The settings for a file system, and how they were found."""
+    """The settings for one direction of a file system and one kind of memory, and how they were found."""
 
     file_system: FileSystem
     settings: Settings
+    direction: str
+    memory: str = HOST
     found: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def use(self) -> Use:
+        """Which transfers it is for."""
+        return self.direction, self.memory
+
+
+def memory_name(device: int | None) -> str:
+    """Return what profiles call the host's memory (None), or that of a GPU by its number in this process."""
+    if device is None:
+        return HOST
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    known = device < len(visible) and visible[device].strip()
+    return f"gpu{known or device}"
 
 
 def file_system_of(path: Path) -> FileSystem:
@@ -111,16 +134,16 @@ def load(path: Path) -> list[Profile]:
     except (OSError, ValueError) as problem:
         warnings.warn(
             f"cannot use the profiles in {path} ({problem}): default settings are used "
-            "(remedy: tensorferry tune --forget)",
+            "(remedy: tensorferry tune --forget, and tune again)",
             RuntimeWarning,
             stacklevel=2,
         )
         return []
 
 
-def profile_of(file_system: FileSystem, profiles: list[Profile]) -> Profile | None:
-    """Return a file system's profile."""
-    return next((each for each in profiles if each.file_system.is_same(file_system)), None)
+def profiles_of(file_system: FileSystem, profiles: list[Profile]) -> list[Profile]:
+    """Return a file system's profiles."""
+    return [each for each in profiles if each.file_system.is_same(file_system)]
 
 
 def read(path: Path) -> list[Profile]:
@@ -153,8 +176,13 @@ def _opened_at_once(path: str, flags: int) -> int:
 def _profiles_of(content: Any) -> list[Profile]:
     if not isinstance(content, dict) or not isinstance(content.get("profiles"), list):
         raise ValueError("it holds no list of profiles")
-    if content.get("version") != VERSION:
-        raise ValueError(f"its version is {content.get('version')!r}, not {VERSION}")
+    version = content.get("version")
+    if version == 1:
+        raise ValueError(
+            "an earlier tensorferry wrote it, whose profiles were for reads and writes alike"
+        )
+    if version != VERSION:
+        raise ValueError(f"its version is {version!r}, not {VERSION}")
     return [_parsed(entry) for entry in content["profiles"]]
 
 
@@ -162,13 +190,18 @@ def _parsed(entry: Any) -> Profile:
     try:
         file_system = FileSystem(**entry["file_system"])
         settings = Settings(**entry["settings"])
+        direction, memory = entry["direction"], entry["memory"]
         found = dict(entry.get("found", {}))
     except (TypeError, KeyError, ValueError) as problem:
         raise ValueError(f"an entry is no profile: {problem}") from None
-    texts = [file_system.type, file_system.source, file_system.mount_point]
+    if direction not in DIRECTIONS:
+        raise ValueError(
+            f"an entry has the direction {direction!r}, which is neither read nor write"
+        )
+    texts = [memory, file_system.type, file_system.source, file_system.mount_point]
     texts += [name for name in (file_system.uuid, file_system.fsid) if name is not None]
     if not all(isinstance(each, str) for each in texts):
-        raise ValueError("an entry names its file system by what is no text")
+        raise ValueError("an entry names its file system or memory by what is not a text")
     numbers = (settings.block_size, settings.queue_depth, settings.intra_op_parallelism)
     limits = (1 << 31, 32768, 256)
     for number, limit in zip(numbers, limits, strict=True):
@@ -178,7 +211,7 @@ def _parsed(entry: Any) -> Profile:
         raise ValueError("an entry has a switch that is neither true nor false")
     if settings.engine is not None and settings.engine not in _core.engine_names():
         raise ValueError(f"an entry has the unknown engine {settings.engine!r}")
-    return Profile(file_system, settings, found)
+    return Profile(file_system, settings, direction, memory, found)
 
 
 def _uuid(descriptor: int) -> str | None:

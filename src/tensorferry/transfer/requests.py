@@ -134,7 +134,7 @@ def start(
             if isinstance(target, _core.File)
             else open_for_transfer(target, write, direct, name)
         )
-        served = scheduler_of(scheduler, file)
+        served = scheduler_of(scheduler, file, write, memory[3])
         request = served.new_request(write, False, sync, opened, background)
         submit_one(served, request, file, memory, offset, future, sums)
         return request
@@ -356,6 +356,10 @@ class _Call:
         self._files = files
         self._order = _order_of(batch, files, write)
         self._batch = batch if isinstance(self._order, range) else batch.ordered(self._order)
+        # One for all: what is of one file must be of one request, which cuts it.
+        locations = batch.locations or [None]
+        devices = {None if location is None else location[0] for location in locations}
+        self._location = locations[0] if len(devices) == 1 else None
         self._requests: dict[_core.Scheduler, _core.Request] = {}
         # What was refused before it could be submitted, by position.
         self._refused: dict[int, StorageError] = {}
@@ -430,7 +434,7 @@ class _Call:
                 continue
             file = self._open(path)
             if isinstance(file, _core.File):
-                serving = scheduler_of(self._scheduler, file)
+                serving = scheduler_of(self._scheduler, file, self._write, self._location)
                 if scheduler is not None and serving is not scheduler:
                     end = at
                     break

@@ -21,11 +21,11 @@ from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tensorferry.transfer.profiled import ProfiledScheduler
+    from tensorferry.transfer.profiled import SeveralSchedulers
     from tensorferry.transfer.settings import Settings
 
 # Settings given: a scheduler. None given: it may be several that look like one.
-AnyScheduler: TypeAlias = "_core.Scheduler | ProfiledScheduler"
+AnyScheduler: TypeAlias = "_core.Scheduler | SeveralSchedulers"
 
 # Blocks of large requests, unless a block size was chosen: half the processor time, and some speed on fast drives.
 _LARGE_BLOCK_NBYTES = 4 << 20
@@ -130,9 +130,23 @@ def profiles_path() -> str | None:
     return f"{folder}/tensorferry/profiles.json"
 
 
-def scheduler_of(scheduler: AnyScheduler, file: _core.File) -> _core.Scheduler:
-    """Return the one that serves a file."""
-    return scheduler if isinstance(scheduler, _core.Scheduler) else scheduler.of(file)
+def scheduler_of(
+    scheduler: AnyScheduler,
+    file: _core.File,
+    write: bool,
+    location: tuple[int, int] | None = None,
+) -> _core.Scheduler:
+    """Return the one that serves a transfer of a file; ``location`` is that of GPU memory."""
+    if isinstance(scheduler, _core.Scheduler):
+        return scheduler
+    return scheduler.of(file, write, location)
+
+
+def schedulers_of(scheduler: AnyScheduler, file: _core.File) -> AnyScheduler:
+    """Return what serves all transfers of a file."""
+    if isinstance(scheduler, _core.Scheduler):
+        return scheduler
+    return scheduler.of_file(file)
 
 
 def default_scheduler() -> AnyScheduler:

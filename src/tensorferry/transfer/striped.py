@@ -30,12 +30,18 @@ from tensorferry.transfer.files import (
 )
 from tensorferry.transfer.futures import Future, Pending
 from tensorferry.transfer.requests import submit_one, transfer
-from tensorferry.transfer.runtime import automatic_scheduler, patiently, with_descriptors
+from tensorferry.transfer.runtime import (
+    automatic_scheduler,
+    patiently,
+    scheduler_of,
+    with_descriptors,
+)
 from tensorferry.transfer.stats import summed_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from tensorferry.transfer.arrays import Location
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.files import Priority
 
@@ -366,7 +372,8 @@ class StripedFile(Transferring):
             try:
                 for at in wanted or [self._layout.file_of(offset)]:
                     self._submit(
-                        parts, at, files[at], segments[at], offset, write, sync, background, owner
+                        *(parts, at, files[at], segments[at], offset, memory[3]),
+                        *(write, sync, background, owner),
                     )
             except BaseException as error:
                 parts.cancel()
@@ -383,12 +390,13 @@ class StripedFile(Transferring):
         file: _core.File,
         segments: _core.Segments,
         offset: int,
+        location: Location | None,
         write: bool,
         sync: bool,
         background: bool,
         owner: object,
     ) -> None:
-        scheduler = self._files[at]._scheduler
+        scheduler = scheduler_of(self._files[at]._scheduler, file, write, location)
         scheduler.check_usable()
         begin = self._layout.nbytes_in(at, offset)
 

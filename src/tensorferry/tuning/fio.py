@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorferry.base.checks import format_nbytes
+from tensorferry.tuning.rounds import MeasurementError, Sample, throughput
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
-
-
-class FioError(Exception):
-    """fio is missing or failed; the message says which."""
+HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+_PERCENTILES = {"p50": "50.000000", "p90": "90.000000", "p99": "99.000000", "p99.9": "99.900000"}
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How fio runs; ``registered`` are its buffers and files with io_uring, ``huge_pages`` must be reserved."""
+class Config:
+    """One way to run fio; ``registered`` are its buffers and files with io_uring, ``huge_pages`` must be reserved."""
 
     engine: str
     block_size: int
@@ -40,29 +40,38 @@ class Settings:
         """Bytes of its buffers."""
         return self.block_size * self.queue_depth
 
+    @property
+    def label(self) -> str:
+        """What it is called in tables."""
+        words = (
+            f"qd{self.queue_depth}" * (self.queue_depth > 1),
+            "registered" * self.registered,
+            "huge pages" * self.huge_pages,
+            "buffered" * (not self.direct),
+        )
+        return " ".join(word for word in ("fio", self.engine, self._block, *words) if word)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What it is looked for by."""
+        registered = "registered" if self.registered else "unregistered"
+        pages = "huge" if self.huge_pages else "small"
+        return self.engine, self._block, f"qd{self.queue_depth}", registered, pages
+
     def arguments(self) -> list[str]:
-        """Return the options that say so."""
-        arguments = [
+        """Return fio's options."""
+        return [
             f"--ioengine={self.engine}",
             f"--bs={self.block_size}",
             f"--iodepth={self.queue_depth}",
             f"--direct={int(self.direct)}",
+            *(["--fixedbufs", "--registerfiles"] if self.registered else []),
+            *(["--iomem=mmaphuge"] if self.huge_pages else []),
         ]
-        if self.registered:
-            arguments += ["--fixedbufs", "--registerfiles"]
-        if self.huge_pages:
-            arguments += ["--iomem=mmaphuge"]
-        return arguments
 
-
-@dataclass(frozen=True)
-class Measured:
-    """What fio says of one of its jobs. CPU seconds are (user + system percent) x the job's run time."""
-
-    seconds: float
-    nbytes: int
-    cpu_seconds: float
-    latency_microseconds: dict[str, float]
+    @property
+    def _block(self) -> str:
+        return format_nbytes(self.block_size).replace("K", "k")
 
 
 def installed() -> bool:
@@ -93,12 +102,13 @@ def run(files: Sequence[Path], kind: str, nbytes: int, arguments: Sequence[str])
 
     Raises
     ------
-    FioError
+    MeasurementError
         It is not installed, or failed.
     """
     options = [f"--size={nbytes}", f"--rw={kind}", *arguments]
     for number, path in enumerate(files):
-        options += [f"--name=job{number}", f"--filename={_escaped(path)}"]
+        escaped = str(path).replace(":", "\\:")  # a colon separates files
+        options += [f"--name=job{number}", f"--filename={escaped}"]
     return jobs_of(options)
 
 
@@ -107,11 +117,11 @@ def jobs_of(arguments: Sequence[str]) -> list[Any]:
 
     Raises
     ------
-    FioError
+    MeasurementError
         It is not installed, or failed.
     """
     if not installed():
-        raise FioError("fio is not installed (apt install fio)")
+        raise MeasurementError("fio is not installed (apt install fio)")
     command = [
         "fio",
         "--output-format=json",
@@ -125,24 +135,22 @@ def jobs_of(arguments: Sequence[str]) -> list[Any]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         words = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise FioError(f"fio failed: {words[0][:200] if words else done.returncode}")
+        raise MeasurementError(f"fio failed: {words[0][:200] if words else done.returncode}")
     jobs: list[Any] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     return jobs
 
 
-def measured(job: dict[str, Any], direction: str) -> Measured:
+def sample(job: dict[str, Any], direction: str) -> Sample:
     """Return what a job's report says of its "read" or "write" side."""
     report = job[direction]
     percentiles = report.get("clat_ns", {}).get("percentile", {})
-    names = {"p50": "50.000000", "p90": "90.000000", "p99": "99.000000", "p99.9": "99.900000"}
-    return Measured(
-        seconds=max(report["runtime"], 1) / 1000,
-        nbytes=report["io_bytes"],
-        cpu_seconds=(job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000,
-        latency_microseconds={
-            name: percentiles[key] / 1000 for name, key in names.items() if key in percentiles
-        },
-    )
+    latency = {
+        name: percentiles[key] / 1000 for name, key in _PERCENTILES.items() if key in percentiles
+    }
+    # (user + system percent) of the job's run time
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    seconds = max(report["runtime"], 1) / 1000
+    return throughput(seconds, report["io_bytes"], cpu, latency_microseconds=latency or None)
 
 
 def may_register(nbytes: int) -> bool:
@@ -154,10 +162,6 @@ def may_register(nbytes: int) -> bool:
 def free_huge_pages_nbytes() -> int:
     """Return how much of the memory reserved for huge pages of 2 MiB is free."""
     try:
-        return int((_HUGE_PAGES / "free_hugepages").read_text()) * (2 << 20)
+        return int((HUGE_PAGES / "free_hugepages").read_text()) * (2 << 20)
     except (OSError, ValueError):
         return 0
-
-
-def _escaped(path: Path) -> str:
-    return str(path).replace(":", "\\:")  # a colon separates files

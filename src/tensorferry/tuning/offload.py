@@ -12,23 +12,22 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
-from tensorferry.tuning.bench.options import OPTIONS
 from tensorferry.tuning.gpus import NO_TORCH
-from tensorferry.tuning.options import BadArgumentsError, Option, folder_problems, nbytes, values_of
 from tensorferry.tuning.scratch import scratch_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _MAX_PARAMETERS = 10**14
 _BUCKET_NBYTES = 16 << 20
 _SLOTS = 16
 _MAX_ELEMENTS = 8 << 20
+SMALLEST_NBYTES = 1 << 20
 # How much of its budget an optimizer has left at a step's end for the next one: the rest is on its way.
 _KEPT_SHARE = 0.75
 
@@ -109,27 +108,9 @@ class Result:
         }
 
 
-def make_job(**given: Any) -> Job:
-    """Return the job that options of `tensorferry bench` ask for.
-
-    Raises
-    ------
-    BadArgumentsError
-        It cannot be done; it has all the reasons.
-    """
-    problems: list[str] = []
-    values = values_of(_OPTIONS, given, problems)
-    folders = {n: given[n] for n in ("path", "folder") if given[n] is not None}
-    if len(folders) == 1:
-        ((name, folder),) = folders.items()
-        problems += folder_problems("FOLDER" if name == "path" else "--folder", folder)
-    else:
-        problems.append("--offload: needs one folder" + (", not two" if folders else ""))
-    if importlib.util.find_spec("torch") is None:
-        problems.append(f"--offload: {NO_TORCH}")
-    if problems:
-        raise BadArgumentsError(problems)
-    return Job(values["offload"], Path(folder), values["io_size"], values["loops"])
+def why_not() -> str | None:
+    """Return why nothing can be measured here, or None."""
+    return NO_TORCH if importlib.util.find_spec("torch") is None else None
 
 
 def parse_count(text: str) -> int:
@@ -151,14 +132,7 @@ def parse_count(text: str) -> int:
     return round(value)
 
 
-_OPTIONS = (
-    Option("offload", "", parse_count),
-    *(each for each in OPTIONS if each.name == "loops"),
-    Option("io_size", "", nbytes(1 << 20)),
-)
-
-
-def run(job: Job, listener: Callable[[str, int, int], None] | None = None) -> Result:
+def run(job: Job, told: Callable[[str, int, int], None] = lambda *_: None) -> Result:
     """Measure, and predict.
 
     Raises
@@ -168,7 +142,6 @@ def run(job: Job, listener: Callable[[str, int, int], None] | None = None) -> Re
     """
     import torch
 
-    told = listener or (lambda *_: None)
     elements = max(min(_MAX_ELEMENTS, job.io_nbytes // 128), 4096)
     params = [torch.nn.Parameter(torch.zeros(elements // 4)) for _ in range(4)]
     for param in params:

@@ -95,12 +95,15 @@ def _chosen_engine() -> str:
 
 
 def _profile(path: Path) -> Facts:
-    """Return where profiles are kept (None: they are switched off) and the settings kept for a path (or None)."""
+    """Return where profiles are kept (None: switched off) and the settings for a path, by what they are for."""
     file = profiles_path()
     found = None
     if file is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # what is wrong with the file becomes the reason
             known_ones = profiles.load(Path(file))
-        found = profiles.profile_of(profiles.file_system_of(path), known_ones)
-    return {"file": file, "settings": None if found is None else dataclasses.asdict(found.settings)}
+        found = {
+            " ".join(each.use): dataclasses.asdict(each.settings)
+            for each in profiles.profiles_of(profiles.file_system_of(path), known_ones)
+        }
+    return {"file": file, "settings": found or None}

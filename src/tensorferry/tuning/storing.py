@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorferry.transfer.profiles import VERSION, FileSystem, Profile, read
+from tensorferry.transfer.profiles import VERSION, FileSystem, Profile, Use, read
 from tensorferry.transfer.replacement import Target
 
 if TYPE_CHECKING:
@@ -38,10 +38,15 @@ def check_writable(path: Path) -> None:
         raise OSError(problem.errno, problem.strerror, str(path)) from None
 
 
-def save(path: Path, profile: Profile) -> None:
-    """Add a profile to a file, in place of the one of the same file system.
+def store(path: Path, file_system: FileSystem, found: dict[Use, Profile | None]) -> list[Use]:
+    """Keep the profiles found for some uses of a file system, and drop earlier ones where None was found.
 
     A file that cannot be read is kept under another name.
+
+    Returns
+    -------
+    list
+        The uses of which a profile was dropped.
 
     Raises
     ------
@@ -60,8 +65,11 @@ def save(path: Path, profile: Profile) -> None:
             path.replace(kept)
             warnings.warn(f"{path}: {problem}; kept as {kept}", RuntimeWarning, stacklevel=2)
             profiles = []
-        others = [each for each in profiles if not each.file_system.is_same(profile.file_system)]
-        _store(path, [*others, profile])
+        old = [p for p in profiles if p.file_system.is_same(file_system) and p.use in found]
+        new = [profile for profile in found.values() if profile is not None]
+        if old or new:
+            _replace(path, [*(p for p in profiles if p not in old), *new])
+    return [p.use for p in old if found[p.use] is None]
 
 
 def forget(path: Path, file_system: FileSystem | None = None) -> list[Profile]:
@@ -86,10 +94,8 @@ def forget(path: Path, file_system: FileSystem | None = None) -> list[Profile]:
             profiles = []
         removed = [p for p in profiles if file_system is None or p.file_system.is_same(file_system)]
         kept = [each for each in profiles if each not in removed]
-        if kept and removed:
-            _store(path, kept)
-        elif not kept:
-            path.unlink()
+        if removed or not kept:
+            _replace(path, kept)
     return removed
 
 
@@ -98,8 +104,11 @@ def _target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _store(path: Path, profiles: list[Profile]) -> None:
-    """Replace the file as a whole: who reads it sees the old one or the new one, and whoever could may read it."""
+def _replace(path: Path, profiles: list[Profile]) -> None:
+    """Replace the file as a whole, with its permissions, or remove it: readers see the old one or the new one."""
+    if not profiles:
+        path.unlink()
+        return
     entries = [dataclasses.asdict(profile) for profile in profiles]
     content = {"version": VERSION, "profiles": entries}
     _TextFile(path, json.dumps(content, indent=2) + "\n").commit()

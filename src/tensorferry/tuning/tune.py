@@ -1,39 +1,41 @@
-"""Tuning: from folders to the settings that suit their drives, to a profile that is used from then on."""
+"""Tuning: from folders to what is proven for their drives, to profiles that are used from then on.
+
+Each drive, each direction and each kind of memory is decided on by itself. Where nothing is proven, nothing is stored.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import tensorferry
-from tensorferry.base.checks import format_nbytes
+from tensorferry.errors import EngineUnavailableError
 from tensorferry.transfer import profiles, runtime
 from tensorferry.tuning import storing
-from tensorferry.tuning.drive import Drives, Measurement, largest_nbytes
+from tensorferry.tuning.candidates import candidates, common, default_settings
+from tensorferry.tuning.deciding import Decision, decide
+from tensorferry.tuning.drive import Drive, largest_nbytes
 from tensorferry.tuning.gpus import CUFILE
-from tensorferry.tuning.intervals import interval
-from tensorferry.tuning.race import Found, Step, Turn, expected_nbytes, search
-from tensorferry.tuning.space import Space, default_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from tensorferry.transfer.settings import Settings
 
 _MIB = 1 << 20
 SMALLEST_NBYTES = 16 * _MIB
+SECONDS = 45.0  # for a drive, both directions together
+QUICK_SECONDS = 10.0
 
-# The file is as large as the drive moves in so long, as far as there is room: long enough to be timed well. At least
-# it should hold full queues.
-_MEASURED_SECONDS = 0.3
-_ENOUGH_NBYTES = 128 * _MIB
-_PROBE_NBYTES = 64 * _MIB
-_LARGEST_NBYTES = 4096 * _MIB
-# What a drive is taken for until something was measured.
-_GUESSED_RATE = 2e9
+# A file is as large as the drive moves in so long, as far as there is room: it should fill queues several times.
+_MEASURED_SECONDS = 0.02
+_ENOUGH_NBYTES, _LARGEST_NBYTES = 64 * _MIB, 1024 * _MIB
+_PROBES = 3
+_DOZEN = 12
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -43,97 +45,166 @@ class Job:
     """What to tune, and how."""
 
     folders: tuple[Path, ...]
-    space: Space
-    nbytes: int | None = None  # of the file in each folder; None: as the drive's speed asks for
-    read: bool = True
-    write: bool = True
-    full: bool = False
-    loops: int = 1  # times the data is moved in each measurement
-    gpu: bool = False  # move GPU memory
+    directions: tuple[str, ...] = ("write", "read")
+    candidates: tuple[Settings, ...] = ()  # none: about a dozen
+    nbytes: int | None = None  # of each file; None: as the drive's speed asks for
+    seconds: float = SECONDS  # of measurements, for each folder
+    gpus: tuple[int | None, ...] = (None,)  # whose memory is moved, folder by folder in turn
     gds: bool = False  # as gds_handle does
+    cufile: bool = False  # which then moves it past the host's memory
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a run has come: its share of the whole, and how long the rest is likely to take."""
+class Found:
+    """What was decided for one direction of one folder's drive."""
 
-    share: float
-    seconds_left: float
+    folder: Path
+    file_system: profiles.FileSystem
+    direction: str
+    memory: str
+    decision: Decision
+    rates: dict[str, float]  # of what was chosen, in bytes a second
+    default_rates: dict[str, float]
+
+    def profile(self) -> profiles.Profile | None:
+        """Return what is to be stored; None where nothing is."""
+        decision = self.decision
+        if decision.chosen == decision.default or self.file_system.type in _IN_MEMORY:
+            return None
+        now = datetime.datetime.now(datetime.timezone.utc)
+        found = {
+            "gain": {"median": decision.gain, "low": decision.low, "pairs": decision.pairs},
+            "rates": self.rates,
+            "when": now.isoformat(timespec="seconds"),
+            "tensorferry": tensorferry.__version__,
+        }
+        use = self.direction, self.memory
+        return profiles.Profile(self.file_system, decision.chosen, *use, found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON."""
+        decision = self.decision
+        return {
+            "folder": str(self.folder),
+            "file_system": dataclasses.asdict(self.file_system),
+            "direction": self.direction,
+            "memory": self.memory,
+            "settings": dataclasses.asdict(decision.chosen),
+            "nominee": decision.nominee and dataclasses.asdict(decision.nominee),
+            "gain_over_default": {
+                "median": decision.gain,
+                "low": decision.low,
+                "pairs": decision.pairs,
+            },
+            "rates": self.rates,
+            "default_rates": self.default_rates,
+        }
 
 
-class Watcher(Protocol):
-    """Who looks on."""
-
-    def stage(self, name: str, points: int, progress: Progress) -> None:
-        """Hear that a stage begins, with so many settings."""
-
-    def turn(self, turn: Turn, progress: Progress) -> None:
-        """Hear what a step measured."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """What came out, and for which file systems."""
+    """What came out, of all folders."""
 
     job: Job
-    found: Found
-    file_systems: list[profiles.FileSystem]
-    nbytes: int
-    direct: bool
-    seconds: float
+    default: Settings
+    found: list[Found] = field(default_factory=list)
+    seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)
-    stored_for: list[str] = field(default_factory=list)  # mount points
+    measurements: list[dict[str, Any]] = field(default_factory=list)
+    stored_for: list[str] = field(default_factory=list)  # mount point, direction and memory
     dropped_for: list[str] = field(
         default_factory=list
-    )  # had a profile that proved to be no better
+    )  # had a profile that is not proven any more
     not_stored: str | None = None  # why what was to be stored could not be
 
-    def as_json(self) -> dict[str, Any]:
-        """Return all of it as JSON knows it; rates are in bytes a second."""
-        found = self.found
-        names = ("nbytes", "direct", "seconds", "warnings", "stored_for", "dropped_for")
-        content = {name: getattr(self, name) for name in names} | {
-            "tensorferry": tensorferry.__version__,
-            "job": self.job,
-            "file_systems": self.file_systems,
-            "settings": found.chosen,
-            "deepspeed": self.deepspeed(),
-            "rates": self.rates(),
-            "gain_over_default": found.gain,
-            "trials": [vars(trial) | {"pairs": len(trial.pairs)} for trial in found.trials],
-            "turns": found.turns,
-        }
-        plain: dict[str, Any] = json.loads(json.dumps(content, default=_as_plain))
-        return plain
+    @property
+    def settings(self) -> Settings:
+        """One answer for programs that take only one, such as DeepSpeed."""
+        decisions = [each.decision for each in self.found]
+        speedups = [each.speedups for each in decisions]
+        return common(self.default, speedups, [each.chosen for each in decisions])
 
     def deepspeed(self) -> dict[str, Any]:
         """Return what DeepSpeed's configuration should have."""
         more = {"use_gds": True} if self.job.gds else {}
-        return {"aio": self.found.chosen.as_deepspeed() | more}
+        return {"aio": self.settings.as_deepspeed() | more}
 
-    def rates(self, drive: int | None = None) -> dict[str, Any]:
-        """Return median and confidence of the chosen settings' rates, of one drive or of all, in bytes a second."""
-        rates: dict[str, Any] = {}
-        turns = self.found.turns_of(self.found.chosen)
-        for name in ("write", "read"):
-            known = [each for turn in turns if (each := getattr(turn, name)) is not None]
-            if known:
-                values = [m.rate if drive is None else m.drive_rates[drive] for m in known]
-                rates[name] = dataclasses.asdict(interval(values))
-        return rates
+    def rates(self) -> dict[str, dict[str, float]]:
+        """Return by direction the bytes in a second of what was chosen, of all drives together."""
+        return {
+            direction: {
+                name: sum(each.rates[name] for each in self.found if each.direction == direction)
+                for name in ("median", "low", "high")
+            }
+            for direction in self.job.directions
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as JSON knows it; rates are in bytes a second."""
+        names = ("seconds", "warnings", "measurements", "stored_for", "dropped_for")
+        return {name: getattr(self, name) for name in names} | {
+            "tensorferry": tensorferry.__version__,
+            "default": dataclasses.asdict(self.default),
+            "settings": dataclasses.asdict(self.settings),
+            "deepspeed": self.deepspeed(),
+            "rates": self.rates(),
+            "found": [each.as_dict() for each in self.found],
+        }
 
 
-def tune(job: Job, watcher: Watcher, *, save: bool = True) -> Result:
-    """Find the settings that suit the drives behind some folders, and keep them as a profile.
+class Progress:
+    """How far a run has come: what it does, its share of the whole, and how long the rest takes at most."""
+
+    def __init__(self, job: Job, told: Callable[[Progress], None]) -> None:
+        self.what = "preparing"
+        self._parts = len(job.folders) * len(job.directions)
+        self._done, self._share_of_part = 0, 0.0
+        self._expected_seconds = len(job.folders) * job.seconds
+        self._begin = time.perf_counter()
+        self._told = told
+        told(self)
+
+    @property
+    def share(self) -> float:
+        """The share of the whole that is done."""
+        return min(1.0, (self._done + self._share_of_part) / self._parts)
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the rest takes, if no drive is decided on early."""
+        elapsed = time.perf_counter() - self._begin
+        guessed = self._expected_seconds * (1 - self.share)
+        return (
+            max(guessed, elapsed / self.share * (1 - self.share)) if self.share > 0.1 else guessed
+        )
+
+    def part(self, what: str) -> Callable[[float], None]:
+        """Hear that the next part begins; what is returned is told how far it is."""
+        self.what = what
+        self._told(self)
+
+        def told(share: float) -> None:
+            self._share_of_part = share
+            self._told(self)
+
+        return told
+
+    def part_ends(self) -> None:
+        """Hear that it is decided, perhaps early."""
+        self._done, self._share_of_part = self._done + 1, 0.0
+
+
+def tune(job: Job, told: Callable[[Progress], None], *, save: bool = True) -> Result:
+    """Find what is faster than the default settings on the drives behind some folders, and keep it as profiles.
 
     Parameters
     ----------
     job : Job
         What to tune.
-    watcher : Watcher
-        Hears of each measurement.
+    told : callable
+        Is told of each step.
     save : bool
-        Store the profile if settings are proven to be better than the default ones, else drop an earlier one.
+        Store what is proven, and drop earlier profiles for the same that are not any more.
 
     Raises
     ------
@@ -143,185 +214,127 @@ def tune(job: Job, watcher: Watcher, *, save: bool = True) -> Result:
         There is no memory for the data.
     """
     begin = time.perf_counter()
-    store = _store(job) if save else None
+    path = runtime.profiles_path()
+    store = Path(path) if path is not None and save and not job.cufile else None
     if store is not None:
         storing.check_writable(store)
-    file_systems = [profiles.file_system_of(folder) for folder in job.folders]
-    default = _default_of(job.space)
-    runner = _Runner(job, watcher, default)
-    nbytes = job.nbytes or _suitable_nbytes(job)
-    with Drives(job.folders, nbytes, gpu=job.gpu, gds=job.gds) as drives:
-        drives.measure(default, True, nbytes)  # from now on all of it is real
-        runner.drives = drives
-        found = search(
-            job.space.points(nbytes, default),
-            default,
-            nbytes,
-            runner,
-            full=job.full,
-            stored=_stored_settings(store, file_systems),
-        )
-        result = Result(
-            job,
-            found,
-            file_systems,
-            nbytes,
-            drives.direct,
-            time.perf_counter() - begin,
-            warnings=_warnings(job, drives, file_systems)
-            + ([] if store else _why_unsaved(job, save)),
-        )
-    return result if store is None else _stored(result, store)
+    default = default_settings()
+    if job.cufile:
+        default = dataclasses.replace(default, engine=CUFILE)
+    result = Result(job, default)
+    progress = Progress(job, told)
+    seen: list[tuple[profiles.FileSystem, int | None]] = []
+    for number, folder in enumerate(job.folders):
+        system, gpu = profiles.file_system_of(folder), job.gpus[number % len(job.gpus)]
+        if any(system.is_same(other) and gpu == used for other, used in seen):
+            result.warnings.append(f"{folder}: left out, of a file system that was named before")
+            continue
+        seen.append((system, gpu))
+        _tune_folder(result, folder, system, gpu, progress)
+    if save and job.cufile:
+        result.warnings.append("not stored: gds_handle takes its settings from you")
+    elif save and path is None:
+        result.warnings.append("not stored: TENSORFERRY_PROFILES=0 switches profiles off")
+    if store is not None:
+        _store(result, store)
+    result.seconds = time.perf_counter() - begin
+    return result
 
 
-def _as_plain(value: Any) -> Any:
-    """Return an object as JSON knows it: a path as its text, a dataclass by its fields."""
-    return str(value) if isinstance(value, Path) else dataclasses.asdict(value)
+def _tune_folder(
+    result: Result,
+    folder: Path,
+    system: profiles.FileSystem,
+    gpu: int | None,
+    progress: Progress,
+) -> None:
+    job, default = result.job, result.default
+    nbytes = job.nbytes or _suitable_nbytes(folder, gpu, job, default)
+    with Drive(folder, nbytes, gpu, gds=job.gds) as drive:
+        drive.measure(default, "write")  # from now on all of it is real
+        drive.samples.clear()
+        result.warnings += _warnings(folder, system, drive)
+        tried = usable(job.candidates or candidates(default), drive, result.warnings)
+        for direction in job.directions:
+            part = progress.part(f"{folder}: {direction}")
+            decision = decide_for(drive, direction, tried, default, job, part)
+            progress.part_ends()
+            rates = [drive.rates(each, direction) or {} for each in (decision.chosen, default)]
+            use = direction, drive.memory
+            result.found.append(Found(folder, system, *use, decision, *rates))
+        result.measurements += [{"folder": str(folder)} | each for each in drive.measurements()]
 
 
-class _Runner:
-    """Measures steps for the search, and tells the watcher how far it has come."""
-
-    drives: Drives
-
-    def __init__(self, job: Job, watcher: Watcher, default: Settings) -> None:
-        self._job = job
-        self._watcher = watcher
-        self._begin: float | None = None
-        self._moved_nbytes = 0
-        # Not known yet, but by its time: how much a file holds follows the drive's speed.
-        nbytes = job.nbytes or int(_MEASURED_SECONDS * _GUESSED_RATE)
-        points = job.space.points(nbytes, default)
-        self._left_nbytes = expected_nbytes(points, nbytes, full=job.full)
-        watcher.stage("preparing", 0, self._progress())
-
-    def begin(self, stage: str, points: int, left_nbytes: int) -> None:
-        self._left_nbytes = left_nbytes
-        self._watcher.stage(stage, points, self._progress())
-
-    def __call__(self, step: Step) -> Turn:
-        if self._begin is None:
-            self._begin = time.perf_counter()
-        turn = Turn(
-            step.settings,
-            step.nbytes,
-            self._measured(step, True, step.write_limit_seconds) if self._job.write else None,
-            self._measured(step, False, step.read_limit_seconds) if self._job.read else None,
-        )
-        self._moved_nbytes += step.nbytes
-        self._left_nbytes = max(0, self._left_nbytes - step.nbytes)
-        self._watcher.turn(turn, self._progress())
-        return turn
-
-    def _measured(self, step: Step, write: bool, limit_seconds: float | None) -> Measurement:
-        loops = [
-            self.drives.measure(step.settings, write, step.nbytes, limit_seconds)
-            for _ in range(self._job.loops)
-        ]
-        return Measurement(
-            sum(each.nbytes for each in loops),
-            sum(each.seconds for each in loops),
-            sum(each.cpu_seconds for each in loops),
-            any(each.stopped for each in loops),
-            tuple(map(sum, zip(*(each.drive_seconds for each in loops), strict=True))),
-        )
-
-    def _progress(self) -> Progress:
-        if self._begin is None:
-            ways = (self._job.read + self._job.write) * self._job.loops
-            return Progress(0.0, ways * self._left_nbytes / _GUESSED_RATE)
-        seconds = time.perf_counter() - self._begin
-        left = seconds * self._left_nbytes / max(self._moved_nbytes, 1)
-        return Progress(seconds / max(seconds + left, 1e-9), left)
+def decide_for(
+    drive: Drive,
+    direction: str,
+    tried: Sequence[Settings],
+    default: Settings,
+    job: Job,
+    told: Callable[[float], None],
+) -> Decision:
+    """Decide for one direction of a drive, in its share of the time."""
+    seconds = job.seconds * max(1.0, len(tried) / _DOZEN) / len(job.directions)
+    return decide(tried, default, lambda each: drive.measure(each, direction), seconds, told)
 
 
-def _default_of(space: Space) -> Settings:
-    """Return the settings of those who give none: what is stored must be better than these, whatever is swept."""
-    settings = default_settings()
-    return dataclasses.replace(settings, engine=CUFILE) if space.engine == (CUFILE,) else settings
+def usable(tried: Sequence[Settings], drive: Drive, warnings: list[str]) -> list[Settings]:
+    """Return the settings that can be had here: each is used once, outside of what counts."""
+    found = []
+    for settings in tried:
+        try:
+            drive.measure(settings, "read")
+        except EngineUnavailableError as refusal:
+            warnings.append(f"left out: {settings}: {refusal}")
+        else:
+            found.append(settings)
+    drive.samples.clear()
+    return found
 
 
-def _suitable_nbytes(job: Job) -> int:
-    """Return a file size that takes long enough to be timed, and leaves the drives and the memory room for others."""
-    largest = min(largest_nbytes(job.folders, gpu=job.gpu), _LARGEST_NBYTES)
-    probe = max(SMALLEST_NBYTES, min(_PROBE_NBYTES, largest))
-    with Drives(job.folders, probe, gpu=job.gpu, gds=job.gds) as drives:
-        settings = _default_of(job.space)
-        drives.measure(settings, True, probe)
-        measured = [drives.measure(settings, write, probe) for write in (True, False)]
-    rate = max(each.rate for each in measured) / len(job.folders)
-    wanted = min(largest, max(int(rate * _MEASURED_SECONDS), _ENOUGH_NBYTES))
+def _suitable_nbytes(folder: Path, gpu: int | None, job: Job, default: Settings) -> int:
+    """Return a file size that takes long enough to be timed, and leaves the drive and the memory room for others."""
+    largest = largest_nbytes(folder, gpu)
+    probe = max(SMALLEST_NBYTES, min(_ENOUGH_NBYTES, largest))
+    with Drive(folder, probe, gpu, gds=job.gds) as drive:
+        drive.measure(default, "write")
+        seconds = [drive.measure(default, d) for d in ("write", "read") for _ in range(_PROBES)]
     nbytes = SMALLEST_NBYTES
+    wanted = min(
+        largest, _LARGEST_NBYTES, max(probe, int(probe * _MEASURED_SECONDS / min(seconds)))
+    )
     while 2 * nbytes <= wanted:
         nbytes *= 2
     return nbytes
 
 
-def _warnings(job: Job, drives: Drives, file_systems: list[profiles.FileSystem]) -> list[str]:
-    warnings = [
-        f"{folder} is in memory ({system.type}): nothing is stored for it"
-        for folder, system in zip(job.folders, file_systems, strict=True)
-        if system.type in _IN_MEMORY
-    ]
-    if not warnings and not drives.direct:
+def _warnings(folder: Path, system: profiles.FileSystem, drive: Drive) -> list[str]:
+    warnings = []
+    if system.type in _IN_MEMORY:
+        warnings.append(f"{folder} is in memory ({system.type}): nothing is stored for it")
+    elif not drive.direct:
         warnings.append(
-            "direct I/O does not work here: writes include making them durable, and reads may come from a cache"
+            f"{folder}: direct I/O does not work: writes include making them durable, reads may come from a cache"
         )
-    if drives.nbytes < _ENOUGH_NBYTES:
-        size = format_nbytes(drives.nbytes)
+    if drive.nbytes < _ENOUGH_NBYTES:
+        mib = drive.nbytes // _MIB
         warnings.append(
-            f"with {size} of data only, the figures are rough (more free space or memory helps)"
+            f"{folder}: with {mib} MiB of data only, the figures are rough (more free space or memory helps)"
         )
     return warnings
 
 
-# Profiles
-
-
-def _store(job: Job) -> Path | None:
-    """Return the file to store a profile in; None where that is not wanted."""
-    path = runtime.profiles_path()
-    return None if path is None or job.space.engine == (CUFILE,) else Path(path)
-
-
-def _why_unsaved(job: Job, save: bool) -> list[str]:
-    if not save:
-        return []
-    if job.space.engine == (CUFILE,):
-        return ["not stored: gds_handle takes its settings from you"]
-    return ["not stored: TENSORFERRY_PROFILES=0 switches profiles off"]
-
-
-def _stored_settings(store: Path | None, file_systems: list[profiles.FileSystem]) -> list[Settings]:
-    """Return what is stored of the file systems: profiles that must prove themselves again, or are dropped."""
-    kept = [] if store is None else profiles.load(store)
-    found = [profiles.profile_of(each, kept) for each in file_systems]
-    return list(dict.fromkeys(profile.settings for profile in found if profile is not None))
-
-
-def _stored(result: Result, store: Path) -> Result:
-    """Store what is proven to be better for all file systems that are drives; drop what is not."""
-    stored, dropped = [], []
-    found = {
-        "gain": dataclasses.asdict(result.found.gain) if result.found.gain else None,
-        "memory": "gpu" if result.job.gpu else "host",
-        "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "tensorferry": tensorferry.__version__,
-    }
-    try:
-        for number, system in enumerate(result.file_systems):
-            if result.found.chosen != result.found.default and system.type not in _IN_MEMORY:
-                rates = {"rates": result.rates(number)}
-                profile = profiles.Profile(system, result.found.chosen, rates | found)
-                storing.save(store, profile)
-                stored.append(system.mount_point)
-            elif storing.forget(store, system):
-                dropped.append(system.mount_point)
-    except (OSError, ValueError) as error:  # what was found is still worth printing
-        reason = f"{store}: {getattr(error, 'strerror', None) or error}"
-        return dataclasses.replace(result, not_stored=reason)
-    return dataclasses.replace(
-        result,
-        stored_for=list(dict.fromkeys(stored)),
-        dropped_for=list(dict.fromkeys(dropped)),
-    )
+def _store(result: Result, store: Path) -> None:
+    """Store what is proven for file systems that are drives; drop what is not."""
+    for folder in dict.fromkeys(each.folder for each in result.found):
+        found = [each for each in result.found if each.folder == folder]
+        profiles_found = {(each.direction, each.memory): each.profile() for each in found}
+        system = found[0].file_system
+        try:
+            dropped = storing.store(store, system, profiles_found)
+        except (OSError, ValueError) as error:  # what was found is still worth printing
+            result.not_stored = f"{store}: {getattr(error, 'strerror', None) or error}"
+            return
+        stored = [use for use, profile in profiles_found.items() if profile is not None]
+        result.stored_for += [f"{system.mount_point}: {' '.join(use)}" for use in stored]
+        result.dropped_for += [f"{system.mount_point}: {' '.join(use)}" for use in dropped]

@@ -6,6 +6,8 @@ import os
 import platform
 from pathlib import Path
 
+import psutil
+
 from tensorferry.tuning.machine.probe import (
     Facts,
     ProbeError,
@@ -97,10 +99,11 @@ def _numa_nodes() -> dict[str, str]:
 
 
 def _memory() -> Facts:
+    memory = psutil.virtual_memory()
     found = {name: int(value.split()[0]) for name, value in fields(Path("/proc/meminfo")).items()}
     return {
-        "nbytes": found["MemTotal"] << 10,
-        "available_nbytes": found["MemAvailable"] << 10,
+        "nbytes": memory.total,
+        "available_nbytes": memory.available,
         "huge_pages": {
             "transparent": attempt(transparent_huge_pages),
             "page_nbytes": found.get("Hugepagesize", 0) << 10,

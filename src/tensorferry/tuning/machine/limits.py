@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
+
+import psutil
 
 from tensorferry.tuning.machine.kernel import status_of_process
 from tensorferry.tuning.machine.probe import (
     Facts,
     attempt,
-    fields,
     number,
     number_or_none,
     text,
@@ -71,9 +71,7 @@ def available_nbytes(process: Path = Path("/proc/self")) -> int:
 
     What a group's page cache holds is given back when it is needed, and counts as free.
     """
-    nbytes = []
-    with contextlib.suppress(OSError, KeyError):
-        nbytes.append(int(fields(Path("/proc/meminfo"))["MemAvailable"].split()[0]) << 10)
+    nbytes: list[int] = [psutil.virtual_memory().available]
     with contextlib.suppress(OSError, ValueError):
         for version, group in _groups(process, "memory"):
             limit, used = _memory_of(version, group)
@@ -84,7 +82,7 @@ def available_nbytes(process: Path = Path("/proc/self")) -> int:
                 prefix = "total_" if version == 1 else ""
                 cached = sum(int(statistics.get(prefix + name, 0)) for name in names)
                 nbytes.append(max(0, limit - used + cached))
-    return min(nbytes, default=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(nbytes)
 
 
 def _limit(which: int) -> Facts:

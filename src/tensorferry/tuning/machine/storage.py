@@ -15,16 +15,15 @@ from tensorferry.base.mounts import mount_of, mounts
 from tensorferry.transfer import requests as transfers
 from tensorferry.transfer import runtime
 from tensorferry.transfer.arrays import memory_of
-from tensorferry.tuning.machine.probe import Facts, ProbeError, attempt
+from tensorferry.tuning.machine.probe import Facts, attempt
 
 __all__ = ["device_number", "direct_io", "file_system", "mount_of", "mounts"]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 _BLOCK_DEVICE = "block device"
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
-_TRIED_ALIGNMENTS = [1 << power for power in range(13)]  # 1 to 4096
 
 
 def file_system(path: Path) -> Facts:
@@ -71,8 +70,7 @@ def direct_io(path: Path) -> Facts:
     Returns
     -------
     Facts
-        works (or reason), memory_alignment and offset_alignment as the library uses them, and under ``accepted``
-        the smallest ones that a trial read got through with.
+        works (or reason), memory_alignment and offset_alignment as the library uses them.
     """
     page = mmap.mmap(-1, mmap.PAGESIZE)
     page.write(b"tensorferry" * (len(page) // 11))
@@ -88,7 +86,6 @@ def direct_io(path: Path) -> Facts:
             "works": True,
             "memory_alignment": file.memory_alignment,
             "offset_alignment": file.offset_alignment,
-            "accepted": attempt(_accepted, descriptor),
         }
 
 
@@ -126,28 +123,3 @@ def _refusal(descriptor: int, made: bool) -> str:
     except OSError as error:
         return str(error.strerror)
     return "the library goes through the page cache here, because direct writes may fail half-way (FUSE)"
-
-
-def _accepted(descriptor: int) -> Facts:
-    direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    memory = memoryview(mmap.mmap(-1, 4 * 4096))
-    try:
-        if os.preadv(direct, [memory[:4096]], 0) < 4096:
-            raise ProbeError("the file is shorter than a page")
-
-        def reads(address: int, offset: int, nbytes: int) -> bool:
-            try:
-                return os.preadv(direct, [memory[address : address + nbytes]], offset) == nbytes
-            except OSError:
-                return False
-
-        return {
-            "memory_alignment": _smallest(lambda step: reads(step, 0, 4096)),
-            "offset_alignment": _smallest(lambda step: step == 4096 or reads(0, step, step)),
-        }
-    finally:
-        os.close(direct)
-
-
-def _smallest(works: Callable[[int], bool]) -> int | None:
-    return next((step for step in _TRIED_ALIGNMENTS if works(step)), None)

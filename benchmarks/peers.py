@@ -1,0 +1,340 @@
+"""What moves one tensor to a file and back in the benchmark: ours, plain Python, DeepSpeed.
+
+Each lives in a process of its own (``bench.Bench.worker``), with memory that was touched before the clock runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import tensorferry
+from benchmarks import memory
+from benchmarks.memory import MIB, Stopwatch
+from tensorferry import _core
+from tensorferry.tuning.rounds import MeasurementError
+from tensorferry.tuning.scratch import make_cold
+from tensorferry.tuning.workers import UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_DIRECT_BLOCK_NBYTES = 8 * MIB
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes."""
+    return tensor.view(torch.uint8).numpy().data.cast("B")
+
+
+def ordinary_tensor(nbytes: int, misalignment: int | None = None) -> torch.Tensor:
+    """Plain torch memory, touched; with ``misalignment``, this many bytes past a 4 KiB boundary."""
+    if misalignment is None:
+        return torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+    base = torch.empty(nbytes + 8192, dtype=torch.uint8)
+    start = -base.data_ptr() % 4096 + misalignment
+    return base[start : start + nbytes].fill_(1)
+
+
+def new_tensor(nbytes: int, aligned: bool) -> torch.Tensor:
+    """Memory of ``tensorferry.empty``, or plain torch memory."""
+    if not aligned:
+        return ordinary_tensor(nbytes)
+    return tensorferry.empty((nbytes,), dtype=torch.uint8).fill_(1)
+
+
+class TransferPeer:
+    """Writes and reads one tensor. Subclasses make ``tensor``, and say how in ``save`` and ``load``."""
+
+    tensor: torch.Tensor
+    save: Callable[..., None]
+    load: Callable[..., None]
+
+    def prepare(self, path: Any, write: bool, **options: Any) -> None:
+        """Do what is not to be timed."""
+
+    def write(self, path: Any, seed: int, check: bool, **options: Any) -> dict[str, Any]:
+        """Time a write of the pattern, and compare the file with it if ``check``."""
+        self.fill(seed)
+        self.prepare(path, True, **options)
+        with self.clock() as watch:
+            self.save(path, **options)
+        if check and not self.written(path, seed, **options):
+            raise MeasurementError("wrote other bytes than it was given")
+        return self.result(watch)
+
+    def read(self, path: Any, seed: int, **options: Any) -> dict[str, Any]:
+        """Time a read of the pattern, and compare the memory with it."""
+        self.prepare(path, False, **options)
+        self.clear()
+        with self.clock() as watch:
+            self.load(path, **options)
+        if not self.holds(seed, options.get("offset", 0)):
+            raise MeasurementError("read other bytes than the file holds")
+        return self.result(watch)
+
+    def fill(self, seed: int) -> None:
+        memory.fill(byte_view(self.tensor), seed)
+
+    def holds(self, seed: int, offset: int) -> bool:
+        """Whether memory holds the pattern from ``offset`` on."""
+        return memory.matches(byte_view(self.tensor), seed, offset)
+
+    def written(self, path: Any, seed: int, offset: int = 0, **options: Any) -> bool:
+        """Whether the file holds the pattern."""
+        return memory.file_matches(Path(path), self.tensor.nbytes, seed, offset)
+
+    def clear(self) -> None:
+        self.tensor.zero_()
+
+    def clock(self) -> Stopwatch:
+        return Stopwatch()
+
+    def result(self, watch: Stopwatch) -> dict[str, Any]:
+        return watch.result(self.tensor.nbytes)
+
+
+class Handle(TransferPeer):
+    """Blocking calls on handles, one for each choice of options, with a locked tensor of its own or plain memory."""
+
+    def __init__(self, nbytes: int, locked: bool, options: dict[str, Any] | None = None) -> None:
+        self.make = functools.cache(lambda **own: self.kind()(**(options or {}) | own))
+        if locked:
+            self.owner = self.make()
+            example = torch.empty(0, dtype=torch.uint8)
+            self.tensor = self.owner.new_cpu_locked_tensor(nbytes, example).fill_(1)
+        else:
+            self.tensor = ordinary_tensor(nbytes)
+
+    def kind(self) -> Any:
+        return tensorferry.aio_handle
+
+    def prepare(self, path: Any, write: bool, offset: int = 0, **options: Any) -> None:
+        self.make(**options)
+
+    def save(self, path: Any, offset: int = 0, **options: Any) -> None:
+        succeed(self.make(**options).sync_pwrite(self.tensor, str(path), offset))
+
+    def load(self, path: Any, offset: int = 0, **options: Any) -> None:
+        succeed(self.make(**options).sync_pread(self.tensor, str(path), offset))
+
+
+class DeepSpeedHandle(Handle):
+    """The same calls on DeepSpeed's handle, where DeepSpeed is installed (README.md says how)."""
+
+    def kind(self) -> Any:
+        return async_io().aio_handle
+
+
+def succeed(code: int) -> None:
+    """Raise for what DeepNVMe's calls return where something went wrong; ours raise by themselves."""
+    if code != 1:
+        raise MeasurementError(f"returned {code}")
+
+
+@functools.cache
+def async_io() -> Any:
+    """DeepSpeed's op, which is compiled at first use, with the ninja of this environment."""
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-untyped]
+
+    try:
+        return AsyncIOBuilder().load(verbose=False)
+    except Exception as error:
+        raise UnavailableError(f"DeepSpeed's async_io does not build: {error}") from error
+
+
+class Functions(TransferPeer):
+    """``tensorferry.write`` and ``read``; memory from ``tensorferry.empty`` or plain torch's."""
+
+    def __init__(self, nbytes: int, aligned: bool) -> None:
+        self.tensor = new_tensor(nbytes, aligned)
+
+    def save(self, path: Any, offset: int = 0, **options: Any) -> None:
+        tensorferry.write(path, self.tensor, offset, **options)
+
+    def load(self, path: Any, offset: int = 0, **options: Any) -> None:
+        tensorferry.read(path, self.tensor, offset, **options)
+
+    def pool_nbytes(self) -> int:
+        return tensorferry.bounce_pool_nbytes()
+
+
+class Segments(TransferPeer):
+    """One transfer of many pieces of plain memory, of so many bytes each; with CRC-32s of chunks of 1 MiB if wanted."""
+
+    def __init__(
+        self, nbytes: int, segment_nbytes: int, options: dict[str, Any] | None = None
+    ) -> None:
+        self.tensor = ordinary_tensor(nbytes)
+        self.rows = self.tensor.view(-1, segment_nbytes)
+        self.apart = segment_nbytes < nbytes
+        if self.apart:  # from each other, as tensors of their own would be
+            rows = ordinary_tensor(nbytes // segment_nbytes * (segment_nbytes + 64))
+            self.rows = rows.view(-1, segment_nbytes + 64)[:, :segment_nbytes]
+        self.segments = list(self.rows)
+        self.options = options or {}
+        self.expected: list[int] = []
+
+    def fill(self, seed: int) -> None:
+        super().fill(seed)
+        if self.apart:
+            self.rows.copy_(self.tensor.view(self.rows.shape))
+
+    def holds(self, seed: int, offset: int) -> bool:
+        if self.apart:
+            self.tensor.view(self.rows.shape).copy_(self.rows)
+        return super().holds(seed, offset)
+
+    def clear(self) -> None:
+        self.rows.zero_()
+
+    def prepare(self, path: Any, write: bool, checked: bool = False, **options: Any) -> None:
+        """Know the checksums of what is read."""
+        if checked and not write and not self.expected:
+            sums = tensorferry.Checksums(MIB)
+            tensorferry.read(path, self.segments, checksums=sums)
+            self.expected = sums.chunks
+            make_cold(path)
+
+    def save(self, path: Any, checked: bool) -> None:
+        sums = tensorferry.Checksums(MIB) if checked else None
+        with tensorferry.open(path, "w", **self.options) as file:
+            file.write(self.segments, checksums=sums)
+
+    def load(self, path: Any, checked: bool) -> None:
+        sums = tensorferry.Checksums(MIB, expected=self.expected) if checked else None
+        with tensorferry.open(path, **self.options) as file:
+            file.read(self.segments, checksums=sums)
+
+
+class CopyAndChecksum:
+    """What gathering with checksums cannot do without: each byte copied once, and one CRC-32 of it, by one thread."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.source, self.target = ordinary_tensor(nbytes), ordinary_tensor(min(nbytes, MIB))
+
+    def run(self) -> dict[str, Any]:
+        view = byte_view(self.target)
+        with Stopwatch() as watch:
+            for piece in self.source.split(self.target.nbytes):
+                self.target[: piece.nbytes].copy_(piece)
+                _core.crc32(view[: piece.nbytes])
+        return watch.result(self.source.nbytes)
+
+
+class Drives(TransferPeer):
+    """One array to and from files on several drives: striped over them, or a share of it in each."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tensor = ordinary_tensor(nbytes)
+
+    def save(self, path: list[Path], striped: bool) -> None:
+        self._move(path, striped, write=True)
+
+    def load(self, path: list[Path], striped: bool) -> None:
+        self._move(path, striped, write=False)
+
+    def written(self, path: list[Path], seed: int, offset: int = 0, **options: Any) -> bool:
+        contents = [each.read_bytes() for each in path]
+        rows = range(0, len(contents[0]), MIB if options["striped"] else len(contents[0]))
+        found = b"".join(content[row : row + rows.step] for row in rows for content in contents)
+        return found == byte_view(self.tensor)
+
+    def _move(self, paths: list[Path], striped: bool, *, write: bool) -> None:
+        mode = "w" if write else "r"
+        with contextlib.ExitStack() as stack:
+            if striped:
+                opened: list[Any] = [stack.enter_context(tensorferry.open(paths, mode))]
+            else:  # a setting gives each workers of its own
+                opened = [
+                    stack.enter_context(tensorferry.open(path, mode, queue_depth=128))
+                    for path in paths
+                ]
+            shares = self.tensor.chunk(len(opened))
+            pairs = zip(opened, shares, strict=True)
+            for future in [f.write_from(s) if write else f.read_into(s) for f, s in pairs]:
+                future.result()
+
+
+# Plain Python
+
+
+class Buffered(TransferPeer):
+    """``open`` with ``write``, synced, and ``readinto``, as most programs have it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.tensor = ordinary_tensor(nbytes)
+
+    def save(self, path: Any) -> None:
+        rest = byte_view(self.tensor)
+        with open(path, "wb", buffering=0) as file:
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+
+    def load(self, path: Any) -> None:
+        rest = byte_view(self.tensor)
+        with open(path, "rb", buffering=0) as file:
+            while rest:
+                rest = rest[file.readinto(rest) :]
+
+
+class Direct(TransferPeer):
+    """``os.pwritev`` and ``os.preadv`` with O_DIRECT, 8 MiB after 8 MiB, page-aligned memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = mmap.mmap(-1, -(-nbytes // 4096) * 4096)
+        whole: torch.Tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.tensor = whole[:nbytes].fill_(1)
+
+    def save(self, path: Any) -> None:
+        move(path, self.tensor, 1, write=True)
+
+    def load(self, path: Any) -> None:
+        move(path, self.tensor, 1, write=False)
+
+
+def move(path: Any, tensor: torch.Tensor, threads: int, *, write: bool) -> bool:
+    """Move page-aligned memory to or from a file in blocks of 8 MiB; return whether the page cache was passed by."""
+    flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
+    direct = True
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError:  # tmpfs before Linux 6.6
+        descriptor, direct = os.open(path, flags, 0o644), False
+    view, call = byte_view(tensor), os.pwritev if write else os.preadv
+
+    def move_block(begin: int) -> None:
+        end = min(begin + _DIRECT_BLOCK_NBYTES, len(view))
+        while begin < end:
+            count = call(descriptor, [view[begin:end]], begin)
+            if not count:
+                raise MeasurementError(f"the file ends at {begin}")
+            begin += count
+
+    try:
+        if write:
+            os.posix_fallocate(descriptor, 0, len(view))
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(move_block, range(0, len(view), _DIRECT_BLOCK_NBYTES)))
+    finally:
+        os.close(descriptor)
+    return direct
+
+
+def sync(path: Any) -> None:
+    """Have the drive hold a file, or a directory's names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,366 @@
+"""One large tensor to a file and back: beside fio, plain Python and DeepSpeed, in pieces, and over two drives.
+
+Rules: O_DIRECT and no fsync on either side; every write goes to a new preallocated file; the file is dropped from the
+page cache before each read. Only "plain Python write + fsync, readinto" goes through the page cache. What memory is
+needed besides the tensor shows in the same rows. A fast block device is ext4 on a loop device over memory (root only).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import peers
+from benchmarks.bench import GIB, LARGE, MIB, Config, first, measured, reads, scenario, writes
+from benchmarks.memory import write_pattern
+from tensorferry.tuning import tune as tuning
+from tensorferry.tuning.candidates import default_settings
+from tensorferry.tuning.drive import Drive
+from tensorferry.tuning.rounds import Sample
+from tensorferry.tuning.scratch import make_cold, make_warm, remove
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.bench import Bench, Measure
+    from tensorferry.transfer.settings import Settings
+    from tensorferry.tuning.rounds import Comparison
+
+    Ways = dict[str, dict[str, Measure]]  # by kind and label
+
+SEED = 7
+LOOP_DEPTH = 32
+LOOP_FIOS = [config for config in LARGE if config.queue_depth == LOOP_DEPTH]
+ODD_NBYTES, ODD_OFFSET = 1_000_003, 7
+_GROWTH_NBYTES_MAX = 16 * MIB  # beside the bounce pool
+
+LOCKED = "tensorferry handle, locked"
+PLAIN = "tensorferry handle, torch.empty"
+ODD = f"tensorferry handle, torch.empty, + {ODD_NBYTES:,} bytes at offset {ODD_OFFSET}"
+FUNCTIONS = "tensorferry.write/read, torch.empty"
+
+
+def fresh_and_cold(
+    bench: Bench,
+    name: str,
+    ways: Callable[[Callable[..., Measure]], Ways],
+    configs: list[Config],
+    source_nbytes: int = 0,
+) -> list[tuple[Comparison, str]]:
+    """Compare writes of fresh files, then cold reads of one, beside fio; say what each comparison is of.
+
+    ``ways`` makes contenders of what is done.
+    """
+    target, source = bench.directory / "target", bench.directory / "source"
+    by_fio = bench.fio(configs, target, "write", bench.nbytes)
+    rules = "fresh preallocated files, O_DIRECT, no fsync"
+    written = bench.compare(f"{name} write", rules, **ways(writes(target, seed=SEED)), more=by_fio)
+    remove(target)
+    # One file for all: where a file lies makes a difference, too.
+    write_pattern(source, source_nbytes or bench.nbytes, SEED)
+    by_fio = bench.fio(configs, source, "read", bench.nbytes)
+    rules = "cold file, O_DIRECT"
+    was_read = bench.compare(f"{name} read", rules, **ways(reads(source, seed=SEED)), more=by_fio)
+    remove(source)
+    what = f"{name}: {bench.nbytes / GIB:.3g} GiB"
+    return [(written, f"{what} write"), (was_read, f"{what} cold read")]
+
+
+@scenario
+def large(bench: Bench) -> None:
+    """Default handle against the best fio."""
+    targets = {LOCKED: 0.97, PLAIN: 0.92, ODD: 0.92}
+    for comparison, what in _large(bench, "large", {}, LARGE, targets):
+        for tag, limit in (("unregistered", 1.1), ("registered", 1.5)):
+            least = comparison.least_cpu("fio", "io_uring", "1M", tag)  # the size of our blocks
+            over = comparison.cpu_over(LOCKED, least)
+            note = f"{least.label}, {least.cpu_seconds_per_gb or 0:.4f} s/GB" if least else "no fio"
+            bench.at_most(f"{what}, locked: CPU over fio io_uring {tag}", limit, over, note)
+
+
+@scenario
+def loop(bench: Bench) -> None:
+    """The same on a fast block device."""
+    with bench.on_drives(3 * (bench.nbytes + 2 * ODD_NBYTES) + 64 * MIB) as (quick,):
+        _large(quick, "loop", {"queue_depth": LOOP_DEPTH}, LOOP_FIOS, {LOCKED: 0.95})
+
+
+def _large(
+    bench: Bench,
+    name: str,
+    options: dict[str, Any],
+    configs: list[Config],
+    targets: dict[str, float],
+) -> list[tuple[Comparison, str]]:
+    """Write and read one large tensor. The targets are parts of the best fio's speed."""
+    nbytes, odd_nbytes = bench.nbytes, bench.nbytes + ODD_NBYTES
+    worker = bench.worker
+    ours = {
+        LOCKED: worker(peers.Handle, nbytes=nbytes, locked=True, options=options),
+        PLAIN: worker(peers.Handle, nbytes=nbytes, locked=False, options=options),
+        ODD: worker(peers.Handle, nbytes=odd_nbytes, locked=False, options=options),
+        "tensorferry.write/read, tensorferry.empty": worker(
+            peers.Functions, nbytes=nbytes, aligned=True
+        ),
+        FUNCTIONS: worker(peers.Functions, nbytes=nbytes, aligned=False),
+    }
+    theirs = {
+        "plain Python write + fsync, readinto": worker(peers.Buffered, nbytes=nbytes),
+        "plain Python, O_DIRECT 8 MiB blocks": worker(peers.Direct, nbytes=nbytes),
+    }
+
+    def ways(action: Callable[..., Measure]) -> Ways:
+        at = {ODD: {"offset": ODD_OFFSET}}
+        return {
+            "ours": {label: action(w, **at.get(label, {})) for label, w in ours.items()},
+            "peer": {label: action(w) for label, w in theirs.items()},
+        }
+
+    # The longer reads end with the file.
+    found = fresh_and_cold(bench, name, ways, configs, ODD_OFFSET + odd_nbytes)
+    if not any(config.huge_pages for config in bench.usable(configs)):
+        bench.note("no huge pages for fio's buffers: its best configuration is missing")
+    pool_nbytes = ours[FUNCTIONS].call("pool_nbytes")
+    for comparison, what in found:
+        for label, target in targets.items():
+            short = label.removeprefix("tensorferry handle, ")
+            bench.over_fio(f"{what}, {short}", target, comparison, label)
+        peak = f"{what}, growth of the peak over the pool's {pool_nbytes // MIB} MiB + 16"
+        bench.peak(peak, pool_nbytes + _GROWTH_NBYTES_MAX, comparison, FUNCTIONS)
+    return found
+
+
+# Our handle against DeepSpeed's, each of its configurations, locked and ordinary memory
+
+
+def _configurations(smoke: bool) -> list[dict[str, Any]]:
+    """Submission, overlap, parallelism; not 3: theirs refuses sizes it does not divide."""
+    switches = (False,) if smoke else (False, True)
+    names = ("single_submit", "overlap_events", "intra_op_parallelism")
+    every = itertools.product(switches, switches, (1,) if smoke else (1, 2, 4))
+    return [dict(zip(names, each, strict=True)) for each in every]
+
+
+def _label(product: str, options: dict[str, Any]) -> str:
+    words = [product, f"T{options['intra_op_parallelism']}"]
+    words += ["single"] * options["single_submit"] + ["overlap"] * options["overlap_events"]
+    return " ".join(words)
+
+
+@scenario
+def deepspeed(bench: Bench) -> None:
+    """Fresh files, existing ones (what a swapper writes), and cold ones to be read."""
+    if not bench.deepspeed_wanted():
+        return
+    source, target = bench.directory / "source", bench.directory / "target"
+    write_pattern(source, bench.nbytes, SEED)
+    actions = {
+        "write": writes(target, seed=SEED),
+        "overwrite": writes(target, lambda path: None, seed=SEED),
+        "read": reads(source, seed=SEED),
+    }
+    for memory, wanted in (("locked", 1.0), ("unpinned", 1.5)):
+        how = {"nbytes": bench.nbytes, "locked": memory == "locked"}
+        products = {
+            "tensorferry": ("ours", bench.worker(peers.Handle, **how)),
+            "DeepSpeed": ("peer", bench.worker(peers.DeepSpeedHandle, **how)),
+        }
+        for name, action in actions.items():
+            ways: Ways = {"ours": {}, "peer": {}}
+            for options in _configurations(bench.smoke):
+                for product, (kind, worker) in products.items():
+                    ways[kind][_label(product, options)] = action(worker, **options)
+            found = bench.compare(f"deepspeed {name}, {memory}", "O_DIRECT, no fsync", **ways)
+            _worst(bench, found, wanted)
+        for _, worker in products.values():
+            worker.close()
+
+
+def _worst(bench: Bench, comparison: Comparison, wanted: float) -> None:
+    """The worst of all configurations counts; theirs that fail are named."""
+    ratios = {
+        _label("", options).strip(): value
+        for options in _configurations(bench.smoke)
+        if (value := comparison.over(*(_label(p, options) for p in ("tensorferry", "DeepSpeed"))))
+        is not None
+    }
+    failed = [f"{r.label}: {r.failure}" for r in comparison.rows if r.failure]
+    worst = min(ratios, key=lambda name: ratios[name]) if ratios else None
+    note = f"worst: {worst}; best: {max(ratios.values()):.2f}" if worst else ""
+    note += f"; failed: {failed[0]} (and {len(failed) - 1} more)" if failed else ""
+    what = f"{comparison.name} over DeepSpeed, every configuration"
+    bench.at_least(what, wanted, ratios[worst] if worst else None, note.strip("; "))
+
+
+# Many pieces of memory as one transfer, with and without checksums, beside one array of the same size
+
+SEGMENT_NBYTES = (16 << 10, 64 << 10, MIB)
+ONE = "one array"
+LIMIT = "one copy and one CRC-32, one thread"
+
+
+@scenario
+def segments(bench: Bench) -> None:
+    """Ordinary memory on every side; once where the files are, and once where the processor is the limit."""
+    _segments(bench, "segments:", {}, LARGE, 0.95)
+    with bench.on_drives(3 * bench.nbytes + 64 * MIB) as (quick,):
+        name, options = "segments, fast device:", {"queue_depth": LOOP_DEPTH}
+        for comparison, what in _segments(quick, name, options, LOOP_FIOS, 0.85):
+            for label, target in ((ONE, 0.85), (_pieces(0, True), 0.75)):
+                bench.over_fio(f"{what}, {label} over fio", target, comparison, label)
+
+
+def _pieces(segment_nbytes: int, checked: bool) -> str:
+    what = f"{segment_nbytes >> 10} KiB" if segment_nbytes else ONE
+    return f"{what}, checksums" if checked else what
+
+
+def _segments(
+    bench: Bench, name: str, options: dict[str, Any], configs: list[Config], wanted: float
+) -> list[tuple[Comparison, str]]:
+    how = {"nbytes": bench.nbytes, "options": options}
+    workers = {
+        each: bench.worker(peers.Segments, segment_nbytes=each or bench.nbytes, **how)
+        for each in (0, *SEGMENT_NBYTES)
+    }
+    limit = measured(bench.worker(peers.CopyAndChecksum, nbytes=bench.nbytes), "run")
+
+    def ways(action: Callable[..., Measure]) -> Ways:
+        moves = {
+            _pieces(each, checked): action(worker, checked=checked)
+            for each, worker in workers.items()
+            for checked in (False, True)
+        }
+        return {"ours": moves, "limit": {LIMIT: limit}}
+
+    found = fresh_and_cold(bench, name, ways, configs)
+    for comparison, what in found:
+        for nbytes in SEGMENT_NBYTES:
+            plain, checked = _pieces(nbytes, False), _pieces(nbytes, True)
+            bench.at_least(f"{what}, {plain} over {ONE}", wanted, comparison.over(plain, ONE))
+            over_plain = comparison.over(checked, plain)
+            bench.at_least(f"{what}, {checked} over without", wanted, over_plain)
+            cpu = comparison.cpu_over(checked, LIMIT)
+            bench.at_most(f"{what}, {checked}: CPU over {LIMIT}", 1.4, cpu)
+    return found
+
+
+# One file over two drives beside each of them alone, and beside a file on each at once
+
+DRIVE_NBYTES_PER_SECOND = 1_000_000_000
+ALONE = ("first drive alone", "second drive alone")
+BOTH = "a file on each, at once"
+STRIPED = "one file over both"
+
+
+@scenario
+def striped(bench: Bench) -> None:
+    """Each drive is held to a speed that the processors can serve twice over, where the kernel lets it (cgroup v1).
+
+    Without that, two of them are no faster than one where processors are few.
+    """
+    size = 3 * bench.nbytes + 64 * MIB
+    with bench.on_drives(size, DRIVE_NBYTES_PER_SECOND, 2) as both:
+        drives = [each.directory for each in both]
+        paths = {label: [drive / "alone"] for label, drive in zip(ALONE, drives, strict=True)}
+        paths |= {
+            BOTH: [each / "share" for each in drives],
+            STRIPED: [each / "striped" for each in drives],
+        }
+        worker = both[0].worker(peers.Drives, nbytes=bench.nbytes)
+        # The last round's files are read.
+        for call, prepare, checked, rules in (
+            ("write", remove, {"check": first}, "fresh files, O_DIRECT, no fsync"),
+            ("read", make_cold, {}, "cold files, O_DIRECT"),
+        ):
+            ways = {
+                label: measured(
+                    *(worker, call, prepare, each),
+                    **{"path": each, "striped": label == STRIPED, "seed": SEED} | checked,
+                )
+                for label, each in paths.items()
+            }
+            comparison = bench.compare(f"striped: {call}", rules, ours=ways)
+            what = f"striped: {bench.nbytes / GIB:.3g} GiB {call}, {STRIPED}"
+            share = comparison.over_sum(STRIPED, ALONE)
+            bench.at_least(f"{what} over the sum of each alone", 0.9, share)
+            bench.at_least(f"{what} over {BOTH}", 0.95, comparison.over(STRIPED, BOTH))
+
+
+# A file that the page cache holds: tensorferry must take the faster way by itself
+
+READINTO = "plain Python readinto"
+TOLD = "tensorferry.read direct=True"
+DIRECT = "plain Python, O_DIRECT 8 MiB blocks"
+
+
+@scenario
+def warm(bench: Bench) -> None:
+    """Every contender reads the same file; it is brought back into the cache before each."""
+    nbytes, worker, path = bench.nbytes, bench.worker, bench.directory / "source"
+    write_pattern(path, nbytes, SEED)
+    read = reads(path, make_warm, seed=SEED)
+    aligned = worker(peers.Functions, nbytes=nbytes, aligned=True)
+    by_itself = {
+        "tensorferry.read, torch.empty": read(
+            worker(peers.Functions, nbytes=nbytes, aligned=False)
+        ),
+        "tensorferry.read, tensorferry.empty": read(aligned),
+        "tensorferry handle, locked": read(worker(peers.Handle, nbytes=nbytes, locked=True)),
+    }
+    comparison = bench.compare(
+        "warm read",
+        "the whole file in the page cache",
+        ours=by_itself
+        | {
+            TOLD: read(aligned, direct=True),
+            "tensorferry.read direct=False": read(aligned, direct=False),
+        },
+        peer={
+            READINTO: read(worker(peers.Buffered, nbytes=nbytes)),
+            DIRECT: read(worker(peers.Direct, nbytes=nbytes)),
+        },
+        more=bench.fio([Config("psync", MIB, 1, direct=False)], path, "read", nbytes, make_warm),
+    )
+    known = [row for label in (READINTO, TOLD, DIRECT) if (row := comparison.row(label))]
+    better = max(known, key=lambda row: row.median, default=None)
+    for label in by_itself:
+        over = comparison.over(label, better)
+        bench.at_least(f"warm: {label}", 0.95, over, comparison.described(better, "better way"))
+
+
+# What `tensorferry tune` stores beside the default settings, measured anew
+
+TUNED, DEFAULT = "what tune found", "default settings"
+
+
+@scenario
+def tune(bench: Bench) -> None:
+    """Nothing that it stores is slower than what was there before, in turns and on a file of its own."""
+    seconds = 4.0 if bench.smoke else tuning.SECONDS
+    job = tuning.Job((bench.directory,), seconds=seconds, nbytes=16 * MIB if bench.smoke else None)
+    result = tuning.tune(job, lambda _: None, save=False)
+    nbytes = 16 * MIB if bench.smoke else 256 * MIB
+    with Drive(bench.directory, nbytes) as drive:
+        drive.measure(default_settings(), "write")
+        for found in result.found:
+            ways = {TUNED: found.decision.chosen, DEFAULT: found.decision.default}
+            moves = {label: _on(drive, each, found.direction) for label, each in ways.items()}
+            comparison = bench.compare(
+                f"tune: {found.direction}", "overwritten in place", ours=moves
+            )
+            over = comparison.over(TUNED, DEFAULT)
+            chosen = dataclasses.astuple(found.decision.chosen)
+            bench.at_least(
+                f"tune: {found.direction}, {TUNED} over the default", 0.98, over, str(chosen)
+            )
+    bench.at_most("tune: time", 60, result.seconds, unit="s")
+
+
+def _on(drive: Drive, settings: Settings, direction: str) -> Measure:
+    def measure(_: int) -> Sample:
+        seconds = drive.measure(settings, direction)
+        return Sample(drive.nbytes / 1e9 / seconds, seconds, drive.nbytes)
+
+    return measure

@@ -1,0 +1,131 @@
+"""The settings that a sweep tries: about a dozen, or those that a JSON file of ds_nvme_tune's form names."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tensorferry.base.checks import parse_nbytes
+from tensorferry.deepnvme.handles import MAX_PARALLELISM
+from tensorferry.transfer.files import MAX_QUEUE_DEPTH
+from tensorferry.transfer.runtime import engines
+from tensorferry.transfer.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_KIB, _MIB = 1 << 10, 1 << 20
+_MAX_COMBINATIONS = 256
+_MAX_BLOCK_NBYTES = (1 << 31) - 1
+# Of one engine: blocks of all sizes, with as many in flight as keep a drive busy, and the default's shallower.
+_BLOCKS_AND_DEPTHS = (
+    *((256 * _KIB, 64), (512 * _KIB, 32), (2 * _MIB, 16), (4 * _MIB, 8), (8 * _MIB, 4)),
+    *((_MIB, 8), (_MIB, 32)),
+)
+_SWITCHES = ("single_submit", "sequential_requests")
+
+
+def default_settings() -> Settings:
+    """Return the settings of a handle that was given none, with the engine spelt out."""
+    return Settings(overlap_events=True, engine=available_engines()[0])
+
+
+def available_engines() -> tuple[str, ...]:
+    """Return the engines that work here, the preferred one first."""
+    return tuple(name for name, refusal in engines().items() if refusal is None)
+
+
+def candidates(default: Settings) -> list[Settings]:
+    """Return what `tensorferry tune` tries beside the default: one thing changed at a time."""
+    found = [
+        replace(default, block_size=block, queue_depth=depth) for block, depth in _BLOCKS_AND_DEPTHS
+    ]
+    workers = [2, 4] if len(os.sched_getaffinity(0)) > 1 else [2]
+    found += [replace(default, intra_op_parallelism=count) for count in workers]
+    found.append(replace(default, single_submit=True))
+    others = [each for each in available_engines() if each != default.engine]
+    if default.engine in available_engines():  # cuFile is none of them, and knows no others
+        found += [replace(default, engine=engine) for engine in others]
+    return found
+
+
+def candidates_of_json(path: Path, default: Settings) -> list[Settings]:
+    """Return all combinations of the values that a JSON file names; what it does not name is as in the default.
+
+    Its keys are ds_nvme_tune's (block_size, queue_depth, single_submit, sequential_requests, io_parallel), and
+    intra_op_parallelism and io_engine; each has a list of values.
+
+    Raises
+    ------
+    ValueError
+        It cannot be read or used; the message says why.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{path}: {getattr(problem, 'strerror', None) or problem}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not an object with a list of values for each setting")
+    axes: dict[str, list[Any]] = {}
+    for key, values in content.items():
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{path}: {key}: {values!r} is not a list of values")
+        try:
+            read = [_read(key, value) for value in values]
+        except (ValueError, TypeError) as problem:
+            raise ValueError(f"{path}: {key}: {problem}") from None
+        names = {"io_parallel": "intra_op_parallelism", "io_engine": "engine"}
+        axes[str(names.get(key, key))] = list(dict.fromkeys(read))
+    axes.pop("sequential_requests", None)  # both do the same: queues are always refilled
+    combinations = math.prod(map(len, axes.values()))
+    if combinations > _MAX_COMBINATIONS:
+        raise ValueError(f"{path}: {combinations} combinations are more than {_MAX_COMBINATIONS}")
+    return [
+        replace(default, **dict(zip(axes, v, strict=True)))
+        for v in itertools.product(*axes.values())
+    ]
+
+
+def _read(key: str, value: Any) -> Any:
+    """Return a value of a setting, or raise ValueError."""
+    if key in _SWITCHES:
+        if type(value) is not bool:
+            raise ValueError(f"{value!r} is neither true nor false")
+        return value
+    if key == "io_engine":
+        refusal = engines().get(str(value), "no engine of that name")
+        if refusal is not None:
+            raise ValueError(f"{value!r}: {refusal}")
+        return str(value)
+    limits = {
+        "block_size": (512, _MAX_BLOCK_NBYTES),
+        "queue_depth": (1, MAX_QUEUE_DEPTH),
+        **dict.fromkeys(("io_parallel", "intra_op_parallelism"), (1, MAX_PARALLELISM)),
+    }
+    if key not in limits:
+        known = ", ".join([*limits, *_SWITCHES, "io_engine"])
+        raise ValueError(f"no setting of a sweep; they are {known}")
+    number = parse_nbytes(value) if isinstance(value, str) else value
+    low, high = limits[key]
+    if type(number) is not int or not low <= number <= high:
+        raise ValueError(f"{value!r} is not a number from {low} to {high}")
+    return number
+
+
+def common(
+    default: Settings, speedups: list[dict[Settings, float]], chosen: list[Settings]
+) -> Settings:
+    """Return settings for programs that take one section for all directions and drives.
+
+    They are proven for one of them, and for none of the others have they been seen to be slower than the default.
+    """
+    best = [
+        (math.prod(each.get(settings, 0.0) for each in speedups), at, settings)
+        for at, settings in enumerate(dict.fromkeys(chosen))
+        if settings != default and all(each.get(settings, 0.0) >= 1 for each in speedups)
+    ]
+    return max(best)[2] if best else default

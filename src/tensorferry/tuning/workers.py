@@ -1,0 +1,241 @@
+"""Processes that do the work of a measurement: a crash of one is an answer, not our end, and all go when we do.
+
+A worker makes an object of a class that is named by its module, and then calls one method of it after the other. It
+lives as long as its standard input is open; where its parent was killed, the object's ``orphaned`` cleans up. Workers
+do not hear Ctrl-C, SIGTERM and SIGHUP, which go to a whole terminal: their parent ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_LEAVE_SECONDS = 20.0
+_CALL_SECONDS_MAX = 3600.0
+_SERVE = "from tensorferry.tuning.workers import serve; serve()"
+
+
+class WorkerError(Exception):
+    """A worker's call failed, or its process died; the message says why."""
+
+
+class UnavailableError(Exception):
+    """A tool, library or right that a measurement needs is missing; the message says which."""
+
+
+class Worker:
+    """A process, started by its first call.
+
+    Parameters
+    ----------
+    target : str
+        "module:Class"; what follows are its arguments.
+    environment : dict
+        Variables for the process.
+    """
+
+    def __init__(
+        self, target: str, *arguments: Any, environment: dict[str, str] | None = None, **named: Any
+    ) -> None:
+        self._made_of = target, arguments, named
+        self._environment = environment or {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unavailable: str | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close())
+
+    def call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method in the process, and return its result.
+
+        Raises
+        ------
+        WorkerError
+            It raised, or the process died.
+        UnavailableError
+            The object cannot be made here.
+        """
+        self.begin(name, *arguments, **named)
+        return self.end()
+
+    def begin(self, name: str, *arguments: Any, **named: Any) -> None:
+        """Begin to call a method; :meth:`end` returns its result."""
+        if self._unavailable:
+            raise UnavailableError(self._unavailable)
+        if self._process is None:
+            self._start()
+        self._send((name, arguments, named))
+
+    def end(self) -> Any:
+        """Wait for the call to end."""
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        timer = threading.Timer(_CALL_SECONDS_MAX, process.kill)
+        timer.daemon = True  # Ctrl-C may come before the next line
+        try:
+            timer.start()
+            kind, answer = pickle.load(process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            raise WorkerError(self._how_it_died()) from None
+        finally:
+            timer.cancel()
+        if kind == "unavailable":
+            self._stop()
+            self._unavailable = answer
+            raise UnavailableError(answer)
+        if kind == "error":
+            raise WorkerError(answer)
+        return answer
+
+    def fileno(self) -> int:
+        """Return what becomes readable when the call has ended."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the process: when its call has ended, or at once."""
+        self._stop(kill)
+        self._log.close()
+
+    def _start(self) -> None:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            bufsize=0,
+            # Python files in the user's folder are not what is imported.
+            env=os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"} | self._environment,
+        )
+        self._send(self._made_of)
+        self.end()
+
+    def _send(self, message: object) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is noticed by end()
+            self._process.stdin.write(pickle.dumps(message))
+
+    def _stop(self, kill: bool = False) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if kill:
+            process.kill()
+        elif process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(pickle.dumps(None))  # it is not left alone, but done
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            process.wait(_LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _how_it_died(self) -> str:
+        process, self._process = self._process, None
+        assert process is not None
+        code = process.wait()
+        if code >= 0:
+            words = f"it left with exit status {code}"
+        else:
+            name = signal.Signals(-code).name
+            words = f"it was killed by {name}"
+            words += "; likely cause: out of memory" if name == "SIGKILL" else ""
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
+        last = [line for line in lines if line][-1:]
+        return words + (f" ({last[0][:160]})" if last else "")
+
+
+def call_all(workers: Sequence[Worker], name: str, *arguments: Any) -> list[Any]:
+    """Call a method of several workers at the same time, and return their results when all are done.
+
+    Raises
+    ------
+    WorkerError
+        One raised, or its process died; it is told at once, whatever the others do.
+    """
+    for worker in workers:
+        worker.begin(name, *arguments)
+    answers: dict[int, Any] = {}
+    numbers = {worker.fileno(): number for number, worker in enumerate(workers)}
+    while len(answers) < len(workers):
+        for ready in wait([f for f, number in numbers.items() if number not in answers]):
+            number = numbers[cast("int", ready)]
+            try:
+                answers[number] = workers[number].end()
+            except WorkerError as error:
+                raise WorkerError(f"process {number}: {error}") from None
+    return [answers[number] for number in range(len(workers))]
+
+
+@contextlib.contextmanager
+def closing(workers: list[Worker]) -> Iterator[list[Worker]]:
+    """End all workers that are in the list by then; at once where something was raised."""
+    kill = True
+    try:
+        yield workers
+        kill = False
+    finally:
+        for worker in workers:
+            worker.close(kill=kill)
+
+
+def serve() -> None:
+    """Answer calls until the parent closes the pipe: what a worker's process does."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what a library prints must not get between the answers
+    answer: tuple[str, Any] = "result", None
+    served: Any = None
+    try:
+        target, arguments, named = pickle.load(calls)
+        module, _, name = target.partition(":")
+        try:
+            served = getattr(importlib.import_module(module), name)(*arguments, **named)
+        except (UnavailableError, ImportError) as reason:
+            answer = "unavailable", _in_words(reason)
+        except Exception as error:
+            answer = "error", _in_words(error)
+        while True:
+            answers.write(pickle.dumps(answer))
+            answers.flush()
+            call = pickle.load(calls)
+            if call is None:
+                return
+            name, arguments, named = call
+            try:
+                answer = "result", getattr(served, name)(*arguments, **named)
+            except UnavailableError as reason:
+                answer = "error", str(reason)
+            except Exception as error:
+                traceback.print_exc()
+                answer = "error", _in_words(error)
+    except (EOFError, BrokenPipeError):
+        if hasattr(served, "orphaned"):
+            served.orphaned()
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, (OSError, UnavailableError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

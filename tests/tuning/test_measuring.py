@@ -1,0 +1,243 @@
+"""The parts of benchmarks: contenders in rounds, memory and its checks, files, fio, charts."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+
+import tensorferry
+from tensorferry.tuning import bench, fio, plot
+from tensorferry.tuning.bench import Job, Place
+from tensorferry.tuning.moving import Memory, Task, ValidationError
+from tensorferry.tuning.rounds import (
+    Comparison,
+    Contender,
+    Estimate,
+    MeasurementError,
+    Row,
+    Sample,
+    take_turns,
+    throughput,
+)
+from tensorferry.tuning.scratch import make_cold, make_warm, remove, scratch_directory
+from tests.support import required
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE = 4096
+
+
+def row(label: str, *values: float) -> Row:
+    return Row(label, "ours", samples=[Sample(value, 1.0) for value in values])
+
+
+def test_contenders_take_turns_in_an_order_that_changes_and_the_rest_goes_on_without_one() -> None:
+    """The first round's order is the one given, since others may need what one measures."""
+    turns: list[tuple[int, str]] = []
+
+    def contender(label: str) -> Contender:
+        def measure(number: int) -> Sample:
+            turns.append((number, label))
+            if (number, label) == (1, "D"):
+                raise MeasurementError("broken")
+            return Sample(1.0, 1.0)
+
+        return Contender(label, "ours", measure)
+
+    told: list[tuple[str, int, int]] = []
+    found = take_turns(
+        Comparison("c", ""), [contender(c) for c in "ABCD"], 9, lambda *said: told.append(said)
+    )
+    orders = ["".join(label for number, label in turns if number == n) for n in range(9)]
+    assert orders[0] == "ABCD"
+    assert all(sorted(order)[:3] == list("ABC") for order in orders)
+    assert len(set(orders)) > 4
+    assert found.rows[3].failure == "broken"
+    assert not found.row("D")
+    assert [len(each.samples) for each in found.rows] == [9, 9, 9, 1]
+    assert (told[0], told[-1][1:]) == (("c A", 0, 36), (35, 36))
+
+
+def test_figures_are_medians_with_ranges_and_ratios_those_of_the_same_round() -> None:
+    base = [10.0, 11, 9, 20]
+    comparison = Comparison("c", "", rows=[row("base", *base)])
+    comparison.rows.append(
+        row(
+            "slow", *(value * part for value, part in zip(base, (0.8, 0.81, 0.8, 0.8), strict=True))
+        )
+    )
+    over = comparison.over("slow", "base")
+    assert isinstance(over, Estimate)
+    assert (over, over.low, over.high) == pytest.approx((0.8, 0.8, 0.81))
+    assert comparison.median("base") == 10.5
+    assert comparison.over("slow", "missing") is None
+    slow = comparison.median("slow")
+    assert slow is not None
+    assert comparison.over_sum("base", ["slow", "slow"]) == pytest.approx(10.5 / 2 / slow)
+    assert [each.label for each in comparison.sorted_rows()] == ["base", "slow"]
+    assert Comparison("c", "", "s", comparison.rows).sorted_rows()[0].label == "slow"
+    content = json.loads(json.dumps(comparison.as_dict()))
+    assert content["rows"][0]["range"] == [9, 20]
+
+
+@pytest.mark.parametrize("kind", ["locked", "ordinary"])
+@pytest.mark.parametrize("nbytes", [1, 8, PAGE - 1, (2 << 20) + 3])
+def test_what_was_written_passes_the_check(kind: str, nbytes: int, directory: Path) -> None:
+    memory = Memory(nbytes, kind)
+    memory.fill(1)
+    tensorferry.write(directory / "file", memory.host)
+    memory.check(directory / "file")
+    memory.fill(0)
+    with pytest.raises(ValidationError, match="differ"):
+        memory.check(directory / "file")
+
+
+@pytest.mark.parametrize("fault", ["stale page", "flipped byte", "swapped pages", "short file"])
+def test_what_is_wrong_in_a_file_fails_the_check(fault: str, directory: Path) -> None:
+    memory = Memory(8 * PAGE, "locked")
+    memory.fill(1)
+    content = bytearray(memory.host)
+    if fault == "flipped byte":
+        content[-1] ^= 1
+    elif fault == "swapped pages":
+        content[:PAGE], content[PAGE : 2 * PAGE] = content[PAGE : 2 * PAGE], content[:PAGE]
+    elif fault == "short file":
+        del content[-1]
+    (directory / "file").write_bytes(content)
+    if fault == "stale page":
+        memory.fill(2)
+    with pytest.raises(ValidationError, match="differ"):
+        memory.check(directory / "file")
+
+
+def test_memory_of_a_gpu_is_given_as_it_is_or_by_way_of_the_host(directory: Path) -> None:
+    torch = pytest.importorskip("torch")
+    nbytes = (9 << 20) + 5  # more than is filled at once
+    device = torch.zeros(nbytes, dtype=torch.uint8)  # stands for a GPU's
+    memory = Memory(nbytes, "gpu", device)
+    memory.fill(1)
+    path = directory / "file"
+    with memory.given(write=True) as given:
+        assert given is device
+    tensorferry.write(path, device)
+    memory.check(path)
+    for staged in (memory, Memory(nbytes, "locked", device)):
+        with staged.given(write=True, on_host=True) as host:
+            assert bytes(host) == path.read_bytes()
+        memory.fill(0)
+        with pytest.raises(ValidationError, match="differ"):
+            memory.check(path)
+        with staged.given(write=False, on_host=True) as host:
+            host[:] = path.read_bytes()
+        memory.check(path)
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_task_notices_a_file_that_was_changed(operation: str, directory: Path) -> None:
+    path = directory / "file"
+    job = Job((Place(directory, 0),), io_nbytes=1 << 16, validate=True)
+    task = Task(job, 0, {operation: [path]})
+    task.begin(operation, ["aio_handle"])
+    for loop in range(2):
+        task.prepare("aio_handle", operation, loop)
+        moved = task.move("aio_handle")
+        assert moved["ended"] > moved["started"]
+        assert moved["settings"]["queue_depth"] == 128
+    with path.open("r+b") as file:
+        file.seek(PAGE)
+        file.write(b"?")
+    with pytest.raises(ValidationError, match="differ"):
+        task._ways["aio_handle"].check()
+    task.end()
+
+
+def test_an_orphaned_task_removes_what_is_new_and_nothing_else(directory: Path) -> None:
+    old, new = directory / "old", directory / "new"
+    old.write_bytes(b"x" * 65536)
+    job = Job((Place(directory, 0),), io_nbytes=1 << 16, keep_files=True)
+    task = Task(job, 0, {"read": [old, new]})
+    task.begin("read", ["aio_handle"])
+    assert new.exists()
+    task.orphaned()
+    assert list(directory.iterdir()) == [old]
+
+
+def test_processes_together_take_from_the_first_start_to_the_last_end() -> None:
+    each = {"cpu_seconds": 0.5, "peak_growth_nbytes": 7, "settings": {}}
+    moved = [
+        {"started": 0.0, "ended": 1.0, "latency_microseconds": {"p99": 3.0}}
+        | {"gpu": {"gpu_nbytes": 10, "gds_nbytes": 8, "compat": False}},
+        {"started": 0.5, "ended": 2.0, "latency_microseconds": {"p99": 9.0}}
+        | {"gpu": {"gpu_nbytes": 5, "gds_nbytes": 0, "compat": True}},
+    ]
+    sample = bench._together(10**9, [each | one for one in moved])
+    assert (sample.seconds, sample.value) == (2.0, 1.0)
+    assert (sample.cpu_seconds_per_gb, sample.peak_growth_nbytes) == (0.5, 14)
+    assert sample.details["latency_microseconds"] == {"p99": 9.0}
+    assert sample.details["gpu"] == {"gpu_nbytes": 15, "gds_nbytes": 8, "compat": True}
+    alone = [process.value for process in sample.details["processes"]]
+    assert alone == pytest.approx([1.0, 2 / 3])
+    together = bench.summary([sample, sample])
+    assert (together["loops"], together["nbytes"]) == (2, 4 * 10**9)
+    assert together["gb_per_second_median"] == together["gb_per_second_total"] == 1.0
+
+
+def test_scratch_files_are_fresh_cold_warm_and_gone(directory: Path) -> None:
+    def interrupted() -> None:
+        with scratch_directory(directory, "x-") as path:
+            (path / "file").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(directory.iterdir()) == []
+    path = directory / "file"
+    path.write_bytes(b"content" * 10_000)
+    for prepare in (make_cold, make_warm, lambda path: make_warm(path, 0.5)):
+        prepare(path)
+        assert path.read_bytes() == b"content" * 10_000
+    (directory / "tree").mkdir()
+    for each in (path, path, directory / "tree"):
+        remove(each)
+    assert list(directory.iterdir()) == []
+
+
+def test_fio_runs_a_job_for_each_file(directory: Path) -> None:
+    required.command("fio")
+    files = [directory / "a:b", directory / "c"]
+    config = fio.Config("libaio", 64 << 10, 4)
+    jobs = fio.run(files, "write", 1 << 20, config.arguments())
+    assert [path.stat().st_size for path in files] == [1 << 20] * 2
+    for job in jobs:
+        sample = fio.sample(job, "write")
+        assert sample.nbytes == 1 << 20
+        latency = sample.details["latency_microseconds"]
+        assert latency["p99"] >= latency["p50"] > 0
+    with pytest.raises(MeasurementError, match="fio failed"):
+        fio.run([directory / "x"], "write", 1 << 20, ["--ioengine=nonexistent"])
+    assert config.label == "fio libaio 64k qd4"
+
+
+def test_missing_fio_is_raised(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert fio.version() is None
+    with pytest.raises(MeasurementError, match="not installed"):
+        fio.run([directory / "x"], "write", 1 << 20, [])
+
+
+def test_a_chart_shows_every_contender_and_is_the_same_each_time(directory: Path) -> None:
+    required.module("matplotlib")
+    rows = [row("ours", 1.0, 2.0, 3.0), row("theirs", 1.5)]
+    rows[1].samples[0] = throughput(1.0, 10**9)
+    for path in (directory / "a.svg", directory / "b.svg"):
+        assert plot.problem_of(path) is None
+        plot.draw({"writing": Comparison("write", "", rows=rows)}, path)
+    assert (directory / "a.svg").read_text() == (directory / "b.svg").read_text()
+    assert "<svg" in (directory / "a.svg").read_text()
+    for name in ("a.bmp", "missing/a.svg"):
+        assert plot.problem_of(directory / name)
+    assert math.isclose(rows[0].median, 2.0)

@@ -1,0 +1,152 @@
+"""Workers: processes that work together, fail clearly and are always gone afterwards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tensorferry.tuning.workers import UnavailableError, Worker, WorkerError, call_all, closing
+from tests.support.leaks import descriptors, settled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HERE = "tests.tuning.test_workers"
+
+
+class Adder:
+    """What workers do in these tests."""
+
+    def __init__(self, number: int) -> None:
+        if number < 0:
+            raise ValueError(f"{number} is negative")
+        if number > 100:
+            raise UnavailableError(f"{number} cannot be had")
+        self.number = number
+        self.path: Path | None = None
+
+    def add(self, summand: int) -> int:
+        print("this does not get between the answers")
+        return self.number + summand
+
+    def fail_if(self, number: int) -> None:
+        if self.number == number:
+            raise OSError(28, "No space left on device", "/some/file")
+        signal.pause()  # for ever: whoever waits for this one hangs
+
+    def die_if(self, number: int) -> None:
+        if self.number == number:
+            print("last words", file=sys.stderr)
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+
+    def leave(self) -> None:
+        os._exit(3)
+
+    def heard(self) -> list[bool]:
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for each in signals:
+            os.kill(os.getpid(), each)
+        return [signal.getsignal(each) is signal.SIG_IGN for each in signals]
+
+    def keep(self, path: Path) -> None:
+        self.path = path
+
+    def orphaned(self) -> None:
+        if self.path is not None:
+            self.path.unlink()
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    with closing([Worker(f"{HERE}:Adder", number) for number in (0, 1)]) as made:
+        yield made
+        for worker in made:
+            worker.close(kill=True)
+
+
+def test_every_worker_answers_in_order(workers: list[Worker]) -> None:
+    assert call_all(workers, "add", 10) == [10, 11]
+    assert workers[1].call("add", summand=20) == 21
+
+
+def test_a_failure_is_raised_at_once_with_its_words(workers: list[Worker]) -> None:
+    with pytest.raises(WorkerError, match=r"process 1: .*No space left on device.*/some/file"):
+        call_all(workers, "fail_if", 1)
+
+
+def test_a_killed_worker_is_noticed_at_once_with_its_last_words(workers: list[Worker]) -> None:
+    words = r"process 0: it was killed by SIGKILL; likely cause: out of memory \(last words\)"
+    with pytest.raises(WorkerError, match=words):
+        call_all(workers, "die_if", 0)
+
+
+def test_a_worker_that_leaves_is_noticed_and_another_takes_its_place() -> None:
+    with closing([Worker(f"{HERE}:Adder", 1)]) as (worker,):
+        with pytest.raises(WorkerError, match="left with exit status 3"):
+            worker.call("leave")
+        assert worker.call("add", 1) == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "number", "error", "words"),
+    [
+        (f"{HERE}:Adder", -5, WorkerError, "ValueError: -5 is negative"),
+        (f"{HERE}:Adder", 101, UnavailableError, "101 cannot be had"),
+        ("no_such_module:Adder", 1, UnavailableError, "no_such_module"),
+    ],
+)
+def test_what_cannot_be_made_is_told(
+    target: str, number: int, error: type[Exception], words: str
+) -> None:
+    with closing([Worker(target, number)]) as (worker,):
+        for _ in range(2):
+            with pytest.raises(error, match=words):
+                worker.call("add", 1)
+            if error is WorkerError:
+                break
+
+
+def test_workers_do_not_hear_what_a_terminal_sends(workers: list[Worker]) -> None:
+    assert workers[0].call("heard") == [True, True, True]
+
+
+def killed_with_a_worker(path: Path) -> None:
+    Worker(f"{HERE}:Adder", 1).call("keep", path)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_whose_parent_is_killed_clean_up(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    process = multiprocessing.get_context("spawn").Process(
+        target=killed_with_a_worker, args=(path,)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert settled(lambda: not path.exists())
+
+
+def test_workers_leave_no_descriptors_and_end_with_an_exception() -> None:
+    before = Counter(descriptors())
+    processes = []
+
+    def interrupted() -> None:
+        with closing([Worker(f"{HERE}:Adder", 1)]) as (worker,):
+            worker.call("add", 1)
+            processes.append(worker._process)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert processes[0] is not None
+    assert processes[0].returncode == -signal.SIGKILL
+    assert settled(lambda: Counter(descriptors()) <= before)
