@@ -590,7 +590,7 @@ MUTANTS = [
         "reads-ahead-have-no-bound",
         "what is read ahead of a safetensors file is bounded, and each tensor of it is given to one who asks",
         "src/tensorferry/safetensors/ahead.py",
-        "pipeline.memory_nbytes = min(read_ahead_nbytes(), self._run_nbytes)",
+        "pipeline.memory_nbytes = min(pipeline.ahead_nbytes, self._run_nbytes)",
         "pipeline.memory_nbytes = 1 << 60",
         "tests/safetensors/test_opened.py::"
         "test_what_is_read_ahead_is_bounded_and_goes_with_the_handle",
@@ -752,7 +752,7 @@ MUTANTS = [
         "read-ahead-without-a-limit",
         _AHEAD,
         "src/tensorferry/transfer/pipeline.py",
-        "            and self._read_end - flying[0]._read_before < self._ahead_nbytes\n",
+        "            and self._read_end - flying[0]._read_before < self.ahead_nbytes\n",
         "",
         "tests/transfers/test_pipeline.py::test_what_is_on_its_way_is_bounded_by_the_variable",
     ),

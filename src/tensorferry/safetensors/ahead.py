@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry.safetensors.loading import Coming, SourceFile, begin_bytes
 from tensorferry.safetensors.version import Version
-from tensorferry.transfer.pipeline import Pipeline, Read, read_ahead_nbytes
+from tensorferry.transfer.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
     from tensorferry.safetensors.frameworks import Framework
@@ -51,6 +51,7 @@ class Ahead:
         self._coming: dict[int, _Next] = {}  # by place; perhaps not begun
         self._version: Version | None = None  # of the file, when the first of them was begun
         self._next = -1  # the place behind the last that was asked for
+        self._added = 0  # and that behind the last that was added to the pipeline
         self._run_nbytes = 0  # asked for in order
         self._closed = False
 
@@ -116,7 +117,7 @@ class Ahead:
     def _drop(self) -> Pipeline[_Next]:
         dropped, self._pipeline = self._pipeline, Pipeline()
         self._coming = {}
-        self._run_nbytes = 0
+        self._run_nbytes = self._added = 0
         dropped.close(wait=False)
         return dropped
 
@@ -128,14 +129,15 @@ class Ahead:
         if not self._coming:
             self._version = Version.of(self._source.file)
         pipeline = self._pipeline
-        pipeline.memory_nbytes = min(read_ahead_nbytes(), self._run_nbytes)
-        for at in range(place + 1, min(place + 1 + _AHEAD_TENSORS, len(self._tensors))):
+        pipeline.memory_nbytes = min(pipeline.ahead_nbytes, self._run_nbytes)
+        last = min(place + 1 + _AHEAD_TENSORS, len(self._tensors))
+        for at in range(max(place + 1, self._added), last):
             tensor = self._tensors[at]
             if tensor.nbytes > pipeline.memory_nbytes:
                 break
-            if at not in self._coming:
-                self._coming[at] = _Next(self._source, tensor, self._framework)
-                pipeline.add(self._coming[at])
+            self._coming[at] = _Next(self._source, tensor, self._framework)
+            pipeline.add(self._coming[at])
+            self._added = at + 1
         with contextlib.suppress(Exception):  # who asks for it will meet it
             pipeline.advance()
 

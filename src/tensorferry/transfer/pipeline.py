@@ -134,6 +134,8 @@ class Pipeline(Owned, Generic[_Read]):
         Held while reads begin. A product may use it for what has to agree with that.
     files : dict of File
         Files that are open for the reads, by keys of the product's; closed with the pipeline.
+    ahead_nbytes : int
+        The limit of what is on its way.
     nbytes_read : int
         What has been asked of files so far.
     closed : bool
@@ -159,7 +161,7 @@ class Pipeline(Owned, Generic[_Read]):
         self.closed = False
         self.memory_nbytes = memory_nbytes
         self._by_itself = by_itself
-        self._ahead_nbytes = read_ahead_nbytes()
+        self.ahead_nbytes = read_ahead_nbytes()
         self._source = iter(reads)
         self._waiting: deque[_Read] = deque()  # not begun; the front may be, after an interruption
         self._flying: deque[_Read] = deque()  # begun; the front is not known to have ended
@@ -226,7 +228,7 @@ class Pipeline(Owned, Generic[_Read]):
             return True
         return (
             len(flying) < _MAX_FLYING
-            and self._read_end - flying[0]._read_before < self._ahead_nbytes
+            and self._read_end - flying[0]._read_before < self.ahead_nbytes
         )
 
     @property
