@@ -319,6 +319,22 @@ def test_a_file_cut_short_while_it_is_read_fails_with_its_name(directory: Path) 
         list(tensors)
 
 
+def test_a_later_file_that_is_replaced_is_refused_whenever_it_is_opened(directory: Path) -> None:
+    """The first try is made while an earlier tensor is given, and says nothing."""
+    paths = [directory / f"{number}.safetensors" for number in range(2)]
+    for path in paths:
+        tensors = {f"{path.stem}{at}": torch.ones(MIB) for at in range(2)}
+        save_file(tensors, path)
+    loaded = load_files(paths, memory_budget="8MiB")
+    save_file({f"1{at}": torch.zeros(MIB) for at in range(2)}, directory / "new")
+    (directory / "new").replace(paths[1])
+    given: list[str] = []
+    with pytest.raises(SafetensorError, match=r"1\.safetensors': it was replaced or changed"):
+        given.extend(name for name, _ in loaded)
+    assert not any(name.startswith("1") for name in given)
+    assert list(loaded) == []
+
+
 def test_a_file_that_is_replaced_after_its_header_was_read_is_refused(directory: Path) -> None:
     """Its tensors are where another file has others."""
     path = directory / "x.safetensors"

@@ -272,8 +272,12 @@ class _Files:
         file = self.opened.get(key)
         if file is None:
             file = tensorferry.open(stored.path, direct=False if cached else "auto")
-            self.opened[key] = file
-            stored.check(file)
+            try:
+                stored.check(file)
+            except BaseException:
+                file.close()
+                raise
+            self.opened[key] = file  # only now: who asks again must not get it unchecked
         return file
 
     def close_all_but(self, paths: Iterable[str]) -> None:
