@@ -319,6 +319,26 @@ def test_a_file_cut_short_while_it_is_read_fails_with_its_name(directory: Path) 
         list(tensors)
 
 
+def test_a_signal_handler_may_take_the_tensor_that_is_waited_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory / "x.safetensors"
+    save_file({f"t{at}": torch.full((MIB,), float(at)) for at in range(4)}, path)
+    loaded = load_files(path)
+    given = []
+    wait = pipeline.Read.wait
+
+    def handled(read: pipeline.Read) -> None:
+        monkeypatch.setattr(pipeline.Read, "wait", wait)
+        given.append(next(loaded))
+        wait(read)
+
+    monkeypatch.setattr(pipeline.Read, "wait", handled)
+    given += loaded
+    assert [name for name, _ in given] == [f"t{at}" for at in range(4)]
+    assert all(tensor.unique().tolist() == [float(name[1:])] for name, tensor in given)
+
+
 def test_a_later_file_that_is_replaced_is_refused_whenever_it_is_opened(directory: Path) -> None:
     """The first try is made while an earlier tensor is given, and says nothing."""
     paths = [directory / f"{number}.safetensors" for number in range(2)]
