@@ -8,6 +8,7 @@ import json
 import os
 import random
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,20 @@ def test_a_signal_handler_may_take_the_tensor_that_is_waited_for(
     given += loaded
     assert [name for name, _ in given] == [f"t{at}" for at in range(4)]
     assert all(tensor.unique().tolist() == [float(name[1:])] for name, tensor in given)
+
+
+def test_closed_it_keeps_nothing(directory: Path) -> None:
+    """Whoever still has the iterator."""
+    path = directory / "x.safetensors"
+    save_file({f"t{at}": torch.ones(MIB) for at in range(8)}, path)
+    loaded = load_files(path, memory_budget="13MiB")
+    next(loaded)
+    parts = [weakref.ref(part) for read in loaded._pipeline.held for part in read.parts]
+    loaded.close()
+    gc.collect()
+    assert parts
+    assert not any(part() for part in parts)
+    assert list(loaded) == []
 
 
 def test_a_later_file_that_is_replaced_is_refused_whenever_it_is_opened(directory: Path) -> None:
