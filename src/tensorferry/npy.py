@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import lzma
 import math
 import struct
 import zipfile
-import zlib
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -308,13 +306,19 @@ def _places(stream: IO[bytes], file_nbytes: int) -> Iterator[Place]:
             if name == info.filename:
                 raise ValueError(f"its member {name!r} is not a .npy file")
             begin = None
+            if not 0 <= info.header_offset <= file_nbytes - _LOCAL_HEADER_NBYTES:
+                raise ValueError(f"its member {name!r} is not all there")
             if info.compress_type == zipfile.ZIP_STORED:
                 stream.seek(info.header_offset + _NAME_LENGTHS_AT)
                 begin = info.header_offset + _LOCAL_HEADER_NBYTES
                 begin += sum(struct.unpack("<2H", stream.read(4)))
                 if begin + info.file_size > file_nbytes:
                     raise ValueError(f"its member {name!r} is not all there")
-            with archive.open(info) as member:
+            with archive.open(
+                info
+            ) as member:  # raises where it is encrypted, which adds to its size
+                if begin is not None and info.compress_size != info.file_size:
+                    raise ValueError(f"its member {name!r} has two sizes, and is not compressed")
                 yield _place(name, member, info.file_size, begin=begin, crc=info.CRC)
 
 
@@ -334,13 +338,19 @@ def _place(
         raise ValueError(
             f"array {name!r} has pickled objects, which may run any code when they are loaded: they are not read"
         )
-    if any(length < 0 for length in shape):
+    if any(type(length) is not int or length < 0 for length in shape):
         raise ValueError(f"array {name!r} has the shape {shape}")
+    if (
+        dtype.subdtype is not None
+    ):  # elements would be further dimensions, of which the shape knows nothing
+        raise ValueError(f"array {name!r} has arrays as elements: {dtype}")
     header_nbytes, nbytes = stream.tell(), math.prod(shape) * dtype.itemsize
     behind = whole_nbytes - header_nbytes - nbytes
     if behind:
         told = f"{-behind} bytes are missing" if behind < 0 else f"{behind} bytes stand behind it"
         raise ValueError(f"array {name!r} of the shape {shape} has {nbytes} bytes, and {told}")
+    # All its elements in one place: raises where NumPy has no such array.
+    np.ndarray(shape, dtype, bytes(dtype.itemsize if nbytes else 0), strides=(0,) * len(shape))
     is_fortran = is_fortran and len(shape) > 1
     return Place(name, dtype, shape, is_fortran, header_nbytes, nbytes, begin, crc)
 
@@ -350,10 +360,13 @@ def _told(path: str, name: str | None = None) -> Iterator[None]:
     """Make FormatErrors of what NumPy and zipfile say of a damaged file."""
     try:
         yield
-    except FormatError:
+    except (FormatError, MemoryError):
         raise
-    except (EOFError, struct.error, zlib.error, lzma.LZMAError) as error:
-        raise FormatError(f"it is damaged or cut short ({error})", path, name) from None
-    except (ValueError, zipfile.BadZipFile, RuntimeError, KeyError) as error:
+    except (ValueError, zipfile.BadZipFile, RuntimeError) as error:
         # A RuntimeError where a password is needed, or a way of compressing is not known.
         raise FormatError(str(error), path, name) from None
+    except Exception as error:
+        # Whatever Python's parser, which NumPy has for headers, and decompressors say; bz2 an OSError without a number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise FormatError(f"it is damaged or cut short ({error})", path, name) from None

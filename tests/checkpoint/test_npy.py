@@ -232,6 +232,62 @@ def test_archives_of_other_things_are_refused(directory: pathlib.Path) -> None:
         NumpyFile(directory / "it.npz")
 
 
+@pytest.mark.parametrize(
+    ("descr", "shape", "nbytes"),
+    [
+        ("()", "(3,)", 24),
+        ("'<f4'", "(3", 12),
+        ("'<f4'", "{[]: 1}", 12),
+        ("'<f4'", "(True,)", 4),
+        ("'<f4'", f"(0, {1 << 70})", 0),
+        ("'<f4'", f"({'1, ' * 65})", 4),
+        ("('<f4', (2,))", "(3,)", 24),  # read, it would have two dimensions
+    ],
+)
+def test_headers_that_are_none_are_damage(
+    directory: pathlib.Path, descr: str, shape: str, nbytes: int
+) -> None:
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    start = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little")
+    path = directory / "it.npy"
+    path.write_bytes(start + header + bytes(nbytes))
+    with pytest.raises(FormatError, match=r"it\.npy"):
+        NumpyFile(path)
+    assert verify(path).problems
+
+
+@pytest.mark.parametrize("field", [20, 42])
+def test_directories_that_say_something_else_are_found(directory: pathlib.Path, field: int) -> None:
+    """Of a member's compressed size, and of where it begins."""
+    np.savez(directory / "it.npz", a=np.arange(10), b=np.arange(20))
+    data = bytearray((directory / "it.npz").read_bytes())
+    at = data.index(b"PK\1\2") + field
+    data[at : at + 4] = (int.from_bytes(data[at : at + 4], "little") + (1 << 24)).to_bytes(
+        4, "little"
+    )
+    (directory / "it.npz").write_bytes(data)
+    with pytest.raises(FormatError, match=r"its member 'a' (has two sizes|is not all there)"):
+        NumpyFile(directory / "it.npz")
+
+
+def test_bz2_that_is_damaged_is_found(directory: pathlib.Path) -> None:
+    plain = io.BytesIO()
+    np.save(plain, made("<f4", (300,)))
+    with zipfile.ZipFile(directory / "it.npz", "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("a.npy", plain.getvalue())
+    flip(directory / "it.npz", 8 * 45)
+    with pytest.raises(FormatError):
+        NumpyFile(directory / "it.npz")["a"].read()
+
+
+def test_an_array_without_a_name_does_not_take_the_place_of_one_that_has_its(
+    directory: pathlib.Path,
+) -> None:
+    np.savez(directory / "it.npz", **{"": np.ones(3), "it": np.ones(5)})
+    with pytest.raises(CheckpointError, match=r"\('it'\): there are two"):
+        convert(directory / "it.npz", directory / "new.safetensors")
+
+
 def test_they_become_safetensors_and_checkpoints(directory: pathlib.Path) -> None:
     convert(saved(directory, "stored"), directory / "new.safetensors")
     found = safetensors.numpy.load_file(directory / "new.safetensors")

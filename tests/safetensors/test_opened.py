@@ -32,7 +32,7 @@ from tests.safetensors.files import (
     tensor_of,
     written,
 )
-from tests.support import interrupts
+from tests.support import interrupts, leaks
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.forks import passes_in_child
 from tests.support.leaks import settled
@@ -382,6 +382,51 @@ def test_a_tensor_that_is_larger_than_the_bound_is_not_read_ahead(
         for name in file.offset_keys():
             assert_same(file.get_tensor(name), tensors[name])
             assert read_calls(file) == 0
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_nothing_is_kept_of_a_tensor_that_the_caller_drops(
+    directory: pathlib.Path, step: int
+) -> None:
+    """Whether it was read ahead, or asked for out of order."""
+    tensors = {f"t{at}": np.full(96 * MIB, at, np.uint8) for at in range(7)}
+    path = saved(directory / "model", {name: torch.from_numpy(t) for name, t in tensors.items()})
+    del tensors
+    make_cold(path)
+    with safe_open(path, "np", direct="always") as file:
+        file.get_tensor("t0")
+        with leaks.nothing_leaks(resident_slack_nbytes=80 * MIB):
+            for at in range(step, 7, step):
+                file.get_tensor(f"t{at}")
+
+
+def test_the_end_waits_for_what_is_read_ahead(
+    faultfs: FaultFS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Afterwards file and memory are free."""
+    tensors = {f"t{at}": torch.full((4 << 20,), at, dtype=torch.uint8) for at in range(6)}
+    path = saved(faultfs.path / "model", tensors)
+    make_cold(path)
+    file = safe_open(path, "pt", direct="always")
+    file.get_tensor("t0")
+    begin = path.stat().st_size - (24 << 20)
+    faultfs.order(Fault("read", start=begin + (9 << 20), hold=True))
+    file.get_tensor("t1")
+    faultfs.await_held()
+    futures = [each for read in file._ahead._pipeline.held for each in read.futures]  # type: ignore[union-attr]
+    cancel = pipeline.Read.cancel
+
+    def released_when_waited_for(self: pipeline.Read, *, wait: bool = False) -> None:
+        if wait:
+            faultfs.release()
+        cancel(self, wait=wait)
+
+    monkeypatch.setattr(pipeline.Read, "cancel", released_when_waited_for)
+    file.__exit__()
+    assert futures
+    assert all(future.done() for future in futures)
+    del futures
+    assert descriptors_of(path) == 0
 
 
 def test_who_asks_after_a_write_gets_what_was_written(directory: pathlib.Path) -> None:

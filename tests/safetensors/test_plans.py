@@ -8,6 +8,7 @@ import json
 import os
 import random
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,56 @@ def test_a_file_cut_short_while_it_is_read_fails_with_its_name(directory: Path) 
     os.truncate(paths[1], 4096)
     with pytest.raises(OSError, match=r"2\.safetensors"):
         list(tensors)
+
+
+def test_a_signal_handler_may_take_the_tensor_that_is_waited_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory / "x.safetensors"
+    save_file({f"t{at}": torch.full((MIB,), float(at)) for at in range(4)}, path)
+    loaded = load_files(path)
+    given = []
+    wait = pipeline.Read.wait
+
+    def handled(read: pipeline.Read) -> None:
+        monkeypatch.setattr(pipeline.Read, "wait", wait)
+        given.append(next(loaded))
+        wait(read)
+
+    monkeypatch.setattr(pipeline.Read, "wait", handled)
+    given += loaded
+    assert [name for name, _ in given] == [f"t{at}" for at in range(4)]
+    assert all(tensor.unique().tolist() == [float(name[1:])] for name, tensor in given)
+
+
+def test_closed_it_keeps_nothing(directory: Path) -> None:
+    """Whoever still has the iterator."""
+    path = directory / "x.safetensors"
+    save_file({f"t{at}": torch.ones(MIB) for at in range(8)}, path)
+    loaded = load_files(path, memory_budget="13MiB")
+    next(loaded)
+    parts = [weakref.ref(part) for read in loaded._pipeline.held for part in read.parts]
+    loaded.close()
+    gc.collect()
+    assert parts
+    assert not any(part() for part in parts)
+    assert list(loaded) == []
+
+
+def test_a_later_file_that_is_replaced_is_refused_whenever_it_is_opened(directory: Path) -> None:
+    """The first try is made while an earlier tensor is given, and says nothing."""
+    paths = [directory / f"{number}.safetensors" for number in range(2)]
+    for path in paths:
+        tensors = {f"{path.stem}{at}": torch.ones(MIB) for at in range(2)}
+        save_file(tensors, path)
+    loaded = load_files(paths, memory_budget="8MiB")
+    save_file({f"1{at}": torch.zeros(MIB) for at in range(2)}, directory / "new")
+    (directory / "new").replace(paths[1])
+    given: list[str] = []
+    with pytest.raises(SafetensorError, match=r"1\.safetensors': it was replaced or changed"):
+        given.extend(name for name, _ in loaded)
+    assert not any(name.startswith("1") for name in given)
+    assert list(loaded) == []
 
 
 def test_a_file_that_is_replaced_after_its_header_was_read_is_refused(directory: Path) -> None:

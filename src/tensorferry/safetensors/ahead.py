@@ -36,6 +36,10 @@ class _Next(Read):
         self.coming = begin_bytes(*self._what)
         self.futures = () if self.coming.future is None else (self.coming.future,)
 
+    def let_go(self) -> None:
+        """Keep nothing of the tensor: the pipeline may know this for longer than the caller has that."""
+        self.coming, self.futures = None, ()
+
 
 class Ahead:
     """What of one file comes next, for a framework. Any number of threads may use it; a forked child needs its own."""
@@ -72,13 +76,20 @@ class Ahead:
         with self._lock:
             if self._first is None:  # perhaps the only one that is asked for
                 self._first, self._run_nbytes = tensor, tensor.nbytes
+                read = None
                 coming = self._begin(tensor)
             else:
                 self._know_places()
-                coming = self._in_turn(tensor, self._places[tensor.name])
-        return coming.result()
+                read = self._in_turn(tensor, self._places[tensor.name])
+                assert read.coming is not None
+                coming = read.coming
+        try:
+            return coming.result()
+        finally:
+            if read is not None:
+                read.let_go()
 
-    def _in_turn(self, tensor: Tensor, place: int) -> Coming:
+    def _in_turn(self, tensor: Tensor, place: int) -> _Next:
         if self._coming and self._version != Version.of(self._source.file):
             self._drop()  # it has been written to: who asks now gets what there is now
         read = self._coming.pop(place, None)
@@ -91,11 +102,9 @@ class Ahead:
         if not read.begun:
             self._pipeline.begin(read)
         self._pipeline.release(read)
-        coming = read.coming
-        assert coming is not None
-        if in_order and coming.future is not None:
+        if in_order and read.coming is not None and read.coming.future is not None:
             self._go_ahead(place)
-        return coming
+        return read
 
     def _know_places(self) -> None:
         """Find which tensors follow which, as if that had been known when the first one was asked for."""
@@ -110,15 +119,17 @@ class Ahead:
         """Let go of what nobody has asked for, and read no more ahead; ``wait``: until memory and file are free."""
         with self._lock:
             self._closed = True
-            pipeline = self._drop()
-        if wait:
-            pipeline.close()
+            dropped = self._forget()
+        dropped.close(wait=wait)
 
-    def _drop(self) -> Pipeline[_Next]:
+    def _drop(self) -> None:
+        self._forget().close(wait=False)
+
+    def _forget(self) -> Pipeline[_Next]:
+        """Begin anew; return the pipeline of what was read ahead, to be closed."""
         dropped, self._pipeline = self._pipeline, Pipeline()
         self._coming = {}
         self._run_nbytes = self._added = 0
-        dropped.close(wait=False)
         return dropped
 
     def _go_ahead(self, place: int) -> None:

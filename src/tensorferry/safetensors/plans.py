@@ -221,12 +221,14 @@ class Tensors(Iterator[tuple[str, Any]]):
                 raise StopIteration
             # Ctrl-C may come between any two of these: what is done twice then has the same result.
             try:
-                if self._ready is None:
+                while self._ready is None:
                     self._go_on()
                     if (oldest := pipeline.first()) is None:
                         self.close()
                         raise StopIteration
-                    self._ready = oldest.taken()
+                    oldest.wait()
+                    if oldest.given < len(oldest.parts):  # no signal handler has taken the last
+                        self._ready = oldest.taken()
             except Exception:
                 self.close()
                 raise
@@ -272,8 +274,12 @@ class _OpenFiles:
         file = self.opened.get(key)
         if file is None:
             file = tensorferry.open(stored.path, direct=False if cached else "auto")
-            self.opened[key] = file
-            stored.check(file)
+            try:
+                stored.check(file)
+            except BaseException:
+                file.close()
+                raise
+            self.opened[key] = file  # only now: who asks again must not get it unchecked
         return file
 
     def close_all_but(self, paths: Iterable[str]) -> None:
@@ -399,8 +405,7 @@ class _Group(Read):
         return self._before_nbytes[self.given]
 
     def taken(self) -> tuple[_Group, int, str, Any]:
-        """Return the next tensor, when all have come: the group, its number in it, its name, and itself."""
-        self.wait()
+        """Return the next tensor, all having come: the group, its number in it, its name, and itself."""
         part = self.parts[self.given]
         return self, self.given, part.stored.tensor.name, part.finished()
 

@@ -267,6 +267,7 @@ class Pipeline(Owned, Generic[_Read]):
         with self.lock:
             self.closed = True
             self._waiting.clear()
+            self._source = iter(())  # which may know all reads, and they their memory
             # What was released is somebody else's.
             reads = [read for read in self._held if not read._released]
             for read in reads:

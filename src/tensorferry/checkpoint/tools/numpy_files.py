@@ -77,6 +77,8 @@ def find(path: str, **_options: object) -> Found:
     for place in places:
         name, dims = place.name or Path(path).stem, tuple(range(len(place.shape)))
         try:
+            if name in found:
+                raise SafetensorError("there are two: one without a name has the file's")
             if place.begin is None:
                 raise SafetensorError(
                     "it is compressed, and is not read in parts (remedy: write it with numpy.savez)"
