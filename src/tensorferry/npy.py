@@ -314,7 +314,9 @@ def _places(stream: IO[bytes], file_nbytes: int) -> Iterator[Place]:
                 begin += sum(struct.unpack("<2H", stream.read(4)))
                 if begin + info.file_size > file_nbytes:
                     raise ValueError(f"its member {name!r} is not all there")
-            with archive.open(info) as member:  # raises where it is encrypted, which adds to its size
+            with archive.open(
+                info
+            ) as member:  # raises where it is encrypted, which adds to its size
                 if begin is not None and info.compress_size != info.file_size:
                     raise ValueError(f"its member {name!r} has two sizes, and is not compressed")
                 yield _place(name, member, info.file_size, begin=begin, crc=info.CRC)

@@ -248,7 +248,8 @@ class Pipeline(Owned, Generic[_Read]):
         """Take a read's memory for the caller's from now on."""
         read._released = True
         if read.done():
-            read.futures = ()  # they keep its memory
+            # They keep its memory. Who has not waited yet is still to be told of failures.
+            read.futures = [each for each in read.futures if each._settle() is not None]
         while self._held and self._held[0]._released:
             self._held.popleft()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 from contextlib import suppress
@@ -219,6 +220,22 @@ def test_a_failed_read_is_told_in_its_turn_and_files_are_closed(faultfs: FaultFS
     assert told.value.errno == 5
     assert [read.first for read in found] == [0]
     assert opened.closed
+
+
+def test_a_failure_is_told_to_who_waits_after_the_release(faultfs: FaultFS) -> None:
+    """Also where the read had ended before."""
+    tensorferry.write(faultfs.path / "file", CONTENT)
+    faultfs.order(Fault("read", start=0, end=1, error=errno.EIO))
+    with (
+        tensorferry.open(faultfs.path / "file", direct=True) as file,
+        Pipeline([Range(file, 0, 4 * KIB)]) as reads,
+    ):
+        read = reads.first()
+        assert read is not None
+        assert isinstance(read.futures[0].exception(), tensorferry.StorageError)
+        reads.release(read)
+        with pytest.raises(tensorferry.StorageError):
+            read.wait()
 
 
 def test_a_forked_child_leaves_everything_to_the_parent(file: tensorferry.File) -> None:
