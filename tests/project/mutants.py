@@ -271,7 +271,7 @@ MUTANTS = [
         "future-does-not-keep-its-array",
         "memory and descriptors outlive every system call that uses them",
         "src/tensorferry/transfers.py",
-        "request, [file], [address], [nbytes], [offset], [0], future, locations",
+        "request, [file], [address], [nbytes], [offset], [0], owner, locations",
         "request, [file], [address], [nbytes], [offset], [0], None, locations",
         "tests/transfers/test_lifetimes.py::test_a_target_that_nobody_else_holds_is_read_into_safely[threads-file]",
     ),
