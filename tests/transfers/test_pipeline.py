@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 from contextlib import suppress
@@ -205,6 +206,14 @@ def test_a_read_that_cannot_begin_is_told_and_waits(file: tensorferry.File) -> N
         assert [read.is_right for read in ahead] == [True, True]
 
 
+def test_what_is_released_before_it_has_begun_is_passed_over(file: tensorferry.File) -> None:
+    reads = ranges(file, [KIB] * 3)
+    with Pipeline(reads) as ahead:
+        ahead.release(reads[1])
+        assert list(ahead) == [reads[0], reads[2]]
+    assert not reads[1].begun
+
+
 def test_a_failed_read_is_told_in_its_turn_and_files_are_closed(faultfs: FaultFS) -> None:
     (faultfs.backing / "file").write_bytes(bytes(1 << 20))
     faultfs.order(Fault("read", start=64 * KIB, end=128 * KIB, error=5))
@@ -219,6 +228,22 @@ def test_a_failed_read_is_told_in_its_turn_and_files_are_closed(faultfs: FaultFS
     assert told.value.errno == 5
     assert [read.first for read in found] == [0]
     assert opened.closed
+
+
+def test_a_failure_is_told_to_who_waits_after_the_release(faultfs: FaultFS) -> None:
+    """Also where the read had ended before."""
+    tensorferry.write(faultfs.path / "file", CONTENT)
+    faultfs.order(Fault("read", start=0, end=1, error=errno.EIO))
+    with (
+        tensorferry.open(faultfs.path / "file", direct=True) as file,
+        Pipeline([Range(file, 0, 4 * KIB)]) as reads,
+    ):
+        read = reads.first()
+        assert read is not None
+        assert isinstance(read.futures[0].exception(), tensorferry.StorageError)
+        reads.release(read)
+        with pytest.raises(tensorferry.StorageError):
+            read.wait()
 
 
 def test_a_forked_child_leaves_everything_to_the_parent(file: tensorferry.File) -> None:

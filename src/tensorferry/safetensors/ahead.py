@@ -99,9 +99,11 @@ class Ahead:
         self._next = place + 1 if read is None else max(self._next, place + 1)
         self._run_nbytes += tensor.nbytes
         read = read or _Next(self._source, tensor, self._framework)
-        if not read.begun:
-            self._pipeline.begin(read)
-        self._pipeline.release(read)
+        try:
+            if not read.begun:
+                self._pipeline.begin(read)
+        finally:
+            self._pipeline.release(read)  # also where it cannot begin: nobody waits for it any more
         if in_order and read.coming is not None and read.coming.future is not None:
             self._go_ahead(place)
         return read

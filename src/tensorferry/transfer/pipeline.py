@@ -187,7 +187,7 @@ class Pipeline(Owned, Generic[_Read]):
                     if not self._waiting:
                         break
                 read = self._waiting[0]
-                if not read.begun:
+                if not read.begun and not read._released:
                     if not self.has_room(read):
                         return False
                     self.begin(read)
@@ -250,7 +250,8 @@ class Pipeline(Owned, Generic[_Read]):
         """Take a read's memory for the caller's from now on."""
         read._released = True
         if read.done():
-            read.futures = ()  # they keep its memory
+            # They keep its memory. Who has not waited yet is still to be told of failures.
+            read.futures = [each for each in read.futures if each._settle() is not None]
         while self._held and self._held[0]._released:
             self._held.popleft()
 
