@@ -38,7 +38,7 @@ CheckpointPath = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="The checkpoint's folder, a file of torch.save's or NumPy's, or safetensors: a file, an index, or their folder.",
+        help="A checkpoint's folder, a file of torch.save's or NumPy's, or safetensors: a file, an index, a folder.",
     ),
 ]
 TrustPickle = Annotated[
@@ -56,7 +56,7 @@ def ls(
     as_json: AsJson = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
-    """List what is in a checkpoint, or the tensors of files of torch.save's, NumPy's or safetensors: shapes, dtypes, sizes.
+    """List the tensors of a checkpoint, or of files of torch.save's, NumPy's or safetensors: shapes, dtypes, sizes.
 
     Reads metadata alone. Exit codes: 0 done, 1 it is damaged or unreadable, 2 there is no checkpoint, or a file of
     another kind.
@@ -80,7 +80,7 @@ def verify(
         typer.Option("--write", help="Keep checksums beside safetensors files that have none."),
     ] = False,
 ) -> None:
-    """Read a whole checkpoint, or a file of torch.save's or NumPy's, and compare it with the checksums it was written with.
+    """Read all of a checkpoint, or of a file of torch.save's or NumPy's, and compare it with its checksums.
 
     Works for what tensorferry has written and what torch has; what has no checksum is named. Of safetensors files (one,
     an index, or a folder) headers are checked, and data compared with checksums that --write has once kept beside them.
@@ -139,7 +139,7 @@ def convert(
         bool, typer.Option("--json", help="Print what was moved as JSON, and nothing else.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint of torch.distributed.checkpoint to safetensors or back, or a file of torch.save's or NumPy's.
+    """Convert a checkpoint to safetensors or back, or a file of torch.save's (to either) or NumPy's (to safetensors).
 
     Takes about 100 MB of memory, whatever the size. What is at the target is replaced when all is written. Exit codes:
     0 done, 1 something is damaged, cannot be written, or cannot be held by the new format, 2 there is nothing to
