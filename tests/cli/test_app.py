@@ -19,7 +19,7 @@ from tests.cli.running import ended, run
 from tests.support import required, warm
 
 if TYPE_CHECKING:
-    import pathlib
+    from pathlib import Path
 
 required.module("typer")
 required.module("rich")
@@ -127,9 +127,7 @@ def test_help_fits_the_terminal_and_wraps_only_there(command: str, width: int) -
 
 
 @pytest.mark.parametrize("arguments", [("ls", "."), ("ls", "--help"), ("--version",)])
-def test_output_that_cannot_be_written_is_told(
-    arguments: tuple[str, ...], tmp_path: pathlib.Path
-) -> None:
+def test_output_that_cannot_be_written_is_told(arguments: tuple[str, ...], tmp_path: Path) -> None:
     save_file({"x": numpy.zeros(3)}, tmp_path / "x.safetensors")
     command = ["sh", "-c", 'exec "$@" > /dev/full', "sh", warm.python(), "-m", "tensorferry"]
     (complaint,) = ended(*command, *arguments, cwd=tmp_path, expect=1).stderr.splitlines()
@@ -139,7 +137,7 @@ def test_output_that_cannot_be_written_is_told(
 @pytest.mark.parametrize("arguments", [("ls", "."), ("--version",), ("fly",)])
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_command_whose_streams_are_closed_ends_as_any_other(
-    arguments: tuple[str, ...], closed: str, tmp_path: pathlib.Path
+    arguments: tuple[str, ...], closed: str, tmp_path: Path
 ) -> None:
     save_file({"x": numpy.zeros(3)}, tmp_path / "x.safetensors")
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "tensorferry"]

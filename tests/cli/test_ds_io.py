@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import pathlib
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tensorferry.cli import ds_io
 from tests.cli.running import Done, bench, here
 from tests.support import mounts
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SIZE = 2 << 20
 
@@ -114,7 +110,7 @@ def test_a_problem_is_told_in_one_line_and_the_exit_code_is_2(
 @pytest.mark.usefixtures("newest")
 def test_help_names_every_option_of_ds_io() -> None:
     origin = importlib.util.find_spec("deepspeed").origin  # type: ignore[union-attr]
-    source = (pathlib.Path(origin).parent / "nvme" / "ds_aio_args.py").read_text()  # type: ignore[arg-type]
+    source = (Path(origin).parent / "nvme" / "ds_aio_args.py").read_text()  # type: ignore[arg-type]
     options = re.findall(r"add_argument\(\s*'(--\w+)'", source)
     assert len(options) > 20
     shown = run("--help").stdout

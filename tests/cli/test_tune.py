@@ -23,8 +23,8 @@ from tests.support import commands, mounts, required
 from tests.support.child import ROOT
 
 if TYPE_CHECKING:
-    import pathlib
     from collections.abc import Iterator
+    from pathlib import Path
 
 required.module("typer")
 required.module("rich")
@@ -36,7 +36,7 @@ BAD = Settings(32 << 10, 1, False, True, 1, "threads")
 class Place:
     """A folder to tune, a user's home, and a small sweep."""
 
-    def __init__(self, folder: pathlib.Path, home: pathlib.Path) -> None:
+    def __init__(self, folder: Path, home: Path) -> None:
         self.folder = folder
         self.home = home
         self.store = home / "profiles.json"
@@ -63,7 +63,7 @@ class Place:
 
 
 @pytest.fixture
-def place(directory: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     yield Place(directory, tmp_path_factory.mktemp("home"))
     assert list(directory.iterdir()) == [], "left files behind"
 

@@ -15,7 +15,7 @@ from tests.cli.running import run
 from tests.support import commands, libraries, required, warm
 
 if TYPE_CHECKING:
-    import pathlib
+    from pathlib import Path
 
 pytest.importorskip("torch")  # which reads checkpoints
 required.module("typer")
@@ -46,7 +46,7 @@ COMMANDS = {
 
 
 @pytest.fixture
-def place(directory: pathlib.Path) -> pathlib.Path:
+def place(directory: Path) -> Path:
     names = ("model.layers.0.attention.key", "model.layers.11.perceptron.down", "x")
     save_file({name: numpy.zeros((3, 1000)) for name in names}, directory / "model.safetensors")
     return directory
@@ -54,7 +54,7 @@ def place(directory: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture
 def environment(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -67,12 +67,12 @@ def environment(
     return ours
 
 
-def piped(arguments: tuple[str, ...], place: pathlib.Path, environment: dict[str, str]) -> str:
+def piped(arguments: tuple[str, ...], place: Path, environment: dict[str, str]) -> str:
     return run(*arguments, cwd=place, **environment).stdout
 
 
 def shown(
-    arguments: tuple[str, ...], place: pathlib.Path, environment: dict[str, str], width: int
+    arguments: tuple[str, ...], place: Path, environment: dict[str, str], width: int
 ) -> list[str]:
     """Return the lines that a terminal gets, without its control codes."""
     command = [warm.python(), "-m", "tensorferry", *arguments]
@@ -90,7 +90,7 @@ def words(text: str) -> set[str]:
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_terminal_shows_whole_words_within_its_width(
-    command: str, width: int, place: pathlib.Path, environment: dict[str, str]
+    command: str, width: int, place: Path, environment: dict[str, str]
 ) -> None:
     before = words(piped(COMMANDS[command], place, environment))
     lines = shown(COMMANDS[command], place, environment, width)
@@ -106,7 +106,7 @@ def test_a_terminal_shows_whole_words_within_its_width(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_lines_in_a_pipe_are_as_long_as_they_are_and_end_with_their_text(
-    command: str, place: pathlib.Path, environment: dict[str, str]
+    command: str, place: Path, environment: dict[str, str]
 ) -> None:
     name = "layer." * 40
     if command.startswith("ls"):
@@ -122,7 +122,7 @@ def test_lines_in_a_pipe_are_as_long_as_they_are_and_end_with_their_text(
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_what_tune_finds_fits_the_terminal(
-    width: int, place: pathlib.Path, environment: dict[str, str], tmp_path: pathlib.Path
+    width: int, place: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "sweep").write_text('{"io_engine": ["threads"], "block_size": ["1M"]}')
     sweep = ("--sweep-config", str(tmp_path / "sweep"), "--no-save", "--seconds=1")
@@ -137,7 +137,7 @@ def test_what_tune_finds_fits_the_terminal(
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_advice_goes_on_below_its_text(
-    width: int, tmpfs_directory: pathlib.Path, environment: dict[str, str]
+    width: int, tmpfs_directory: Path, environment: dict[str, str]
 ) -> None:
     lines = shown(COMMANDS["report"], tmpfs_directory, environment, width)
     first = next(n for n, line in enumerate(lines) if line.startswith("Advice"))

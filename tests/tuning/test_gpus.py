@@ -13,7 +13,7 @@ from tensorferry.tuning.machine.libraries import asking
 from tests.support import child, standin
 
 if TYPE_CHECKING:
-    import pathlib
+    from pathlib import Path
 
 PROGRAMS = "tests.tuning.gpu_programs"
 MIB = 1 << 20
@@ -30,9 +30,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("way", ["aio_handle", "files"])
-def test_bench_gives_gpu_memory_to_handles_and_files_as_it_is(
-    way: str, directory: pathlib.Path
-) -> None:
+def test_bench_gives_gpu_memory_to_handles_and_files_as_it_is(way: str, directory: Path) -> None:
     said = child.call(f"{PROGRAMS}:bench", directory=directory, way=way, nvidia_fs=True).result
     assert said["right"]
     assert said["write"] == said["read"] == {"gpu_nbytes": MIB, "gds_nbytes": 0}
@@ -41,7 +39,7 @@ def test_bench_gives_gpu_memory_to_handles_and_files_as_it_is(
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("nvidia_fs", [True, False])
 def test_bench_says_whether_a_gds_handle_bypassed_host_memory(
-    nvidia_fs: bool, directory: pathlib.Path
+    nvidia_fs: bool, directory: Path
 ) -> None:
     said = child.call(
         f"{PROGRAMS}:bench", directory=directory, way="gds_handle", nvidia_fs=nvidia_fs
@@ -56,7 +54,7 @@ def test_bench_says_whether_a_gds_handle_bypassed_host_memory(
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(("gds", "nvidia_fs"), [(False, True), (True, True), (True, False)])
-def test_tune_moves_memory_of_a_gpu(gds: bool, nvidia_fs: bool, directory: pathlib.Path) -> None:
+def test_tune_moves_memory_of_a_gpu(gds: bool, nvidia_fs: bool, directory: Path) -> None:
     found = child.call(f"{PROGRAMS}:tune", directory=directory, gds=gds, nvidia_fs=nvidia_fs).result
     native = gds and nvidia_fs
     assert found["memory"] == "gpu1"
@@ -110,7 +108,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpus, name, lambda: None)
 
 
-def job(directory: pathlib.Path, *options: str) -> Job:
+def job(directory: Path, *options: str) -> Job:
     """Return the job that options of `tensorferry bench` ask for."""
     from tests.cli.running import job_of
 
@@ -118,7 +116,7 @@ def job(directory: pathlib.Path, *options: str) -> Job:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_tensors_are_staged_only_where_host_memory_is_asked_for(directory: pathlib.Path) -> None:
+def test_tensors_are_staged_only_where_host_memory_is_asked_for(directory: Path) -> None:
     assert job(directory).memory == "gpu"
     assert job(directory, "--memory=locked").memory == "locked"
     assert job(directory, "--use-accelerator-pin-memory").memory == "accelerator"
@@ -127,7 +125,7 @@ def test_tensors_are_staged_only_where_host_memory_is_asked_for(directory: pathl
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_what_does_not_go_together_is_refused(directory: pathlib.Path) -> None:
+def test_what_does_not_go_together_is_refused(directory: Path) -> None:
     places = tuple(Place(directory, number) for number in range(3))
     bad = Job(places, gpu=True, use_gds=True, engine="files", settings={"engine": "threads"})
     problems = problems_of(bad)
@@ -135,7 +133,7 @@ def test_what_does_not_go_together_is_refused(directory: pathlib.Path) -> None:
     assert "there is no device 2; torch finds 2" in problems[-1]
 
 
-def test_what_gpus_lack_is_said(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gpus_lack_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "why_no_gpu", lambda: "no GPU today")
     monkeypatch.setattr(gpus, "why_no_gds", lambda: "no cuFile today")
     bad = Job((Place(directory, 0),), gpu=True, use_gds=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pathlib
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @pytest.mark.root
 @pytest.mark.parametrize("sector_nbytes", [512, 4096])
 def test_alignments_are_those_of_the_drives_sectors_and_of_the_library(
-    sector_nbytes: int, directory: pathlib.Path
+    sector_nbytes: int, directory: Path
 ) -> None:
     options = (f"--sector-size={sector_nbytes}", "--direct-io=on")
     with (
@@ -57,7 +57,7 @@ def test_alignments_are_those_of_the_drives_sectors_and_of_the_library(
 
 
 @pytest.mark.root
-def test_a_block_device_is_looked_at_without_a_file_system(directory: pathlib.Path) -> None:
+def test_a_block_device_is_looked_at_without_a_file_system(directory: Path) -> None:
     with mounts.loop_device(directory) as device:
         found = storage.file_system(device)
         assert found["type"] == "block device"
@@ -66,7 +66,7 @@ def test_a_block_device_is_looked_at_without_a_file_system(directory: pathlib.Pa
 
 
 def test_a_file_system_in_memory_is_said_to_be_one_and_to_have_no_direct_io(
-    tmpfs_directory: pathlib.Path,
+    tmpfs_directory: Path,
 ) -> None:
     found = storage.file_system(tmpfs_directory)
     assert found["type"] == "tmpfs"
@@ -77,14 +77,14 @@ def test_a_file_system_in_memory_is_said_to_be_one_and_to_have_no_direct_io(
 
 
 @pytest.mark.root
-def test_a_file_system_that_takes_no_direct_io_says_so(directory: pathlib.Path) -> None:
+def test_a_file_system_that_takes_no_direct_io_says_so(directory: Path) -> None:
     with mounts.ramfs(directory / "mount") as path:
         found = storage.file_system(path)
         assert found["direct_io"]["works"] is False
         assert found["direct_io"]["reason"]
 
 
-def test_looking_at_a_folder_leaves_neither_file_nor_descriptor(directory: pathlib.Path) -> None:
+def test_looking_at_a_folder_leaves_neither_file_nor_descriptor(directory: Path) -> None:
     storage.file_system(directory)
     before = Holdings.now().descriptors
     for _ in range(10):
@@ -93,7 +93,7 @@ def test_looking_at_a_folder_leaves_neither_file_nor_descriptor(directory: pathl
     assert count_descriptors() <= before
 
 
-def test_looking_at_a_file_changes_nothing_of_it(directory: pathlib.Path) -> None:
+def test_looking_at_a_file_changes_nothing_of_it(directory: Path) -> None:
     path = directory / "file"
     path.write_bytes(bytes(range(256)) * 64)
     path.chmod(0o400)
@@ -106,7 +106,7 @@ def test_looking_at_a_file_changes_nothing_of_it(directory: pathlib.Path) -> Non
 
 
 @pytest.mark.root
-def test_of_mounts_at_one_place_the_visible_one_is_named(directory: pathlib.Path) -> None:
+def test_of_mounts_at_one_place_the_visible_one_is_named(directory: Path) -> None:
     point = directory / "with blank\\and backslash"
     with mounts.tmpfs(point, 1 << 20), mounts.tmpfs(point, 2 << 20) as path:
         found = storage.mount_of(path)
@@ -116,10 +116,10 @@ def test_of_mounts_at_one_place_the_visible_one_is_named(directory: pathlib.Path
 
 
 @pytest.fixture
-def sysfs(tmp_path: pathlib.Path) -> Callable[[str, dict[str, str]], pathlib.Path]:
+def sysfs(tmp_path: Path) -> Callable[[str, dict[str, str]], Path]:
     """A function that makes files of a sysfs; a text "-> target" makes a symbolic link."""
 
-    def make(folder: str, files: dict[str, str]) -> pathlib.Path:
+    def make(folder: str, files: dict[str, str]) -> Path:
         for name, text in files.items():
             path = tmp_path / folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def sysfs(tmp_path: pathlib.Path) -> Callable[[str, dict[str, str]], pathlib.Pat
     return make
 
 
-Sysfs = "Callable[[str, dict[str, str]], pathlib.Path]"
+Sysfs = "Callable[[str, dict[str, str]], Path]"
 PCIE = {
     "current_link_speed": "8.0 GT/s PCIe",
     "current_link_width": "4",
@@ -219,7 +219,7 @@ def test_an_encrypted_volume_on_an_array_is_followed_to_both_drives(sysfs: Sysfs
     assert found[2]["rotational"] is True
 
 
-def test_a_device_that_sysfs_does_not_know_is_unknown_with_a_reason(tmp_path: pathlib.Path) -> None:
+def test_a_device_that_sysfs_does_not_know_is_unknown_with_a_reason(tmp_path: Path) -> None:
     (found,) = devices.behind("259:7", tmp_path)
     assert "No such file" in found["unknown"]
     assert devices.flat([found]) == []
@@ -231,7 +231,7 @@ def test_devices_that_lie_on_each_other_in_a_circle_come_to_an_end(sysfs: Sysfs)
     assert len(json.dumps(devices.behind("253:0", root))) < 10_000
 
 
-def test_limits_of_the_control_group_are_found(directory: pathlib.Path) -> None:
+def test_limits_of_the_control_group_are_found(directory: Path) -> None:
     with control_group(directory) as (prefix, expected):
         program = (
             "import json; from tensorferry.tuning.machine import limits; "
@@ -252,7 +252,7 @@ def test_limits_of_the_control_group_are_found(directory: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("root", ["/", "/docker/abc"], ids=["whole tree", "a container's part"])
 def test_of_nested_control_groups_of_version_2_the_tightest_limits_count(
-    root: str, tmp_path: pathlib.Path
+    root: str, tmp_path: Path
 ) -> None:
     top = tmp_path / "cgroup"
     outer = top if root != "/" else top / "docker/abc"
@@ -279,9 +279,7 @@ def test_of_nested_control_groups_of_version_2_the_tightest_limits_count(
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_memory_of_a_control_group_is_all_there_is_to_be_had(
-    version: int, tmp_path: pathlib.Path
-) -> None:
+def test_memory_of_a_control_group_is_all_there_is_to_be_had(version: int, tmp_path: Path) -> None:
     process, group = tmp_path / "process", tmp_path / "cgroup"
     process.mkdir()
     group.mkdir()
@@ -303,7 +301,7 @@ def test_memory_of_a_control_group_is_all_there_is_to_be_had(
 
 
 @contextlib.contextmanager
-def control_group(directory: pathlib.Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
+def control_group(directory: Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Make control groups with limits: the prefix of a command to run in them, and what they limit."""
     if os.geteuid() != 0:
         required.missing("mounts", "control groups need root")
@@ -324,10 +322,10 @@ def control_group(directory: pathlib.Path) -> Iterator[tuple[list[str], dict[str
         "io": {"device": device, "rbps": 123000000},
     }
     name = f"tensorferry-test-{os.getpid()}"
-    made: list[pathlib.Path] = []
+    made: list[Path] = []
     limited: dict[str, Any] = {}
 
-    def try_to_set(group: pathlib.Path, file: str, value: str) -> None:
+    def try_to_set(group: Path, file: str, value: str) -> None:
         with contextlib.suppress(OSError):
             (group / file).write_text(value)
             what = {"mem": "memory", "cpu": "cpus", "blk": "io", "io.": "io"}[file[:3]]
@@ -342,7 +340,7 @@ def control_group(directory: pathlib.Path) -> Iterator[tuple[list[str], dict[str
                 files = second
             else:
                 continue
-            group = pathlib.Path(mount["mount_point"]) / name
+            group = Path(mount["mount_point"]) / name
             with contextlib.suppress(OSError):
                 group.mkdir()
                 made.append(group)
@@ -369,7 +367,7 @@ def test_facts_of_kernel_memory_and_graphics_are_told_or_unknown_with_a_reason()
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A function that puts a program of that name first on PATH."""
 
     def install(script: str) -> None:
@@ -396,7 +394,7 @@ def test_why_nvidia_smi_fails_is_told(nvidia_smi: Callable[[str], None]) -> None
 
 
 def test_the_cufile_library_is_found_where_the_linker_would_look(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "libcufile.so.0").touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
@@ -404,14 +402,14 @@ def test_the_cufile_library_is_found_where_the_linker_would_look(
 
 
 def test_a_probe_that_fails_is_unknown_with_the_reason() -> None:
-    assert attempt(pathlib.Path("/proc/nothing").read_text) == {
+    assert attempt(Path("/proc/nothing").read_text) == {
         "unknown": "/proc/nothing: No such file or directory"
     }
     assert attempt(int, "many")["unknown"].startswith("ValueError: ")
 
 
 @pytest.fixture
-def torch_is(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """A function that puts a program in torch's place; it returns the variable that who imports it has."""
 
     def install(program: str) -> str:
@@ -455,7 +453,7 @@ def test_a_library_that_is_not_installed_has_no_version() -> None:
         assert answer(300.0) == {"version": None}
 
 
-def test_what_a_measurement_was_made_on_fits_in_a_line_and_in_json(directory: pathlib.Path) -> None:
+def test_what_a_measurement_was_made_on_fits_in_a_line_and_in_json(directory: Path) -> None:
     description = machine.describe(directory)
     assert json.loads(json.dumps(description)) == description
     line = machine.summary(description)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ def about(facts: dict[str, Any], what: str) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("no_libraries")
 def test_every_part_is_there_and_advice_comes_in_order_of_importance(
-    tmpfs_directory: pathlib.Path,
+    tmpfs_directory: Path,
 ) -> None:
     facts = report(tmpfs_directory)
     parts = {"engines", "kernel", "processors", "memory", "limits", "control_groups", "file_system"}
@@ -53,7 +53,7 @@ def test_every_part_is_there_and_advice_comes_in_order_of_importance(
 
 
 def test_a_path_that_is_missing_is_an_error_before_anything_is_looked_at(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(FileNotFoundError):
         report(tmp_path / "missing")
@@ -61,7 +61,7 @@ def test_a_path_that_is_missing_is_an_error_before_anything_is_looked_at(
 
 @pytest.mark.usefixtures("no_libraries")
 def test_an_engine_forced_by_the_environment_is_told(
-    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TENSORFERRY_ENGINE", "threads")
     facts = child.call(LOOK, path=directory).result
@@ -77,7 +77,7 @@ def test_an_engine_forced_by_the_environment_is_told(
 @pytest.mark.alone  # limits count for all of a user's processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 @pytest.mark.usefixtures("no_libraries")
-def test_an_ordinary_users_small_limits_are_advised_on(open_directory: pathlib.Path) -> None:
+def test_an_ordinary_users_small_limits_are_advised_on(open_directory: Path) -> None:
     facts = child.call(
         LOOK_AS_NOBODY, path=open_directory, locked_nbytes=64 << 10, descriptors=1000
     ).result
@@ -92,7 +92,7 @@ def test_an_ordinary_users_small_limits_are_advised_on(open_directory: pathlib.P
 @pytest.mark.alone  # limits count for all of a user's processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 @pytest.mark.usefixtures("no_libraries")
-def test_a_folder_that_this_user_cannot_write_comes_first(open_directory: pathlib.Path) -> None:
+def test_a_folder_that_this_user_cannot_write_comes_first(open_directory: Path) -> None:
     open_directory.chmod(0o755)
     arguments = {"locked_nbytes": 8 << 20, "descriptors": 1000}
     facts = child.call(LOOK_AS_NOBODY, path=open_directory, **arguments).result
@@ -103,7 +103,7 @@ def test_a_folder_that_this_user_cannot_write_comes_first(open_directory: pathli
 
 @pytest.mark.root
 @pytest.mark.usefixtures("no_libraries")
-def test_a_read_only_file_system_comes_first(directory: pathlib.Path) -> None:
+def test_a_read_only_file_system_comes_first(directory: Path) -> None:
     (directory / "source").mkdir()
     with mounts.read_only(directory / "source", directory / "mount") as path:
         facts = report(path)
@@ -114,7 +114,7 @@ def test_a_read_only_file_system_comes_first(directory: pathlib.Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.usefixtures("no_libraries")
-def test_a_nearly_full_file_system_in_memory_is_advised_on(directory: pathlib.Path) -> None:
+def test_a_nearly_full_file_system_in_memory_is_advised_on(directory: Path) -> None:
     with mounts.tmpfs(directory / "mount", 4 << 20) as path:
         facts = report(path)
     full, in_memory = about(facts, "file_system")
@@ -126,7 +126,7 @@ def test_a_nearly_full_file_system_in_memory_is_advised_on(directory: pathlib.Pa
 @pytest.mark.root
 @pytest.mark.usefixtures("no_libraries")
 def test_a_loop_device_through_the_page_cache_is_advised_on_until_it_is_switched(
-    directory: pathlib.Path,
+    directory: Path,
 ) -> None:
     with mounts.loop_device(directory) as device:
         loops = [
@@ -143,7 +143,7 @@ def test_a_loop_device_through_the_page_cache_is_advised_on_until_it_is_switched
 
 @pytest.mark.usefixtures("no_libraries")
 def test_profiles_that_cannot_be_used_are_unknown_with_the_reason(
-    directory: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "profiles.json"
     monkeypatch.setenv("TENSORFERRY_PROFILES", str(path))
@@ -240,7 +240,7 @@ def test_what_the_kernel_says_of_itself_is_no_place_to_tune_or_measure() -> None
     for path in ("/proc", "/sys"):
         (advice,) = [
             each
-            for each in report(pathlib.Path(path))["advice"]
+            for each in report(Path(path))["advice"]
             if each["about"] in ("file_system", "profile")
         ]
         assert advice["level"] == "stops"

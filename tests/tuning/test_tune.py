@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ GOOD = (
 BAD = Settings(32 << 10, 1, engine="threads", overlap_events=True)
 
 
-def job(*folders: pathlib.Path, **options: Any) -> Job:
+def job(*folders: Path, **options: Any) -> Job:
     given = {"candidates": GOOD, "nbytes": 16 * MIB, "seconds": 2.0}
     return Job(folders, **given | options)
 
@@ -41,9 +41,7 @@ def ignore(_: Progress) -> None:
 
 
 @pytest.fixture
-def store(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> pathlib.Path:
+def store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path_factory.mktemp("config") / "profiles.json"
     monkeypatch.setenv("TENSORFERRY_PROFILES", str(path))
     return path
@@ -55,9 +53,7 @@ def bad_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bad_default")
-def test_what_is_proven_is_stored_for_its_direction_and_used(
-    directory: pathlib.Path, store: pathlib.Path
-) -> None:
+def test_what_is_proven_is_stored_for_its_direction_and_used(directory: Path, store: Path) -> None:
     result = tune(job(directory, directions=("write",), seconds=300.0), ignore)
     (found,) = result.found
     assert found.decision.chosen in GOOD
@@ -75,7 +71,7 @@ def test_what_is_proven_is_stored_for_its_direction_and_used(
 
 
 def test_what_is_not_proven_any_more_is_dropped_for_what_was_measured(
-    directory: pathlib.Path, store: pathlib.Path
+    directory: Path, store: Path
 ) -> None:
     system = profiles.file_system_of(directory)
     for use in (("read", "host"), ("write", "host"), ("read", "gpu0")):
@@ -89,7 +85,7 @@ def test_what_is_not_proven_any_more_is_dropped_for_what_was_measured(
 
 @pytest.mark.usefixtures("bad_default")
 def test_nothing_is_ever_stored_for_files_in_memory_nor_where_it_is_not_wanted(
-    directory: pathlib.Path, tmpfs_directory: pathlib.Path, store: pathlib.Path
+    directory: Path, tmpfs_directory: Path, store: Path
 ) -> None:
     result = tune(job(tmpfs_directory), ignore)
     assert any("in memory" in warning for warning in result.warnings)
@@ -100,7 +96,7 @@ def test_nothing_is_ever_stored_for_files_in_memory_nor_where_it_is_not_wanted(
 
 @pytest.mark.usefixtures("bad_default")
 def test_each_folder_is_decided_on_by_itself_and_each_file_system_once(
-    directory: pathlib.Path, tmpfs_directory: pathlib.Path, store: pathlib.Path
+    directory: Path, tmpfs_directory: Path, store: Path
 ) -> None:
     (directory / "below").mkdir()
     folders = (directory, tmpfs_directory, directory / "below")
@@ -113,7 +109,7 @@ def test_each_folder_is_decided_on_by_itself_and_each_file_system_once(
 
 
 def test_a_file_of_profiles_that_cannot_be_written_is_told_before_anything_is_measured(
-    directory: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(tuning, "Drive", None)
@@ -123,7 +119,7 @@ def test_a_file_of_profiles_that_cannot_be_written_is_told_before_anything_is_me
             tune(job(directory), ignore)
 
 
-def test_result_is_json_with_every_measurement_and_real_booleans(directory: pathlib.Path) -> None:
+def test_result_is_json_with_every_measurement_and_real_booleans(directory: Path) -> None:
     told: list[tuple[str, float, float]] = []
 
     def watch(progress: Progress) -> None:
@@ -142,14 +138,14 @@ def test_result_is_json_with_every_measurement_and_real_booleans(directory: path
     assert all(0 <= share <= 1 and seconds >= 0 for _, share, seconds in told)
 
 
-def test_file_size_follows_the_drive_and_is_bounded(directory: pathlib.Path) -> None:
+def test_file_size_follows_the_drive_and_is_bounded(directory: Path) -> None:
     sized = job(directory, nbytes=None)
     nbytes = tuning._suitable_nbytes(directory, None, sized, GOOD[0])
     assert 16 * MIB <= nbytes <= 1024 * MIB
     assert nbytes <= mounts.free_nbytes(directory) // 4
 
 
-def test_reads_are_cold_and_writes_are_real(directory: pathlib.Path) -> None:
+def test_reads_are_cold_and_writes_are_real(directory: Path) -> None:
     with Drive(directory, 16 * MIB) as drive:
         assert drive.direct
         assert list(directory.iterdir()) == []  # the file has no name
@@ -161,8 +157,8 @@ def test_reads_are_cold_and_writes_are_real(directory: pathlib.Path) -> None:
         assert drive.rates(GOOD[1], "read") is None
 
 
-def test_measuring_leaves_no_threads_and_descriptors(directory: pathlib.Path) -> None:
-    def ours() -> set[pathlib.Path]:
+def test_measuring_leaves_no_threads_and_descriptors(directory: Path) -> None:
+    def ours() -> set[Path]:
         return leaks.threads_named("tensorferry.*")
 
     with Drive(directory, 16 * MIB) as drive:
@@ -176,7 +172,7 @@ def test_measuring_leaves_no_threads_and_descriptors(directory: pathlib.Path) ->
 
 
 @pytest.mark.root
-def test_a_full_disk_is_an_error_that_leaves_the_space_free(tmp_path: pathlib.Path) -> None:
+def test_a_full_disk_is_an_error_that_leaves_the_space_free(tmp_path: Path) -> None:
     with mounts.ext4(tmp_path, 64 << 20) as small:
         free = mounts.free_nbytes(small)
         with pytest.raises(OSError, match=f"No space left on device: '{small}'"):
@@ -184,7 +180,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_space_free(tmp_path: pathlib.Pa
         assert mounts.free_nbytes(small) == free
 
 
-def test_an_interrupted_run_leaves_nothing(directory: pathlib.Path, store: pathlib.Path) -> None:
+def test_an_interrupted_run_leaves_nothing(directory: Path, store: Path) -> None:
     def interrupt(progress: Progress) -> None:
         if progress.share > 0:
             raise KeyboardInterrupt
@@ -199,7 +195,7 @@ def test_an_interrupted_run_leaves_nothing(directory: pathlib.Path, store: pathl
 
 def test_time_left_is_known_from_the_beginning() -> None:
     seen: list[Progress] = []
-    progress = Progress(Job((pathlib.Path("/a"), pathlib.Path("/b")), seconds=10.0), seen.append)
+    progress = Progress(Job((Path("/a"), Path("/b")), seconds=10.0), seen.append)
     assert progress.seconds_left == pytest.approx(20)
     progress.part("first")(0.5)
     assert progress.share == pytest.approx(1 / 8)
