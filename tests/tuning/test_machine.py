@@ -11,6 +11,7 @@ import pytest
 
 from tensorferry import _core
 from tensorferry.tuning import machine
+from tensorferry.tuning.advice import advise
 from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
 from tensorferry.tuning.machine.libraries import asking
 from tensorferry.tuning.machine.probe import attempt, is_unknown
@@ -387,6 +388,32 @@ def test_processes_that_a_library_starts_end_with_the_question(
 def test_a_library_that_is_not_installed_has_no_version() -> None:
     with asking("a_library_that_nobody_has") as answer:
         assert answer(300.0) == {"version": None}
+
+
+def test_torch_says_what_it_is_and_why_it_has_no_gpu() -> None:
+    torch = pytest.importorskip("torch")
+    with asking("torch") as answer:
+        facts = answer(300.0)
+    assert facts["version"] == torch.__version__
+    if not torch.cuda.is_available():
+        assert facts["gpus"]["unknown"]
+    else:
+        assert len(facts["gpus"]) == torch.cuda.device_count()
+
+
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize("served", [False, True])
+def test_it_says_whether_tensorferry_serves_deepspeed(
+    served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORFERRY_DEEPSPEED", str(int(served)))
+    with asking("deepspeed") as answer:
+        facts = answer(300.0)
+    operation = facts["ops"]["async_io"]
+    assert operation["served_by"] == ("tensorferry" if served else "deepspeed")
+    assert operation["reason"] is None or not operation["built"]
+    advice = advise({"path": "/", "libraries": {"deepspeed": facts}})
+    assert bool(advice) is not served
 
 
 def test_what_a_measurement_was_made_on_fits_in_a_line_and_in_json(directory: Path) -> None:
