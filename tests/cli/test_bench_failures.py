@@ -29,30 +29,6 @@ SIZE = 3 << 20
 INTERRUPTED = "tensorferry bench: interrupted; its files and processes are gone"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ([], "FOLDER: missing"),
-        (
-            ["--folder=.", "--folder-to-device-mapping=.:0"],
-            "--folder, --folder-to-device-mapping: choose one of them",
-        ),
-        (["--folder=.", "docs"], "FOLDER, --folder: choose one of them"),
-        (["--folder=README.md"], "is not a folder"),
-        (["--folder-to-device-mapping=docs:first"], "is not FOLDER:DEVICE"),
-        (["--folder-to-device-mapping=/nonexistent:0"], "/nonexistent"),
-        ([".", "--io-size=0"], "0 is not in the range 1 to"),
-        ([".", "--io-size=12Q"], "12Q"),
-        ([".", "--warmup-loops=-1"], "--warmup-loops"),
-        ([".", "--memory=pinned"], "pinned"),
-        ([".", "--engine=torch_fastio"], "torch_fastio"),
-        ([".", "--engine=files", "--io-parallel=2"], "--io-parallel: tensorferry.open()"),
-    ],
-)
-def test_an_unusable_argument_is_named(arguments: list[str], problem: str) -> None:
-    assert problem in bench(*arguments, expect=2).stderr
-
-
 def test_gpu_is_refused_with_the_reason_where_there_is_none(directory: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

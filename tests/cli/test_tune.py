@@ -141,22 +141,6 @@ def test_a_terminal_gets_a_live_bar(place: Place) -> None:
     assert b"For DeepSpeed" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "FOLDER: "),
-        (["/nonexistent"], "the folder '/nonexistent' does not exist"),
-        (["/dev/null"], "'/dev/null' is not a folder"),
-        (["/", "--io-size", "1M"], "1M is not in the range 16M to"),
-        (["/", "--no-read", "--no-write"], "--no-read, --no-write"),
-        (["/", "--sweep-config", "/nonexistent"], "--sweep-config: /nonexistent: No such file"),
-        (["--show", "--forget"], "--show, --forget"),
-    ],
-)
-def test_bad_arguments_are_named(place: Place, arguments: list[str], message: str) -> None:
-    assert_says(place.run(*arguments, expect=2), message)
-
-
 def assert_says(done: Done, *words: str) -> None:
     (line,) = done.stderr.strip().splitlines()
     for word in words:
@@ -271,16 +255,18 @@ def test_command_lines_of_ds_nvme_tune_work_unchanged(
     assert told == pytest.approx(found, abs=0.006)  # DeepSpeed's GB are 2^30 bytes
 
 
-def test_options_of_ds_nvme_tune_that_cannot_be_are_refused_with_the_reason(place: Place) -> None:
-    for arguments, words in (
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         (["--nvme_dir", "/nonexistent"], "/nonexistent"),
-        (["--nvme_dir", place.folder, "--loops", 0], "--loops"),
-        (["--nvme_dir", place.folder, "--io_size", "10"], "10 is not in the range"),
+        (["--nvme_dir", "/", "--loops", 0], "--loops"),
         (["--io_size", "16M"], "--nvme-dir"),
-        (["--nvme_dir", place.folder, "--no_read", "--no_write"], "--no-read"),
-    ):
-        done = place.run_theirs(*arguments, expect=2)
-        assert_says(done, "tensorferry-ds-nvme-tune: ", words)
+    ],
+)
+def test_options_of_ds_nvme_tune_that_cannot_be_are_refused_with_the_reason(
+    place: Place, arguments: list[object], words: str
+) -> None:
+    assert_says(place.run_theirs(*arguments, expect=2), "tensorferry-ds-nvme-tune: ", words)
 
 
 @pytest.mark.parametrize("option", ["--gpu", "--gds"])
