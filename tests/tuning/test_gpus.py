@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tensorferry.tuning import gpus
 from tensorferry.tuning.bench import Job, Place, problems_of
-from tensorferry.tuning.machine.libraries import asking
 from tests.support import child, standin
 
 if TYPE_CHECKING:
@@ -63,39 +61,6 @@ def test_tune_moves_memory_of_a_gpu(gds: bool, nvidia_fs: bool, directory: Path)
     assert found["engine"] == ("cufile" if native else "threads")
     assert (found["pinned"], found["pinned_afterwards"]) == (int(native), 0)
     assert list(directory.iterdir()) == []
-
-
-def cuda_facts() -> Any:
-    with asking("cuda") as answer:
-        return answer(300.0)
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_the_report_asks_for_cuda_and_cufile_in_another_process() -> None:
-    facts = cuda_facts()
-    assert facts["driver"] == {"usable": True, "reason": None}
-    assert facts["cufile"]["usable"]
-    assert facts["cufile"]["mode"] == "native"
-    assert "nvidia-fs" in facts["cufile"]["detail"]
-    assert json.loads(json.dumps(facts)) == facts
-
-
-def test_the_report_says_why_cuda_and_cufile_cannot_be_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TENSORFERRY_LIBCUDA", "/nonexistent/libcuda.so.1")
-    facts = cuda_facts()
-    assert not facts["driver"]["usable"]
-    assert "/nonexistent/libcuda.so.1" in facts["driver"]["reason"]
-    assert not facts["cufile"]["usable"]
-    assert facts["cufile"]["mode"] is None
-
-    for name, value in standin.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TENSORFERRY_LIBCUFILE", "/nonexistent/libcufile.so.0")
-    facts = cuda_facts()
-    assert facts["driver"]["usable"]
-    assert "/nonexistent/libcufile.so.0" in facts["cufile"]["reason"]
 
 
 # Arguments, with GPUs as they are said to be
