@@ -19,7 +19,7 @@ from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import gpus, storing
 from tensorferry.tuning import tune as tuning
 from tests.cli.running import Done, here, run
-from tests.support import commands, mounts, required
+from tests.support import mounts, required
 from tests.support.child import ROOT
 
 if TYPE_CHECKING:
@@ -129,18 +129,6 @@ def test_all_measurements_are_printed_where_asked(place: Place) -> None:
     assert not place.store.exists()
 
 
-def test_a_terminal_gets_a_live_bar(place: Place) -> None:
-    command = [sys.executable, "-m", "tensorferry", "tune", str(place.folder), "--io-size=16M"]
-    output = commands.on_terminal(
-        [*command, f"--sweep-config={place.sweep}", "--no-save", "--seconds=1"],
-        env=os.environ | place.environment | {"TERM": "xterm-256color", "COLUMNS": "200"},
-        cwd=ROOT,
-        streams=("stdin", "stdout", "stderr"),
-    )
-    assert b" left: " in output
-    assert b"For DeepSpeed" in output
-
-
 def assert_says(done: Done, *words: str) -> None:
     (line,) = done.stderr.strip().splitlines()
     for word in words:
@@ -194,16 +182,10 @@ def test_names_are_shown_as_they_are_and_move_no_cursor(place: Place) -> None:
     shown = f"{home}/pro\\x1b[31mfiles.json"
     for option in ("--show", "--forget"):
         assert place.run(option).stdout == f"no settings are stored in {shown}\n"
-    names = {"type": "tmpfs", "uuid": None, "fsid": None, "source": "x", "mount_point": "/[/y]\x1b"}
-    settings = dataclasses.asdict(Settings(engine="threads"))
-    entry = {
-        "file_system": names,
-        "settings": settings,
-        "direction": "read",
-        "memory": "[/g]",
-        "found": {"rates": {"median": 10**400}, "gain": {"median": 1.25}, "when": "[/z]"},
-    }
-    place.store.write_text(json.dumps({"version": 2, "profiles": [entry]}))
+    system = profiles.FileSystem("tmpfs", None, None, "x", "/[/y]\x1b")
+    found = {"rates": {"median": 10**400}, "gain": {"median": 1.25}, "when": "[/z]"}
+    odd = profiles.Profile(system, Settings(engine="threads"), "read", "[/g]", found)
+    storing.store(place.store, system, {odd.use: odd})
     done = place.run("--show")
     for words in ("/[/y]\\x1b (tmpfs)", "[/z]", "1.25", "read [/g]"):
         assert words in done.stdout
@@ -229,13 +211,8 @@ def test_command_lines_of_ds_nvme_tune_work_unchanged(
 ) -> None:
     monkeypatch.setitem(ds_nvme_tune.command.make_job.__kwdefaults__, "seconds", 1.0)
     sweep = place.home / "theirs.json"
-    content = {
-        "block_size": ["1M"],
-        "queue_depth": [4],
-        "sequential_requests": [True, False],
-        "single_submit": [False, True],
-        "io_parallel": [1],
-    }
+    content = {"block_size": ["1M"], "queue_depth": [4], "sequential_requests": [True, False]}
+    content |= {"single_submit": [False, True], "io_parallel": [1]}
     sweep.write_text(json.dumps(content))
     logs = place.home / "logs"
     done = place.run_theirs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from typing import TYPE_CHECKING
@@ -11,6 +10,9 @@ import numpy
 import pytest
 
 from tensorferry.safetensors.numpy import save_file
+from tensorferry.transfer.profiles import FileSystem, Profile
+from tensorferry.transfer.settings import Settings
+from tensorferry.tuning import storing
 from tests.cli.running import run
 from tests.support import commands, libraries, required, warm
 
@@ -21,19 +23,6 @@ pytest.importorskip("torch")  # which reads checkpoints
 required.module("typer")
 required.module("rich")
 
-PROFILE = {
-    "file_system": {
-        "type": "ext4",
-        "uuid": None,
-        "fsid": None,
-        "source": "/dev/x",
-        "mount_point": "/mnt/one/two/three",
-    },
-    "settings": {"engine": "io_uring", "single_submit": True},
-    "direction": "write",
-    "memory": "host",
-    "found": {"rates": {"median": 2e9}, "when": "2026-01-31T12:00"},
-}
 COMMANDS = {
     "report": ("report", "."),
     "bench": ("bench", ".", "--io-size=64K", "--loops=1", "--write"),
@@ -60,7 +49,10 @@ def environment(
     request: pytest.FixtureRequest,
 ) -> dict[str, str]:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    (tmp_path / "profiles").write_text(json.dumps({"version": 2, "profiles": [PROFILE]}))
+    system = FileSystem("ext4", None, None, "/dev/x", "/mnt/one/two/three")
+    found = {"rates": {"median": 2e9}, "when": "2026-01-31T12:00"}
+    profile = Profile(system, Settings(engine="io_uring"), "write", found=found)
+    storing.store(tmp_path / "profiles", system, {profile.use: profile})
     ours = {"TENSORFERRY_PROFILES": str(tmp_path / "profiles"), "TERM": "xterm", "NO_COLOR": "1"}
     if "convert" not in request.node.name:  # a report waits for torch, in a process of its own
         ours |= libraries.broken(tmp_path_factory.mktemp("libraries"))
@@ -132,6 +124,7 @@ def test_what_tune_finds_fits_the_terminal(
     assert re.search(
         r"^ ?drive +settings +GB/s +min .. max +default +CPU s/GB$", text, re.MULTILINE
     )
+    assert " left: " in text, "a bar"
     assert "For DeepSpeed" in text
 
 
