@@ -56,10 +56,10 @@ class Place:
     def run_theirs(self, *arguments: object, expect: int = 0) -> Done:
         return here(ds_nvme_tune.main, *arguments, expect=expect, **self.environment)
 
-    def keep(self, settings: Settings = BAD) -> None:
+    def keep(self, direction: str = "read", memory: str = "host") -> None:
         system = profiles.file_system_of(self.folder)
-        found: Any = {("read", "host"): profiles.Profile(system, settings, "read")}
-        storing.store(self.store, system, found)
+        kept = profiles.Profile(system, BAD, direction, memory)
+        storing.store(self.store, system, {kept.use: kept})
 
 
 @pytest.fixture
@@ -88,19 +88,23 @@ def test_tune_prints_what_to_use_and_stores_what_is_proven(
     aio = section_of(done)
     assert set(aio) == {field.name for field in dataclasses.fields(Settings)} - {"engine"}
     assert aio["single_submit"] is False
-    (profile,) = json.loads(place.store.read_text())["profiles"]
-    assert (profile["direction"], profile["memory"]) == ("read", "host")
-    assert profile["settings"] == aio | {"engine": "threads"}
+    (profile,) = profiles.load(place.store)
+    assert profile.use == ("read", "host")
+    assert dataclasses.asdict(profile.settings) == aio | {"engine": "threads"}
+    assert profile.found["gain"]["low"] > 1
+    assert profile.found["rates"]["low"] <= profile.found["rates"]["high"]
     assert "Stored for" in done.stdout
 
 
-def test_tune_says_that_nothing_is_proven_and_drops_what_was(place: Place) -> None:
-    place.keep()
+def test_tune_says_that_nothing_is_proven_and_drops_what_was_and_nothing_else(place: Place) -> None:
+    others = [("write", "host"), ("read", "gpu0")]
+    for use in (("read", "host"), *others):
+        place.keep(*use)
     place.sweep.write_text(json.dumps({"io_engine": ["threads"], "block_size": ["4K"]}))
-    done = place.run_small()
-    assert done.stdout.count("the default settings") == 2
+    done = place.run_small("--no-write")
+    assert done.stdout.count("the default settings") == 1
     assert "Dropped what was stored for" in done.stdout
-    assert not place.store.exists()
+    assert [profile.use for profile in profiles.load(place.store)] == others
 
 
 def test_what_was_found_is_shown_and_forgotten(place: Place) -> None:
@@ -125,7 +129,11 @@ def test_profiles_may_be_switched_off(place: Place) -> None:
 def test_all_measurements_are_printed_where_asked(place: Place) -> None:
     content = json.loads(place.run_small("--json", "--no_save").stdout)
     assert content["settings"]["block_size"] > 0
+    assert content["deepspeed"]["aio"]["overlap_events"] is True
+    assert content["rates"]["read"]["low"] <= content["rates"]["read"]["high"]
     assert {each["direction"] for each in content["measurements"]} == {"read", "write"}
+    assert sum(len(each["seconds"]) for each in content["measurements"]) >= 2 * 3 * 3
+    assert [each["direction"] for each in content["found"]] == ["write", "read"]
     assert not place.store.exists()
 
 
@@ -154,6 +162,7 @@ def test_a_result_that_could_not_be_stored_is_known_before_the_run(place: Place)
     place.environment["TENSORFERRY_PROFILES"] = str(place.sweep / "below")
     done = place.run_small(expect=1)
     assert_says(done, f"{place.sweep}/below: ", "--no-save")
+    assert done.stdout == "", "nothing was measured"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

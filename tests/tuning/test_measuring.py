@@ -217,16 +217,7 @@ def test_fio_runs_a_job_for_each_file(directory: Path) -> None:
         assert sample.nbytes == 1 << 20
         latency = sample.details["latency_microseconds"]
         assert latency["p99"] >= latency["p50"] > 0
-    with pytest.raises(MeasurementError, match="fio failed"):
-        fio.run([directory / "x"], "write", 1 << 20, ["--ioengine=nonexistent"])
     assert config.label == "fio libaio 64k qd4"
-
-
-def test_missing_fio_is_raised(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert fio.version() is None
-    with pytest.raises(MeasurementError, match="not installed"):
-        fio.run([directory / "x"], "write", 1 << 20, [])
 
 
 def test_a_chart_shows_every_contender_and_is_the_same_each_time(directory: Path) -> None:
