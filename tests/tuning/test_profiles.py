@@ -175,15 +175,11 @@ def test_a_spoilt_file_is_warned_of_and_defaults_are_used(
         assert "profiles" not in handle.stats()
 
 
-def make_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def make_circle(path: Path) -> None:
-    path.symlink_to(path)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, make_folder, make_circle])
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path)],
+    ids=["pipe", "folder", "circle"],
+)
 def test_what_is_no_regular_file_is_warned_of_and_left_alone(
     store: Path, directory: Path, make: Callable[[Path], None]
 ) -> None:
@@ -449,29 +445,17 @@ def test_the_environment_switches_profiles_off(
         assert "profiles" not in handle.stats()
 
 
-def test_functions_and_files_without_settings_use_the_profile(
-    tuned: Path, random_bytes: RandomBytes
-) -> None:
-    data = random_bytes(2 << 20)
-    tensorferry.write(tuned / "file", data)
-    with tensorferry.open(tuned / "file") as file:
-        assert file.engine == "threads"
-        assert file.stats()["written_nbytes"] == data.nbytes  # shared by all such files
-        found = np.zeros_like(data)
-        file.read(found)
-        assert_equal(found, data)
-        assert file.stats()["engine_blocks"] == 16
-    with tensorferry.open(tuned / "file", queue_depth=4) as file:
-        assert file.stats()["requests"] == 0
-
-
 def test_descriptors_and_files_without_a_name_have_their_file_systems_profile(tuned: Path) -> None:
     with tempfile.TemporaryFile(dir=tuned) as file, tensorferry.aio_handle() as handle:
         handle.async_pwrite(np.arange(1000), file.fileno())
         assert handle.wait() == 1
         assert handle.get_queue_depth() == 7
-        with tensorferry.open(f"/proc/self/fd/{file.fileno()}") as opened:
+        path = f"/proc/self/fd/{file.fileno()}"
+        with tensorferry.open(path) as opened, tensorferry.open(path, queue_depth=4) as explicit:
+            opened.read(np.zeros(1000))
             assert opened.engine == "threads"
+            assert opened.stats()["requests"] == 1
+            assert explicit.stats()["requests"] == 0
 
 
 def test_a_look_up_that_failed_is_not_made_again(
