@@ -100,20 +100,6 @@ def test_all_problems_are_told_in_one_style(arguments: tuple[str, ...]) -> None:
         assert named, line
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_names_arguments_and_values_in_capitals_or_lists_them(command: str) -> None:
-    """Usage: FOLDER, --io-size BYTES; values to choose from stand with a bar between them."""
-    shown = help_of(command)
-    assert not re.search(r"<\w+>", shown)
-    usage = shown.splitlines()[0].partition("[OPTIONS]")[2]
-    assert usage == usage.upper()
-    listed = re.findall(
-        r"^  (?:--[\w-]+ )?([^\s-]\S*)(?:  |$)", shown.partition("Arguments:")[2], re.M
-    )
-    assert listed
-    assert all(name == name.upper() or "|" in name for name in listed), listed
-
-
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_fits_the_terminal_and_wraps_only_there(command: str, width: int) -> None:

@@ -122,13 +122,3 @@ def test_what_tune_finds_fits_the_terminal(width: int, place: Path, tmp_path: Pa
     )
     assert " left: " in text, "a bar"
     assert "For DeepSpeed" in text
-
-
-@pytest.mark.usefixtures("place")
-@pytest.mark.parametrize("width", [80, 100])
-def test_advice_goes_on_below_its_text(width: int, tmpfs_directory: Path) -> None:
-    lines = shown(COMMANDS["report"], tmpfs_directory, width)
-    first = next(n for n, line in enumerate(lines) if line.startswith("Advice"))
-    advice = [line for line in lines[first + 1 :] if line.strip()]
-    assert any(line.startswith(" " * 14) for line in advice)
-    assert all(re.match(r" {2}\d\. | {5}(meaning|remedy) | {14}\S", line) for line in advice)

@@ -160,19 +160,13 @@ with only_benchmark(lambda: print("waits", flush=True)):
     assert [path.name for path in shared.iterdir()] == ["tensorferry-benchmarks.lock"]
 
 
-def test_gpu_scenario_says_that_there_is_no_gpu_and_fails_where_it_was_asked_for(
-    tmp_path: Path,
-) -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
+@pytest.mark.parametrize("scenario", [gpu.run, gpu.run_on_tmpfs])
+def test_gpu_scenarios_say_that_there_is_no_gpu(scenario: Any, tmp_path: Path) -> None:
+    if pytest.importorskip("torch").cuda.is_available():
         pytest.skip("there is a GPU")
-    for name in ("gpu", "gpu_tmpfs"):
-        command = [warm.python(), "-m", "benchmarks", name, *TINY, f"--directory={tmp_path}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 1
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{name}:")]
-        assert "no GPU" in line
-        assert not list(tmp_path.iterdir())
+    with pytest.raises(UnavailableError, match="no GPU"):
+        scenario(Settings(tmp_path, rounds=1, nbytes=4 << 20))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_scenario_that_cannot_run_does_not_fail_the_run_of_all(
@@ -189,18 +183,6 @@ def test_a_scenario_that_cannot_run_does_not_fail_the_run_of_all(
     assert "lacking: no such machine" in capsys.readouterr().out
     assert program.main(["lacking", *TINY, f"--directory={tmp_path}"]) == 1
     assert program.main(["rest", *TINY, f"--directory={tmp_path}"]) == 0
-
-
-def test_gpu_pattern_is_that_of_the_files(tmp_path: Path) -> None:
-    import torch
-
-    tensor = torch.empty(1 << 20, dtype=torch.uint8)
-    gpu.fill(tensor, 17)
-    assert memory.matches(tensor.numpy().data, 17)
-    assert gpu.matches(tensor, 17)
-    assert not gpu.matches(tensor, 18)
-    tensor[-1] ^= 1
-    assert not gpu.matches(tensor, 17)
 
 
 @pytest.mark.parametrize("threads", [0, 3])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import tensorferry
 from tensorferry.tuning.advice import LEVELS, advise
 from tensorferry.tuning.report import report
-from tests.support import child, libraries, mounts, required
+from tests.support import child, libraries, mounts
 
 LOOK = "tests.tuning.report_programs:look"
 LOOK_AS_NOBODY = "tests.tuning.report_programs:look_as_nobody"
@@ -94,29 +93,6 @@ def test_a_read_only_file_system_comes_first(directory: Path) -> None:
     assert (first["level"], first["remedy"]) == ("stops", f"mount -o remount,rw {path}")
 
 
-@pytest.mark.root
-def test_a_nearly_full_file_system_in_memory_is_advised_on(directory: Path) -> None:
-    with mounts.tmpfs(directory / "mount", 4 << 20) as path:
-        facts = report(path)
-    full, in_memory = about(facts, "file_system")
-    assert (full["level"], in_memory["level"]) == ("stops", "speed")
-    assert "4 MiB are free" in full["finding"]
-    assert "lies in memory (tmpfs)" in in_memory["finding"]
-
-
-@pytest.mark.root
-def test_a_loop_device_through_the_page_cache_is_advised_on_until_it_is_switched(
-    directory: Path,
-) -> None:
-    with mounts.loop_device(directory) as device:
-        remedy = f"losetup --direct-io=on {device}"
-        assert remedy in [advice["remedy"] for advice in about(report(device), "devices")]
-        switched = subprocess.run(remedy.split(), capture_output=True)
-        if switched.returncode != 0:
-            required.missing("mounts", "this loop device cannot do direct I/O")
-        assert remedy not in [advice["remedy"] for advice in about(report(device), "devices")]
-
-
 def test_profiles_that_cannot_be_used_are_unknown_with_the_reason(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +126,7 @@ UNKNOWN = {"unknown": "for a test"}
 EVERYTHING = ("engines", "kernel", "processors", "memory", "control_groups", "file_system")
 EVERYTHING += ("devices", "profile", "gpu", "gpudirect_storage")
 SYSTEM = {"type": "ext4", "options": "rw", "in_memory": False, "direct_io": UNKNOWN}
+FULL = {"nbytes": 1 << 40, "free_nbytes": 4 << 20, "read_only": False, "writable": True}
 JOURNAL = {"options": "rw,data=journal", "direct_io": {"works": False, "reason": "it says so"}}
 LINK = {"address": "0000:01:00.0", "speed": "8.0 GT/s PCIe", "width": 2, "gb_per_second": 1.97}
 LINK |= {"speed_max": "16.0 GT/s PCIe", "width_max": 4, "gb_per_second_max": 7.88}
@@ -192,7 +169,14 @@ ADVICE: dict[str, tuple[dict[str, Any], str]] = {
     "nothing is known": (dict.fromkeys(EVERYTHING, UNKNOWN), ""),
     "little is known": ({"file_system": SYSTEM | {"space": UNKNOWN}}, ""),
     "torch is unknown": ({"libraries": {"torch": UNKNOWN}}, ""),
+    "nearly full": ({"file_system": SYSTEM | {"space": FULL}}, "^stops 4 MiB are free"),
+    "in memory": ({"file_system": SYSTEM | {"in_memory": True}}, "^speed /data lies in memory"),
     "a good drive": (drive(), ""),
+    "a loop device": (
+        drive(kind="loop device", direct_io=False),
+        "losetup --direct-io=on /dev/nvme0n1",
+    ),
+    "a loop device past the page cache": (drive(kind="loop device", direct_io=True), ""),
     "blocks are split": (
         queue(max_sectors_kb=256, max_hw_sectors_kb=2048),
         "echo 2048 > /sys/block/nvme0n1/queue/max_sectors_kb",
