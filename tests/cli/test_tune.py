@@ -161,8 +161,12 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(place: Place) -> None
 def test_a_result_that_could_not_be_stored_is_known_before_the_run(place: Place) -> None:
     place.environment["TENSORFERRY_PROFILES"] = str(place.sweep / "below")
     done = place.run_small(expect=1)
-    assert_says(done, f"{place.sweep}/below: ", "--no-save")
     assert done.stdout == "", "nothing was measured"
+    assert_says(done, f"{place.sweep}/below: ", "--no-save")
+    done = place.run_theirs(
+        "--nvme_dir", place.folder, "--log_dir", place.sweep / "below", expect=1
+    )
+    assert_says(done, "--log-dir", "Not a directory")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -269,8 +273,3 @@ def test_tuning_with_cuda_tensors_ends_with_settings(option: str, place: Place) 
     if reason := gpus.why_no_gpu() or (gpus.why_no_gds() if option == "--gds" else None):
         pytest.skip(reason)
     assert section_of(place.run_small(option)).get("use_gds", False) is (option == "--gds")
-
-
-def test_a_log_of_ds_nvme_tune_that_cannot_be_written_is_one_clear_line(place: Place) -> None:
-    arguments = ("--nvme_dir", place.folder, "--log_dir", place.sweep / "below")
-    assert_says(place.run_theirs(*arguments, expect=1), "--log-dir", "Not a directory")

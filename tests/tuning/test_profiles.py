@@ -142,10 +142,8 @@ def spoilt(**changes: Any) -> str:
     [
         "",
         "[]",
-        "\0\0\0",
         '{"version": 2}',
         '{"version": 1, "profiles": []}',
-        '{"version": 3, "profiles": []}',
         '{"version": 2, "profiles": [1]}',
         spoilt(block_size="1M"),
         spoilt(queue_depth=1 << 20),
