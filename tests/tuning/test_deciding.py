@@ -167,12 +167,8 @@ def test_a_sweep_of_ds_nvme_tune_names_the_settings(tmp_path: Path) -> None:
         ' "single_submit": [true], "sequential_requests": [true, false], "io_engine": ["threads"]}'
     )
     found = candidates_of_json(path, DEFAULT)
-    assert [(each.block_size >> 20, each.intra_op_parallelism) for each in found] == [
-        (1, 1),
-        (1, 2),
-        (8, 1),
-        (8, 2),
-    ]
+    sizes = [(each.block_size >> 20, each.intra_op_parallelism) for each in found]
+    assert sizes == [(1, 1), (1, 2), (8, 1), (8, 2)]
     assert {(each.queue_depth, each.single_submit, each.engine) for each in found} == {
         (32, True, "threads")
     }

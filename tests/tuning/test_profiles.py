@@ -413,11 +413,21 @@ def test_memory_of_gpus_has_profiles_of_its_own(
 
 
 @pytest.mark.parametrize(
-    "explicit", [{"queue_depth": 128}, {"overlap_events": False}, {"engine": "threads"}]
+    ("explicit", "environment"),
+    [
+        ({"queue_depth": 128}, {}),
+        ({"overlap_events": False}, {}),
+        ({"engine": "threads"}, {}),
+        ({}, {"TENSORFERRY_PROFILES": "0"}),
+        ({}, {"TENSORFERRY_ENGINE": "threads"}),
+    ],
 )
-def test_a_setting_given_switches_profiles_off_even_if_it_is_the_default(
-    tuned: Path, explicit: dict[str, Any]
+def test_a_setting_given_or_the_environment_switches_profiles_off(
+    tuned: Path, monkeypatch: pytest.MonkeyPatch, explicit: dict[str, Any], environment: Any
 ) -> None:
+    """Even a setting that is the default."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     with tensorferry.aio_handle(**explicit) as handle:
         handle.sync_pwrite(np.arange(100_000), tuned / "file")
         assert "profiles" not in handle.stats()
@@ -428,19 +438,6 @@ def test_the_signature_shows_deepnvmes_defaults() -> None:
     parameters = inspect.signature(tensorferry.aio_handle).parameters
     defaults = [str(parameter.default) for parameter in list(parameters.values())[:5]]
     assert defaults == ["1048576", "128", "False", "False", "1"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("TENSORFERRY_PROFILES", "0"), ("TENSORFERRY_ENGINE", "threads")]
-)
-def test_the_environment_switches_profiles_off(
-    tuned: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    with tensorferry.aio_handle() as handle:
-        handle.sync_pwrite(np.arange(100), tuned / "file")
-        assert handle.get_queue_depth() == 128
-        assert "profiles" not in handle.stats()
 
 
 def test_descriptors_and_files_without_a_name_have_their_file_systems_profile(tuned: Path) -> None:
