@@ -43,10 +43,10 @@ def here(
     """Run a command line in this process; what it starts is started quickly."""
     output, errors = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as streams:
+        patch.setattr(sys, "executable", warm.python())  # which starts without `environment`
         for name, value in ({"COLUMNS": "120"} | environment).items():
             patch.setenv(name, value)
         patch.chdir(cwd)
-        patch.setattr(sys, "executable", warm.python())
         streams.enter_context(contextlib.redirect_stdout(output))
         streams.enter_context(contextlib.redirect_stderr(errors))
         try:

@@ -61,26 +61,14 @@ def test_table_has_a_row_for_each_process_and_one_for_all(directory: Path) -> No
     rows = [line.split()[:3] for line in done.stdout.splitlines() if "write aio_handle " in line]
     assert [row[2] for row in rows[:2]] == ["0", "1"]
     assert re.fullmatch(r"\d+\.\d{3}", rows[2][2])
-    lines = done.stdout.splitlines()
-    first = lines.index(next(line for line in lines if "write aio_handle " in line))
-    assert all(lines[first : first + 3]), "no blank rows between"
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", done.stdout), "control codes"
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("engine", "operations"),
-    [
-        ("aio_handle", ["write", "read"]),
-        ("files", ["write", "read"]),
-        pytest.param("torch_io", ["write", "read"], marks=needs_torch),
-    ],
-)
-def test_every_engine_moves_what_it_should(
-    engine: str, operations: list[str], directory: Path
-) -> None:
+@pytest.mark.parametrize("engine", ["files", pytest.param("torch_io", marks=needs_torch)])
+def test_every_engine_moves_what_it_should(engine: str, directory: Path) -> None:
     content = measure(directory, "--engine", engine, "--validate", "--io-size", SIZE + 13)
-    assert found(content) == [(operation, engine) for operation in operations]
+    assert found(content) == [("write", engine), ("read", engine)]
 
 
 def test_options_that_only_deepspeeds_legacy_has_are_accepted_and_noted(directory: Path) -> None:
@@ -93,21 +81,19 @@ def test_options_that_only_deepspeeds_legacy_has_are_accepted_and_noted(director
 def test_a_chart_is_drawn_too(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     required.module("matplotlib")
     path = tmp_path_factory.mktemp("chart") / "out.svg"
-    content = measure(directory, "--plot", path, "--loops=1")
-    assert found(content) == [("write", "aio_handle"), ("read", "aio_handle")]
+    measure(directory, "--plot", path, "--loops=1")
     assert "<svg" in path.read_text()
 
 
 @pytest.mark.parametrize("engine", ["aio_handle", "files"])
 def test_settings_given_are_those_in_use(engine: str, directory: Path) -> None:
     options = ["--block-size=64K", "--queue-depth=7", "--io-engine=threads"]
+    expected = {"block_size": 65536, "queue_depth": 7, "engine": "threads"}
     if engine == "aio_handle":
         options += ["--io-parallel=3", "--single-submit", "--sequential-requests"]
+        expected["intra_op_parallelism"] = 3
     settings = measure(directory, "--engine", engine, *options)["results"][0]["settings"]
-    assert settings["block_size"] == 65536
-    assert settings["queue_depth"] == 7
-    assert settings["engine"] == "threads"
-    assert settings.get("intra_op_parallelism", 3) == 3
+    assert expected.items() <= settings.items()
 
 
 @pytest.mark.parametrize("engine", ["aio_handle", "files"])
@@ -117,14 +103,13 @@ def test_a_stored_profile_is_used_and_told(
     profile = Settings(block_size=128 << 10, queue_depth=9, engine="threads")
     path = tmp_path_factory.mktemp("profiles") / "profiles.json"
     system = profiles.file_system_of(directory)
-    for use in (("read", "host"), ("write", "host")):
-        storing.store(path, system, {use: profiles.Profile(system, profile, *use)})
+    made = [profiles.Profile(system, profile, direction) for direction in profiles.DIRECTIONS]
+    storing.store(path, system, {each.use: each for each in made})
     content = measure(directory, "--engine", engine, TENSORFERRY_PROFILES=str(path))
     assert found(content) == [("write", engine), ("read", engine)]
+    expected = {"block_size": 128 << 10, "queue_depth": 9, "engine": "threads"}
     for result in content["results"]:
-        used = result["settings"]
-        assert (used["block_size"], used["queue_depth"]) == (128 << 10, 9)
-        assert used["engine"] == "threads"
+        assert expected.items() <= result["settings"].items()
 
 
 def test_files_in_memory_are_noted_as_never_cold(tmpfs_directory: Path) -> None:
@@ -142,18 +127,15 @@ def test_processes_work_in_the_folders_they_are_mapped_to(directory: Path) -> No
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
 
-@pytest.mark.parametrize("memory", ["ordinary", "locked"])
-def test_both_kinds_of_memory_are_measured(memory: str, directory: Path) -> None:
-    content = measure(directory, "--memory", memory, "--validate")
-    assert content["job"]["memory"] == memory
+def test_ordinary_memory_is_measured(directory: Path) -> None:
+    content = measure(directory, "--memory=ordinary", "--validate")
+    assert content["job"]["memory"] == "ordinary"
     assert found(content) == [("write", "aio_handle"), ("read", "aio_handle")]
 
 
-def test_warm_up_counts_only_on_request(directory: Path) -> None:
+def test_warm_up_counts_on_request(directory: Path) -> None:
     content = measure(directory, "--warmup-loops=3", "--include-warmup-time", "--write")
     assert content["results"][0]["all"]["loops"] == 5
-    content = measure(directory, "--warmup-loops=0", "--write")
-    assert content["results"][0]["all"]["loops"] == 2
 
 
 def test_kept_files_have_ds_io_names_and_are_read_again(directory: Path) -> None:
@@ -179,28 +161,16 @@ def test_compare_takes_turns_with_python_and_fio(directory: Path) -> None:
     assert content["results"][2]["all"]["nbytes"] == 2 * SIZE
 
 
-@needs_torch
-def test_compare_with_torch_checks_each_by_its_own_content(directory: Path) -> None:
-    content = measure(directory, "--engine=torch_io", "--compare", "--validate")
-    assert ("read", "torch_io") in found(content)
-    assert ("read", "python") in found(content)
-
-
-def test_compare_goes_on_without_fio(directory: Path) -> None:
-    content = measure(directory, "--compare", "--write", PATH="/nonexistent")
-    assert found(content) == [("write", "aio_handle"), ("write", "python")]
-    assert any("fio" in note and "not installed" in note for note in content["notes"])
-
-
-def test_compare_goes_on_when_fio_fails(
+def test_compare_goes_on_without_fio_and_where_it_fails(
     directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     program = tmp_path_factory.mktemp("bin") / "fio"
     program.write_text("#!/bin/sh\necho out of order >&2; exit 3\n")
     program.chmod(0o755)
-    content = measure(directory, "--compare", PATH=f"{program.parent}:{os.environ['PATH']}")
-    assert {way for _, way in found(content)} == {"aio_handle", "python"}
-    assert "not compared with fio: fio failed: out of order" in content["notes"]
+    for path, reason in (("/nonexistent", "not installed"), (program.parent, "out of order")):
+        content = measure(directory, "--compare", "--write", PATH=f"{path}:/nonexistent")
+        assert found(content) == [("write", "aio_handle"), ("write", "python")]
+        assert any("fio" in note and reason in note for note in content["notes"])
 
 
 def test_handles_are_measured_without_torch_and_numpy(
@@ -218,29 +188,16 @@ def test_handles_are_measured_without_torch_and_numpy(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        ["--engine=files"],
-        ["--memory=locked"],
-        ["--use-accelerator-pin-memory"],
-        ["--use-gds"],
-        ["--compare"],
-    ],
-    ids=" ".join,
+    "option",
+    ["--engine=files", "--memory=locked", "--use-accelerator-pin-memory", "--use-gds", "--compare"],
 )
-def test_cuda_tensors_are_measured_and_hold_the_right_bytes(
-    options: list[str], directory: Path
-) -> None:
-    if reason := gpus.why_no_gpu() or (gpus.why_no_gds() if "--use-gds" in options else None):
+def test_cuda_tensors_are_measured_and_hold_the_right_bytes(option: str, directory: Path) -> None:
+    if reason := gpus.why_no_gpu() or (gpus.why_no_gds() if option == "--use-gds" else None):
         pytest.skip(reason)
-    content = measure(directory, "--gpu", "--validate", *options)
-    way = "gds_handle" if "--use-gds" in options else content["job"]["engine"]
-    staged = any("memory" in option for option in options)
+    content = measure(directory, "--gpu", "--validate", option)
+    way = "gds_handle" if option == "--use-gds" else content["job"]["engine"]
     results = [result for result in content["results"] if result["way"] == way]
     assert [result["operation"] for result in results] == ["write", "read"]
     for result in results:
-        if staged:
-            assert result["gpu"] is None
-        else:
-            assert result["gpu"]["gpu_nbytes"] == 3 * SIZE
+        moved = result["gpu"] and result["gpu"]["gpu_nbytes"]
+        assert moved == (None if "memory" in option else 3 * SIZE)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,45 +21,12 @@ from tests.support.leaks import settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.support.faultfs import FaultFS
 
 SIZE = 3 << 20
 INTERRUPTED = "tensorferry bench: interrupted; its files and processes are gone"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ([], "FOLDER: missing"),
-        (
-            ["--folder=.", "--folder-to-device-mapping=.:0"],
-            "--folder, --folder-to-device-mapping: choose one of them",
-        ),
-        (["--folder=.", "docs"], "FOLDER, --folder: choose one of them"),
-        (["--folder=README.md"], "is not a folder"),
-        (["--folder-to-device-mapping=docs:first"], "is not FOLDER:DEVICE"),
-        (["--folder-to-device-mapping=/nonexistent:0"], "/nonexistent"),
-        ([".", "--io-size=0"], "0 is not in the range 1 to"),
-        ([".", "--io-size=12Q"], "12Q"),
-        ([".", "--warmup-loops=-1"], "--warmup-loops"),
-        ([".", "--memory=pinned"], "pinned"),
-        ([".", "--engine=torch_fastio"], "torch_fastio"),
-        ([".", "--engine=files", "--io-parallel=2"], "--io-parallel: tensorferry.open()"),
-    ],
-)
-def test_an_unusable_argument_is_named(arguments: list[str], problem: str) -> None:
-    assert problem in bench(*arguments, expect=2).stderr
-
-
-def test_gpu_is_refused_with_the_reason_where_there_is_none(directory: Path) -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = bench(directory, "--gpu", "--use-gds", expect=2)
-    assert "--gpu: torch finds no CUDA device" in done.stderr
-    assert "--use-gds: GPUDirect Storage cannot be had: " in done.stderr
-    assert list(directory.iterdir()) == []
 
 
 def test_a_refused_engine_is_named_with_the_remedy(directory: Path) -> None:
@@ -151,15 +117,6 @@ def assert_ends(process: subprocess.Popen[str], directory: Path, code: int, said
     assert settled(lambda: not processes.of_session(process.pid))
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    """Return the processes that transfer; Python's resource tracker is none of them."""
-    return [
-        member
-        for member in processes.of_session(process.pid)
-        if b"workers import serve" in Path(f"/proc/{member}/cmdline").read_bytes()
-    ]
-
-
 @pytest.mark.parametrize("keep", [[], ["--keep-files"]])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("whole_group", [True, False])
@@ -199,12 +156,6 @@ with leaving_well("this"):
 def test_an_interrupted_command_that_ends_is_not_stopped_by_a_second_signal() -> None:
     done = ended(sys.executable, "-c", IMPATIENT, expect=130)
     assert done.stderr == "this: interrupted; its files and processes are gone\n"
-
-
-def test_a_killed_process_is_told_and_the_others_are_ended(directory: Path) -> None:
-    with started(directory) as process:
-        os.kill(workers_of(process)[1], signal.SIGKILL)
-        assert_ends(process, directory, 1, "was killed by SIGKILL")
 
 
 def test_processes_whose_bench_was_killed_clean_up_and_leave(directory: Path) -> None:

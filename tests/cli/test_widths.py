@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from typing import TYPE_CHECKING
@@ -11,29 +10,19 @@ import numpy
 import pytest
 
 from tensorferry.safetensors.numpy import save_file
+from tensorferry.transfer.profiles import FileSystem, Profile
+from tensorferry.transfer.settings import Settings
+from tensorferry.tuning import storing
 from tests.cli.running import run
 from tests.support import commands, libraries, required, warm
 
 if TYPE_CHECKING:
-    import pathlib
+    from pathlib import Path
 
 pytest.importorskip("torch")  # which reads checkpoints
 required.module("typer")
 required.module("rich")
 
-PROFILE = {
-    "file_system": {
-        "type": "ext4",
-        "uuid": None,
-        "fsid": None,
-        "source": "/dev/x",
-        "mount_point": "/mnt/one/two/three",
-    },
-    "settings": {"engine": "io_uring", "single_submit": True},
-    "direction": "write",
-    "memory": "host",
-    "found": {"rates": {"median": 2e9}, "when": "2026-01-31T12:00"},
-}
 COMMANDS = {
     "report": ("report", "."),
     "bench": ("bench", ".", "--io-size=64K", "--loops=1", "--write"),
@@ -46,37 +35,38 @@ COMMANDS = {
 
 
 @pytest.fixture
-def place(directory: pathlib.Path) -> pathlib.Path:
-    names = ("model.layers.0.attention.key", "model.layers.11.perceptron.down", "x")
-    save_file({name: numpy.zeros((3, 1000)) for name in names}, directory / "model.safetensors")
-    return directory
-
-
-@pytest.fixture
-def environment(
-    tmp_path: pathlib.Path,
+def place(
+    directory: Path,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
-) -> dict[str, str]:
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    (tmp_path / "profiles").write_text(json.dumps({"version": 2, "profiles": [PROFILE]}))
-    ours = {"TENSORFERRY_PROFILES": str(tmp_path / "profiles"), "TERM": "xterm", "NO_COLOR": "1"}
+) -> Path:
+    """A folder with a model to look at; in the environment is a file with a profile to show."""
+    names = ("model.layers.0.attention.key", "model.layers.11.perceptron.down", "x")
+    save_file({name: numpy.zeros((3, 1000)) for name in names}, directory / "model.safetensors")
+    system = FileSystem("ext4", None, None, "/dev/x", "/mnt/one/two/three")
+    found = {"rates": {"median": 2e9}, "when": "2026-01-31T12:00"}
+    profile = Profile(system, Settings(engine="io_uring"), "write", found=found)
+    folder = tmp_path_factory.mktemp("home")
+    storing.store(folder / "profiles", system, {profile.use: profile})
+    warm.python()  # which starts without what follows
+    variables = {"TENSORFERRY_PROFILES": str(folder / "profiles"), "TERM": "xterm", "NO_COLOR": "1"}
     if "convert" not in request.node.name:  # a report waits for torch, in a process of its own
-        ours |= libraries.broken(tmp_path_factory.mktemp("libraries"))
-    return ours
+        variables |= libraries.broken(folder)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return directory
 
 
-def piped(arguments: tuple[str, ...], place: pathlib.Path, environment: dict[str, str]) -> str:
-    return run(*arguments, cwd=place, **environment).stdout
+def piped(command: str, place: Path) -> str:
+    return run(*COMMANDS[command], cwd=place).stdout
 
 
-def shown(
-    arguments: tuple[str, ...], place: pathlib.Path, environment: dict[str, str], width: int
-) -> list[str]:
+def shown(arguments: tuple[str, ...], place: Path, width: int) -> list[str]:
     """Return the lines that a terminal gets, without its control codes."""
     command = [warm.python(), "-m", "tensorferry", *arguments]
-    env = os.environ | environment | {"COLUMNS": str(width)}
+    env = os.environ | {"COLUMNS": str(width)}
     output = commands.on_terminal(command, env=env, cwd=place)
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode()))
 
@@ -90,11 +80,11 @@ def words(text: str) -> set[str]:
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_terminal_shows_whole_words_within_its_width(
-    command: str, width: int, place: pathlib.Path, environment: dict[str, str]
+    command: str, width: int, place: Path
 ) -> None:
-    before = words(piped(COMMANDS[command], place, environment))
-    lines = shown(COMMANDS[command], place, environment, width)
-    after = words(piped(COMMANDS[command], place, environment))
+    before = words(piped(command, place))
+    lines = shown(COMMANDS[command], place, width)
+    after = words(piped(command, place))
     assert max(map(len, lines)) <= width
     found = words(" ".join(lines))
     # Only what is too long for its place may be folded: paths, with what stands around them. What a report says of the
@@ -106,12 +96,12 @@ def test_a_terminal_shows_whole_words_within_its_width(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_lines_in_a_pipe_are_as_long_as_they_are_and_end_with_their_text(
-    command: str, place: pathlib.Path, environment: dict[str, str]
+    command: str, place: Path
 ) -> None:
     name = "layer." * 40
     if command.startswith("ls"):
         save_file({name: numpy.zeros(3)}, place / "model.safetensors")
-    output = piped(COMMANDS[command], place, environment)
+    output = piped(command, place)
     lines = output.splitlines()
     assert [line for line in lines if line != line.rstrip()] == []
     assert lines[0]
@@ -121,26 +111,14 @@ def test_lines_in_a_pipe_are_as_long_as_they_are_and_end_with_their_text(
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-def test_what_tune_finds_fits_the_terminal(
-    width: int, place: pathlib.Path, environment: dict[str, str], tmp_path: pathlib.Path
-) -> None:
+def test_what_tune_finds_fits_the_terminal(width: int, place: Path, tmp_path: Path) -> None:
     (tmp_path / "sweep").write_text('{"io_engine": ["threads"], "block_size": ["1M"]}')
     sweep = ("--sweep-config", str(tmp_path / "sweep"), "--no-save", "--seconds=1")
-    lines = shown(("tune", ".", "--io-size=16M", *sweep), place, environment, width)
+    lines = shown(("tune", ".", "--io-size=16M", *sweep), place, width)
     assert max(map(len, lines)) <= width
     text = "\n".join(line.rstrip() for line in lines)
     assert re.search(
         r"^ ?drive +settings +GB/s +min .. max +default +CPU s/GB$", text, re.MULTILINE
     )
+    assert " left: " in text, "a bar"
     assert "For DeepSpeed" in text
-
-
-@pytest.mark.parametrize("width", [80, 100])
-def test_advice_goes_on_below_its_text(
-    width: int, tmpfs_directory: pathlib.Path, environment: dict[str, str]
-) -> None:
-    lines = shown(COMMANDS["report"], tmpfs_directory, environment, width)
-    first = next(n for n, line in enumerate(lines) if line.startswith("Advice"))
-    advice = [line for line in lines[first + 1 :] if line.strip()]
-    assert any(line.startswith(" " * 14) for line in advice)
-    assert all(re.match(r" {2}\d\. | {5}(meaning|remedy) | {14}\S", line) for line in advice)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.transfer.settings import Settings
@@ -35,7 +35,7 @@ def bench(directory: str, way: str, nvidia_fs: bool) -> dict[str, Any]:
     driver = standin.loaded()
     driver.set(cufile_nvfs=nvidia_fs)
     written, found = driver.array(bytes(range(256)) * 4096), driver.array(MIB)
-    path = pathlib.Path(directory, "file")
+    path = Path(directory, "file")
     job = Job(places=(), io_nbytes=MIB, gpu=True, memory="gpu")
     said: dict[str, Any] = {"way": way}
     for operation, array in (("write", written), ("read", found)):
@@ -60,7 +60,7 @@ def tune(directory: str, gds: bool, nvidia_fs: bool) -> dict[str, Any]:
     array = driver.array(16 * MIB, 1)
     drive._gpu_tensor = lambda number, nbytes: array  # torch's cannot be on the stand-in
     engine = gpus.CUFILE if gds and gpus.gds_uses_cufile() else "threads"
-    with Drive(pathlib.Path(directory), 16 * MIB, 1, gds=gds) as measured:
+    with Drive(Path(directory), 16 * MIB, 1, gds=gds) as measured:
         settings = Settings(MIB, 8, engine=engine)
         for direction in ("write", "read"):
             measured.measure(settings, direction)

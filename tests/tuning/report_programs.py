@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import resource
+from pathlib import Path
 from typing import Any
 
 from tensorferry.tuning.report import report
@@ -12,7 +12,7 @@ from tensorferry.tuning.report import report
 
 def look(path: str) -> dict[str, Any]:
     """Report on a path."""
-    return report(pathlib.Path(path))
+    return report(Path(path))
 
 
 def look_as_nobody(path: str, locked_nbytes: int, descriptors: int) -> dict[str, Any]:
@@ -22,4 +22,4 @@ def look_as_nobody(path: str, locked_nbytes: int, descriptors: int) -> dict[str,
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
-    return report(pathlib.Path(path))
+    return report(Path(path))

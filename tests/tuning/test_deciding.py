@@ -6,9 +6,9 @@ A simulated drive has a clock, noise on every measurement, and drift within the 
 from __future__ import annotations
 
 import math
-import pathlib
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,10 +74,10 @@ def gains_of(generator: random.Random, kind: str) -> dict[str, dict[Settings, fl
 
 
 def tuned(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, drives: list[SimulatedDrive]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drives: list[SimulatedDrive]
 ) -> list[dict[str, Settings]]:
     """Tune drives in one run, as folders of file systems of their own, and return what is stored for each."""
-    folders = {pathlib.Path(f"/{n}"): drive for n, drive in enumerate(drives)}
+    folders = {Path(f"/{n}"): drive for n, drive in enumerate(drives)}
     systems = {
         folder: profiles.FileSystem("ext4", f"{n}", None, f"/dev/{n}", str(folder))
         for n, folder in enumerate(folders)
@@ -98,7 +98,7 @@ def tuned(
 
 
 def test_of_200_drives_none_is_made_slower_and_what_is_1_3_times_as_fast_is_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wanted = found = 0
     kinds = ("a good setting", "fast reads, slow writes", "all alike", "nothing better")
@@ -160,19 +160,15 @@ def test_one_section_for_all_is_not_slower_for_any() -> None:
     assert common(DEFAULT, [reads, writes], [mixed, DEFAULT]) == DEFAULT
 
 
-def test_a_sweep_of_ds_nvme_tune_names_the_settings(tmp_path: pathlib.Path) -> None:
+def test_a_sweep_of_ds_nvme_tune_names_the_settings(tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
     path.write_text(
         '{"block_size": ["1M", 8388608], "queue_depth": [32], "io_parallel": [1, 2],'
         ' "single_submit": [true], "sequential_requests": [true, false], "io_engine": ["threads"]}'
     )
     found = candidates_of_json(path, DEFAULT)
-    assert [(each.block_size >> 20, each.intra_op_parallelism) for each in found] == [
-        (1, 1),
-        (1, 2),
-        (8, 1),
-        (8, 2),
-    ]
+    sizes = [(each.block_size >> 20, each.intra_op_parallelism) for each in found]
+    assert sizes == [(1, 1), (1, 2), (8, 1), (8, 2)]
     assert {(each.queue_depth, each.single_submit, each.engine) for each in found} == {
         (32, True, "threads")
     }
@@ -193,7 +189,7 @@ def test_a_sweep_of_ds_nvme_tune_names_the_settings(tmp_path: pathlib.Path) -> N
         ('{"io_parallel": [%s], "queue_depth": [%s]}', "combinations are more than 256"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused(tmp_path: pathlib.Path, text: str, words: str) -> None:
+def test_a_sweep_that_cannot_be_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "sweep.json"
     numbers = ", ".join(map(str, range(1, 33)))
     path.write_text(text % (numbers, numbers) if "%s" in text else text)

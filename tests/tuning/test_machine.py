@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pathlib
-import subprocess
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tensorferry import _core
 from tensorferry.tuning import machine
+from tensorferry.tuning.advice import advise
 from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
 from tensorferry.tuning.machine.libraries import asking
 from tensorferry.tuning.machine.probe import attempt, is_unknown
 from tests.conftest import file_system_type
-from tests.support import mounts, processes, required
+from tests.support import mounts, processes
 from tests.support.leaks import Holdings, count_descriptors, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("sector_nbytes", [512, 4096])
 def test_alignments_are_those_of_the_drives_sectors_and_of_the_library(
-    sector_nbytes: int, directory: pathlib.Path
+    sector_nbytes: int, directory: Path
 ) -> None:
     options = (f"--sector-size={sector_nbytes}", "--direct-io=on")
     with (
         mounts.loop_device(directory, *options) as device,
         mounts.ext4_on(device, directory / "mount") as path,
     ):
-        found = storage.file_system(path)
-        assert found["type"] == "ext4"
-        assert found["mount_point"] == str(path)
+        bare, found = storage.file_system(device), storage.file_system(path)
+        assert (bare["type"], bare["direct_io"]["works"]) == ("block device", True)
+        assert bare["device_number"] == found["device_number"]
+        assert (found["type"], found["mount_point"]) == ("ext4", str(path))
         direct = found["direct_io"]
         assert direct["works"] is True
         assert direct["offset_alignment"] == sector_nbytes
@@ -50,23 +49,12 @@ def test_alignments_are_those_of_the_drives_sectors_and_of_the_library(
         assert loop["direct_io"] is True
         assert loop["queue"]["logical_block_size"] == sector_nbytes
         assert loop["nbytes"] == mounts.DEVICE_NBYTES
-        names = {lower["name"] for lower in devices.flat(loop["below"])}
-        under = storage.device_number(storage.mount_of(directory))
-        if under is not None:
-            assert under in {lower["number"] for lower in devices.flat(loop["below"])}, names
-
-
-@pytest.mark.root
-def test_a_block_device_is_looked_at_without_a_file_system(directory: pathlib.Path) -> None:
-    with mounts.loop_device(directory) as device:
-        found = storage.file_system(device)
-        assert found["type"] == "block device"
-        assert found["direct_io"]["works"] is True
-        assert devices.behind(found["device_number"])[0]["name"] == device.name
+        if (under := storage.device_number(storage.mount_of(directory))) is not None:
+            assert under in {lower["number"] for lower in devices.flat(loop["below"])}
 
 
 def test_a_file_system_in_memory_is_said_to_be_one_and_to_have_no_direct_io(
-    tmpfs_directory: pathlib.Path,
+    tmpfs_directory: Path,
 ) -> None:
     found = storage.file_system(tmpfs_directory)
     assert found["type"] == "tmpfs"
@@ -77,14 +65,14 @@ def test_a_file_system_in_memory_is_said_to_be_one_and_to_have_no_direct_io(
 
 
 @pytest.mark.root
-def test_a_file_system_that_takes_no_direct_io_says_so(directory: pathlib.Path) -> None:
+def test_a_file_system_that_takes_no_direct_io_says_so(directory: Path) -> None:
     with mounts.ramfs(directory / "mount") as path:
         found = storage.file_system(path)
         assert found["direct_io"]["works"] is False
         assert found["direct_io"]["reason"]
 
 
-def test_looking_at_a_folder_leaves_neither_file_nor_descriptor(directory: pathlib.Path) -> None:
+def test_looking_at_a_folder_leaves_neither_file_nor_descriptor(directory: Path) -> None:
     storage.file_system(directory)
     before = Holdings.now().descriptors
     for _ in range(10):
@@ -93,7 +81,7 @@ def test_looking_at_a_folder_leaves_neither_file_nor_descriptor(directory: pathl
     assert count_descriptors() <= before
 
 
-def test_looking_at_a_file_changes_nothing_of_it(directory: pathlib.Path) -> None:
+def test_looking_at_a_file_changes_nothing_of_it(directory: Path) -> None:
     path = directory / "file"
     path.write_bytes(bytes(range(256)) * 64)
     path.chmod(0o400)
@@ -106,7 +94,7 @@ def test_looking_at_a_file_changes_nothing_of_it(directory: pathlib.Path) -> Non
 
 
 @pytest.mark.root
-def test_of_mounts_at_one_place_the_visible_one_is_named(directory: pathlib.Path) -> None:
+def test_of_mounts_at_one_place_the_visible_one_is_named(directory: Path) -> None:
     point = directory / "with blank\\and backslash"
     with mounts.tmpfs(point, 1 << 20), mounts.tmpfs(point, 2 << 20) as path:
         found = storage.mount_of(path)
@@ -116,10 +104,10 @@ def test_of_mounts_at_one_place_the_visible_one_is_named(directory: pathlib.Path
 
 
 @pytest.fixture
-def sysfs(tmp_path: pathlib.Path) -> Callable[[str, dict[str, str]], pathlib.Path]:
+def sysfs(tmp_path: Path) -> Callable[[str, dict[str, str]], Path]:
     """A function that makes files of a sysfs; a text "-> target" makes a symbolic link."""
 
-    def make(folder: str, files: dict[str, str]) -> pathlib.Path:
+    def make(folder: str, files: dict[str, str]) -> Path:
         for name, text in files.items():
             path = tmp_path / folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,31 +120,12 @@ def sysfs(tmp_path: pathlib.Path) -> Callable[[str, dict[str, str]], pathlib.Pat
     return make
 
 
-Sysfs = "Callable[[str, dict[str, str]], pathlib.Path]"
-PCIE = {
-    "current_link_speed": "8.0 GT/s PCIe",
-    "current_link_width": "4",
-    "max_link_speed": "16.0 GT/s PCIe",
-    "max_link_width": "4",
-    "numa_node": "1",
-}
-CONTROLLER = {
-    "model": "FASTDRIVE 1.92T  ",
-    "firmware_rev": "F1",
-    "transport": "pcie",
-    "state": "live",
-}
-DRIVE = {
-    "dev": "259:0",
-    "size": "3750748848",
-    "queue/rotational": "0",
-    "queue/scheduler": "[none] mq-deadline",
-    "queue/max_sectors_kb": "256",
-    "queue/max_hw_sectors_kb": "1024",
-    "queue/nr_requests": "1023",
-    "mq/0/cpu_list": "0",
-    "mq/1/cpu_list": "1",
-}
+Sysfs = "Callable[[str, dict[str, str]], Path]"
+PCIE = {"current_link_speed": "8.0 GT/s PCIe", "current_link_width": "4", "numa_node": "1"}
+PCIE |= {"max_link_speed": "16.0 GT/s PCIe", "max_link_width": "4"}
+CONTROLLER = {"model": "FASTDRIVE 1.92T  ", "transport": "pcie"}
+DRIVE = {"dev": "259:0", "size": "3750748848", "queue/scheduler": "[none] mq-deadline"}
+DRIVE |= {"queue/max_sectors_kb": "256", "mq/0/cpu_list": "0", "mq/1/cpu_list": "1"}
 
 
 def test_a_partition_of_an_nvme_drive_is_followed_to_the_drive_and_its_pcie_link(
@@ -175,7 +144,8 @@ def test_a_partition_of_an_nvme_drive_is_followed_to_the_drive_and_its_pcie_link
     assert found["model"] == "FASTDRIVE 1.92T"
     assert found["nbytes"] == 3750748848 * 512
     assert found["numa_node"] == 1
-    assert found["queue"]["hardware_queues"] == 2
+    expected = {"hardware_queues": 2, "scheduler": "none", "max_sectors_kb": 256}
+    assert expected.items() <= found["queue"].items()
     (controller,) = found["controllers"]
     assert controller["transport"] == "pcie"
     assert controller["pcie"]["address"] == "0000:01:00.0"
@@ -199,162 +169,100 @@ def test_an_nvme_drive_with_several_paths_names_the_controller_of_each(sysfs: Sy
 
 def test_an_encrypted_volume_on_an_array_is_followed_to_both_drives(sysfs: Sysfs) -> None:
     block = "devices/virtual/block"
-    for number, name in enumerate(("sda", "sdb")):
-        sysfs(
-            f"devices/{name}",
-            {"dev": f"8:{16 * number}", "device/model": "DISK", "queue/rotational": "1"},
-        )
-        sysfs("dev/block", {f"8:{16 * number}": f"-> devices/{name}"})
+    for number, name in (("8:0", "sda"), ("8:16", "sdb")):
+        sysfs(f"devices/{name}", {"dev": number, "device/model": "DISK", "queue/rotational": "1"})
+        sysfs("dev/block", {number: f"-> devices/{name}"})
         sysfs(f"{block}/md0/slaves", {name: f"-> devices/{name}"})
     sysfs(f"{block}/md0", {"dev": "9:0", "md/level": "raid0", "md/chunk_size": "524288"})
     sysfs(f"{block}/dm-0", {"dev": "253:0", "dm/uuid": "CRYPT-LUKS2-0123-data", "dm/name": "data"})
     sysfs(f"{block}/dm-0/slaves", {"md0": f"-> {block}/md0"})
     root = sysfs("dev/block", {"253:0": f"-> {block}/dm-0", "9:0": f"-> {block}/md0"})
     found = devices.flat(devices.behind("253:0", root))
-    assert [device["name"] for device in found] == ["dm-0", "md0", "sda", "sdb"]
-    assert [device["kind"] for device in found] == ["dm-crypt", "MD array"] + [
-        "SCSI or SATA disk"
-    ] * 2
-    assert found[1]["model"] == "raid0"
+    assert [(device["name"], device["kind"], device["model"]) for device in found] == [
+        ("dm-0", "dm-crypt", "data"),
+        ("md0", "MD array", "raid0"),
+        ("sda", "SCSI or SATA disk", "DISK"),
+        ("sdb", "SCSI or SATA disk", "DISK"),
+    ]
     assert found[2]["rotational"] is True
 
 
-def test_a_device_that_sysfs_does_not_know_is_unknown_with_a_reason(tmp_path: pathlib.Path) -> None:
-    (found,) = devices.behind("259:7", tmp_path)
-    assert "No such file" in found["unknown"]
-    assert devices.flat([found]) == []
-
-
-def test_devices_that_lie_on_each_other_in_a_circle_come_to_an_end(sysfs: Sysfs) -> None:
+def test_devices_that_are_unknown_or_lie_on_each_other_in_a_circle_come_to_an_end(
+    sysfs: Sysfs,
+) -> None:
     sysfs("devices/dm-0", {"dev": "253:0", "slaves/dm-0": "-> devices/dm-0"})
     root = sysfs("dev/block", {"253:0": "-> devices/dm-0"})
     assert len(json.dumps(devices.behind("253:0", root))) < 10_000
+    (unknown,) = devices.behind("259:7", root)
+    assert "No such file" in unknown["unknown"]
+    assert devices.flat([unknown]) == []
 
 
-def test_limits_of_the_control_group_are_found(directory: pathlib.Path) -> None:
-    with control_group(directory) as (prefix, expected):
-        program = (
-            "import json; from tensorferry.tuning.machine import limits; "
-            "print(json.dumps(limits.control_groups()))"
-        )
-        ended = subprocess.run(
-            [*prefix, sys.executable, "-c", program], capture_output=True, text=True, check=True
-        )
-        found = json.loads(ended.stdout)
-        if "memory" in expected:
-            assert found["memory"]["nbytes"] == expected["memory"]
-            assert 0 < found["memory"]["used_nbytes"] <= expected["memory"]
-        if "cpus" in expected:
-            assert found["cpus"] == pytest.approx(expected["cpus"])
-        if "io" in expected:
-            assert expected["io"] in found["io"]
+def control_groups(make: Sysfs, root: str, groups: str, **mounted: str) -> Path:
+    """Make the folder in /proc of a process in control groups that are mounted from `root` on, by type and options."""
+    lines = [
+        f"31 23 0:28 {root} {make(name, {})}/{name} rw,relatime - {kind}"
+        for name, kind in mounted.items()
+    ]
+    return make("process", {"mountinfo": "\n".join(lines), "cgroup": groups}) / "process"
 
 
 @pytest.mark.parametrize("root", ["/", "/docker/abc"], ids=["whole tree", "a container's part"])
 def test_of_nested_control_groups_of_version_2_the_tightest_limits_count(
-    root: str, tmp_path: pathlib.Path
+    root: str, sysfs: Sysfs
 ) -> None:
-    top = tmp_path / "cgroup"
-    outer = top if root != "/" else top / "docker/abc"
-    inner = outer / "job"
-    inner.mkdir(parents=True)
-    process = tmp_path / "process"
-    process.mkdir()
-    (process / "mountinfo").write_text(
-        f"31 23 0:28 {root} {top} rw,relatime - cgroup2 cgroup2 rw\n"
-    )
-    (process / "cgroup").write_text("0::/docker/abc/job\n")
-    (outer / "memory.max").write_text("1073741824\n")
-    (outer / "memory.current").write_text("4096\n")
-    (inner / "memory.max").write_text("max\n")
-    (outer / "cpu.max").write_text("50000 100000\n")
-    (inner / "cpu.max").write_text("max 100000\n")
-    (outer / "io.max").write_text("259:0 rbps=2000 wbps=max riops=max wiops=max\n")
-    (inner / "io.max").write_text("259:0 rbps=3000 wbps=max riops=10 wiops=max\n")
+    outer = "top" if root != "/" else "top/docker/abc"
+    process = control_groups(sysfs, root, "0::/docker/abc/job", top="cgroup2 cgroup2 rw")
+    sysfs(outer, {"memory.max": "1073741824", "memory.current": "4096", "cpu.max": "50000 100000"})
+    sysfs(outer, {"io.max": "259:0 rbps=2000 wbps=max riops=max wiops=max"})
+    sysfs(f"{outer}/job", {"memory.max": "max", "cpu.max": "max 100000"})
+    sysfs(f"{outer}/job", {"io.max": "259:0 rbps=3000 wbps=max riops=10 wiops=max"})
     assert limits.control_groups(process) == {
-        "memory": {"nbytes": 1073741824, "used_nbytes": 4096, "group": str(outer)},
+        "memory": {
+            "nbytes": 1073741824,
+            "used_nbytes": 4096,
+            "group": str(sysfs(outer, {}) / outer),
+        },
         "cpus": 0.5,
         "io": [{"device": "259:0", "rbps": 2000, "riops": 10}],
     }
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_memory_of_a_control_group_is_all_there_is_to_be_had(
-    version: int, tmp_path: pathlib.Path
-) -> None:
-    process, group = tmp_path / "process", tmp_path / "cgroup"
-    process.mkdir()
-    group.mkdir()
-    kind = "cgroup2 cgroup2 rw" if version == 2 else "cgroup cgroup rw,memory"
-    (process / "mountinfo").write_text(f"31 23 0:28 / {group} rw,relatime - {kind}\n")
-    (process / "cgroup").write_text("0::/\n" if version == 2 else "4:memory:/\n")
-    names = {
-        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-        2: ("memory.max", "memory.current", ""),
-    }[version]
-    (group / names[0]).write_text(f"{64 << 20}\n")
-    (group / names[1]).write_text(f"{40 << 20}\n")
-    (group / "memory.stat").write_text(
-        f"anon 7\n{names[2]}inactive_file {12 << 20}\n{names[2]}active_file {4 << 20}\n"
-    )
-    assert limits.available_nbytes(process) == 40 << 20
-    (group / names[0]).write_text("max\n" if version == 2 else f"{(1 << 63) - 4096}\n")
-    assert limits.available_nbytes(process) > 40 << 20
-
-
-@contextlib.contextmanager
-def control_group(directory: pathlib.Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Make control groups with limits: the prefix of a command to run in them, and what they limit."""
-    if os.geteuid() != 0:
-        required.missing("mounts", "control groups need root")
-    device = storage.device_number(storage.mount_of(directory))
-    settings: dict[str, dict[str, str]] = {
-        "memory": {"memory.limit_in_bytes": str(1 << 30)},
-        "cpu": {"cpu.cfs_quota_us": "150000"},
-        "blkio": {"blkio.throttle.read_bps_device": f"{device} 123000000"},
-    }
-    second = {
-        "memory.max": str(1 << 30),
-        "cpu.max": "150000 100000",
-        "io.max": f"{device} rbps=123000000",
-    }
-    expected = {
-        "memory": 1 << 30,
+def test_of_control_groups_of_version_1_each_limit_is_found_in_its_tree(sysfs: Sysfs) -> None:
+    groups = "5:cpu,cpuacct:/job\n4:memory:/job\n3:blkio:/job\n0::/"
+    kinds = {name: f"cgroup cgroup rw,{name}" for name in ("cpu", "memory", "blkio")}
+    process = control_groups(sysfs, "/", groups, **kinds)
+    sysfs("memory/job", {"memory.limit_in_bytes": "1073741824", "memory.usage_in_bytes": "4096"})
+    sysfs("cpu/job", {"cpu.cfs_quota_us": "150000", "cpu.cfs_period_us": "100000"})
+    sysfs("cpu", {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"})
+    root = sysfs("blkio/job", {"blkio.throttle.read_bps_device": "259:0 2000\n8:0 3000"})
+    assert limits.control_groups(process) == {
+        "memory": {"nbytes": 1 << 30, "used_nbytes": 4096, "group": f"{root}/memory/job"},
         "cpus": 1.5,
-        "io": {"device": device, "rbps": 123000000},
+        "io": [{"device": "259:0", "rbps": 2000}, {"device": "8:0", "rbps": 3000}],
     }
-    name = f"tensorferry-test-{os.getpid()}"
-    made: list[pathlib.Path] = []
-    limited: dict[str, Any] = {}
 
-    def try_to_set(group: pathlib.Path, file: str, value: str) -> None:
-        with contextlib.suppress(OSError):
-            (group / file).write_text(value)
-            what = {"mem": "memory", "cpu": "cpus", "blk": "io", "io.": "io"}[file[:3]]
-            limited[what] = expected[what]
 
-    try:
-        for mount in storage.mounts():
-            first = [part for part in mount["options"].split(",") if part in settings]
-            if mount["type"] == "cgroup" and first:
-                files = settings[first[0]]
-            elif mount["type"] == "cgroup2":
-                files = second
-            else:
-                continue
-            group = pathlib.Path(mount["mount_point"]) / name
-            with contextlib.suppress(OSError):
-                group.mkdir()
-                made.append(group)
-                for file, value in files.items():
-                    try_to_set(group, file, value)
-        if not limited:
-            required.missing("mounts", "no control group can be made here")
-        script = "; ".join(f"echo $$ > {group}/cgroup.procs" for group in made) + '; exec "$@"'
-        yield ["sh", "-c", script, "sh"], limited
-    finally:
-        for group in made:
-            group.rmdir()
+@pytest.mark.parametrize(
+    ("kind", "groups", "limit", "usage", "prefix", "unlimited"),
+    [
+        ("cgroup2 cgroup2 rw", "0::/", "memory.max", "memory.current", "", "max"),
+        (
+            *("cgroup cgroup rw,memory", "4:memory:/", "memory.limit_in_bytes"),
+            *("memory.usage_in_bytes", "total_", f"{(1 << 63) - 4096}"),
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_memory_of_a_control_group_is_all_there_is_to_be_had(
+    kind: str, groups: str, limit: str, usage: str, prefix: str, unlimited: str, sysfs: Sysfs
+) -> None:
+    process = control_groups(sysfs, "/", groups, top=kind)
+    cached = f"anon 7\n{prefix}inactive_file {12 << 20}\n{prefix}active_file {4 << 20}"
+    sysfs("top", {limit: f"{64 << 20}", usage: f"{40 << 20}", "memory.stat": cached})
+    assert limits.available_nbytes(process) == 40 << 20
+    sysfs("top", {limit: unlimited})
+    assert limits.available_nbytes(process) > 40 << 20
 
 
 def test_facts_of_kernel_memory_and_graphics_are_told_or_unknown_with_a_reason() -> None:
@@ -368,35 +276,32 @@ def test_facts_of_kernel_memory_and_graphics_are_told_or_unknown_with_a_reason()
         assert not is_unknown(fact) or len(fact["unknown"]) > 10
 
 
-@pytest.fixture
-def nvidia_smi(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A function that puts a program of that name first on PATH."""
-
-    def install(script: str) -> None:
-        path = tmp_path / "nvidia-smi"
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    return install
-
-
-def test_what_nvidia_smi_says_is_told(nvidia_smi: Callable[[str], None]) -> None:
-    nvidia_smi("echo 'NVIDIA H200, 143771, 580.65, 00000000:1B:00.0'; echo 'GB10, [N/A], 580, 0:0'")
-    first, second = gpus.gpus()["nvidia"]
-    assert (first["name"], first["memory_nbytes"]) == ("NVIDIA H200", 143771 << 20)
-    assert (second["name"], second["memory_nbytes"]) == ("GB10", None)
-
-
-def test_why_nvidia_smi_fails_is_told(nvidia_smi: Callable[[str], None]) -> None:
-    nvidia_smi("echo 'cannot communicate with the driver'; exit 9")
-    assert gpus.gpus()["nvidia"] == {
-        "unknown": "nvidia-smi failed: cannot communicate with the driver"
-    }
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (
+            "echo 'H200, 143771, 580.65, 0:1B:00.0'; echo 'GB10, [N/A], 580, 0:0'",
+            [
+                {"name": "H200", "memory_nbytes": 143771 << 20, "driver": "580.65"}
+                | {"address": "0:1B:00.0"},
+                {"name": "GB10", "memory_nbytes": None, "driver": "580", "address": "0:0"},
+            ],
+        ),
+        ("echo no driver; exit 9", {"unknown": "nvidia-smi failed: no driver"}),
+    ],
+)
+def test_what_nvidia_smi_says_is_told(
+    script: str, told: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert gpus.gpus()["nvidia"] == told
 
 
 def test_the_cufile_library_is_found_where_the_linker_would_look(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "libcufile.so.0").touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
@@ -404,14 +309,14 @@ def test_the_cufile_library_is_found_where_the_linker_would_look(
 
 
 def test_a_probe_that_fails_is_unknown_with_the_reason() -> None:
-    assert attempt(pathlib.Path("/proc/nothing").read_text) == {
+    assert attempt(Path("/proc/nothing").read_text) == {
         "unknown": "/proc/nothing: No such file or directory"
     }
     assert attempt(int, "many")["unknown"].startswith("ValueError: ")
 
 
 @pytest.fixture
-def torch_is(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """A function that puts a program in torch's place; it returns the variable that who imports it has."""
 
     def install(program: str) -> str:
@@ -455,7 +360,33 @@ def test_a_library_that_is_not_installed_has_no_version() -> None:
         assert answer(300.0) == {"version": None}
 
 
-def test_what_a_measurement_was_made_on_fits_in_a_line_and_in_json(directory: pathlib.Path) -> None:
+def test_torch_says_what_it_is_and_why_it_has_no_gpu() -> None:
+    torch = pytest.importorskip("torch")
+    with asking("torch") as answer:
+        facts = answer(300.0)
+    assert facts["version"] == torch.__version__
+    if not torch.cuda.is_available():
+        assert facts["gpus"]["unknown"]
+    else:
+        assert len(facts["gpus"]) == torch.cuda.device_count()
+
+
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize("served", [False, True])
+def test_it_says_whether_tensorferry_serves_deepspeed(
+    served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORFERRY_DEEPSPEED", str(int(served)))
+    with asking("deepspeed") as answer:
+        facts = answer(300.0)
+    operation = facts["ops"]["async_io"]
+    assert operation["served_by"] == ("tensorferry" if served else "deepspeed")
+    assert operation["reason"] is None or not operation["built"]
+    advice = advise({"path": "/", "libraries": {"deepspeed": facts}})
+    assert bool(advice) is not served
+
+
+def test_what_a_measurement_was_made_on_fits_in_a_line_and_in_json(directory: Path) -> None:
     description = machine.describe(directory)
     assert json.loads(json.dumps(description)) == description
     line = machine.summary(description)

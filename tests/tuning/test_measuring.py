@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -64,12 +63,9 @@ def test_contenders_take_turns_in_an_order_that_changes_and_the_rest_goes_on_wit
 
 def test_figures_are_medians_with_ranges_and_ratios_those_of_the_same_round() -> None:
     base = [10.0, 11, 9, 20]
-    comparison = Comparison("c", "", rows=[row("base", *base)])
-    comparison.rows.append(
-        row(
-            "slow", *(value * part for value, part in zip(base, (0.8, 0.81, 0.8, 0.8), strict=True))
-        )
-    )
+    parts = (0.8, 0.81, 0.8, 0.8)
+    slower = [value * part for value, part in zip(base, parts, strict=True)]
+    comparison = Comparison("c", "", rows=[row("base", *base), row("slow", *slower)])
     over = comparison.over("slow", "base")
     assert isinstance(over, Estimate)
     assert (over, over.low, over.high) == pytest.approx((0.8, 0.8, 0.81))
@@ -217,16 +213,7 @@ def test_fio_runs_a_job_for_each_file(directory: Path) -> None:
         assert sample.nbytes == 1 << 20
         latency = sample.details["latency_microseconds"]
         assert latency["p99"] >= latency["p50"] > 0
-    with pytest.raises(MeasurementError, match="fio failed"):
-        fio.run([directory / "x"], "write", 1 << 20, ["--ioengine=nonexistent"])
     assert config.label == "fio libaio 64k qd4"
-
-
-def test_missing_fio_is_raised(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert fio.version() is None
-    with pytest.raises(MeasurementError, match="not installed"):
-        fio.run([directory / "x"], "write", 1 << 20, [])
 
 
 def test_a_chart_shows_every_contender_and_is_the_same_each_time(directory: Path) -> None:
@@ -240,4 +227,3 @@ def test_a_chart_shows_every_contender_and_is_the_same_each_time(directory: Path
     assert "<svg" in (directory / "a.svg").read_text()
     for name in ("a.bmp", "missing/a.svg"):
         assert plot.problem_of(directory / name)
-    assert math.isclose(rows[0].median, 2.0)
