@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +19,11 @@ from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
 from tensorferry.tuning.machine.libraries import asking
 from tensorferry.tuning.machine.probe import attempt, is_unknown
 from tests.conftest import file_system_type
-from tests.support import mounts, processes
+from tests.support import mounts, processes, required
 from tests.support.leaks import Holdings, count_descriptors, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 @pytest.mark.root
@@ -187,82 +190,140 @@ def test_an_encrypted_volume_on_an_array_is_followed_to_both_drives(sysfs: Sysfs
     assert found[2]["rotational"] is True
 
 
-def test_devices_that_are_unknown_or_lie_on_each_other_in_a_circle_come_to_an_end(
-    sysfs: Sysfs,
-) -> None:
+def test_a_device_that_sysfs_does_not_know_is_unknown_with_a_reason(tmp_path: Path) -> None:
+    (found,) = devices.behind("259:7", tmp_path)
+    assert "No such file" in found["unknown"]
+    assert devices.flat([found]) == []
+
+
+def test_devices_that_lie_on_each_other_in_a_circle_come_to_an_end(sysfs: Sysfs) -> None:
     sysfs("devices/dm-0", {"dev": "253:0", "slaves/dm-0": "-> devices/dm-0"})
     root = sysfs("dev/block", {"253:0": "-> devices/dm-0"})
     assert len(json.dumps(devices.behind("253:0", root))) < 10_000
-    (unknown,) = devices.behind("259:7", root)
-    assert "No such file" in unknown["unknown"]
-    assert devices.flat([unknown]) == []
 
 
-def control_groups(make: Sysfs, root: str, groups: str, **mounted: str) -> Path:
-    """Make the folder in /proc of a process in control groups that are mounted from `root` on, by type and options."""
-    lines = [
-        f"31 23 0:28 {root} {make(name, {})}/{name} rw,relatime - {kind}"
-        for name, kind in mounted.items()
-    ]
-    return make("process", {"mountinfo": "\n".join(lines), "cgroup": groups}) / "process"
+def test_limits_of_the_control_group_are_found(directory: Path) -> None:
+    with control_group(directory) as (prefix, expected):
+        program = (
+            "import json; from tensorferry.tuning.machine import limits; "
+            "print(json.dumps(limits.control_groups()))"
+        )
+        ended = subprocess.run(
+            [*prefix, sys.executable, "-c", program], capture_output=True, text=True, check=True
+        )
+        found = json.loads(ended.stdout)
+        if "memory" in expected:
+            assert found["memory"]["nbytes"] == expected["memory"]
+            assert 0 < found["memory"]["used_nbytes"] <= expected["memory"]
+        if "cpus" in expected:
+            assert found["cpus"] == pytest.approx(expected["cpus"])
+        if "io" in expected:
+            assert expected["io"] in found["io"]
 
 
 @pytest.mark.parametrize("root", ["/", "/docker/abc"], ids=["whole tree", "a container's part"])
 def test_of_nested_control_groups_of_version_2_the_tightest_limits_count(
-    root: str, sysfs: Sysfs
+    root: str, tmp_path: Path
 ) -> None:
-    outer = "top" if root != "/" else "top/docker/abc"
-    process = control_groups(sysfs, root, "0::/docker/abc/job", top="cgroup2 cgroup2 rw")
-    sysfs(outer, {"memory.max": "1073741824", "memory.current": "4096", "cpu.max": "50000 100000"})
-    sysfs(outer, {"io.max": "259:0 rbps=2000 wbps=max riops=max wiops=max"})
-    sysfs(f"{outer}/job", {"memory.max": "max", "cpu.max": "max 100000"})
-    sysfs(f"{outer}/job", {"io.max": "259:0 rbps=3000 wbps=max riops=10 wiops=max"})
+    top = tmp_path / "cgroup"
+    outer = top if root != "/" else top / "docker/abc"
+    inner = outer / "job"
+    inner.mkdir(parents=True)
+    process = tmp_path / "process"
+    process.mkdir()
+    (process / "mountinfo").write_text(
+        f"31 23 0:28 {root} {top} rw,relatime - cgroup2 cgroup2 rw\n"
+    )
+    (process / "cgroup").write_text("0::/docker/abc/job\n")
+    (outer / "memory.max").write_text("1073741824\n")
+    (outer / "memory.current").write_text("4096\n")
+    (inner / "memory.max").write_text("max\n")
+    (outer / "cpu.max").write_text("50000 100000\n")
+    (inner / "cpu.max").write_text("max 100000\n")
+    (outer / "io.max").write_text("259:0 rbps=2000 wbps=max riops=max wiops=max\n")
+    (inner / "io.max").write_text("259:0 rbps=3000 wbps=max riops=10 wiops=max\n")
     assert limits.control_groups(process) == {
-        "memory": {
-            "nbytes": 1073741824,
-            "used_nbytes": 4096,
-            "group": str(sysfs(outer, {}) / outer),
-        },
+        "memory": {"nbytes": 1073741824, "used_nbytes": 4096, "group": str(outer)},
         "cpus": 0.5,
         "io": [{"device": "259:0", "rbps": 2000, "riops": 10}],
     }
 
 
-def test_of_control_groups_of_version_1_each_limit_is_found_in_its_tree(sysfs: Sysfs) -> None:
-    groups = "5:cpu,cpuacct:/job\n4:memory:/job\n3:blkio:/job\n0::/"
-    kinds = {name: f"cgroup cgroup rw,{name}" for name in ("cpu", "memory", "blkio")}
-    process = control_groups(sysfs, "/", groups, **kinds)
-    sysfs("memory/job", {"memory.limit_in_bytes": "1073741824", "memory.usage_in_bytes": "4096"})
-    sysfs("cpu/job", {"cpu.cfs_quota_us": "150000", "cpu.cfs_period_us": "100000"})
-    sysfs("cpu", {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"})
-    root = sysfs("blkio/job", {"blkio.throttle.read_bps_device": "259:0 2000\n8:0 3000"})
-    assert limits.control_groups(process) == {
-        "memory": {"nbytes": 1 << 30, "used_nbytes": 4096, "group": f"{root}/memory/job"},
-        "cpus": 1.5,
-        "io": [{"device": "259:0", "rbps": 2000}, {"device": "8:0", "rbps": 3000}],
-    }
-
-
-@pytest.mark.parametrize(
-    ("kind", "groups", "limit", "usage", "prefix", "unlimited"),
-    [
-        ("cgroup2 cgroup2 rw", "0::/", "memory.max", "memory.current", "", "max"),
-        (
-            *("cgroup cgroup rw,memory", "4:memory:/", "memory.limit_in_bytes"),
-            *("memory.usage_in_bytes", "total_", f"{(1 << 63) - 4096}"),
-        ),
-    ],
-    ids=["version 2", "version 1"],
-)
-def test_memory_of_a_control_group_is_all_there_is_to_be_had(
-    kind: str, groups: str, limit: str, usage: str, prefix: str, unlimited: str, sysfs: Sysfs
-) -> None:
-    process = control_groups(sysfs, "/", groups, top=kind)
-    cached = f"anon 7\n{prefix}inactive_file {12 << 20}\n{prefix}active_file {4 << 20}"
-    sysfs("top", {limit: f"{64 << 20}", usage: f"{40 << 20}", "memory.stat": cached})
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_of_a_control_group_is_all_there_is_to_be_had(version: int, tmp_path: Path) -> None:
+    process, group = tmp_path / "process", tmp_path / "cgroup"
+    process.mkdir()
+    group.mkdir()
+    kind = "cgroup2 cgroup2 rw" if version == 2 else "cgroup cgroup rw,memory"
+    (process / "mountinfo").write_text(f"31 23 0:28 / {group} rw,relatime - {kind}\n")
+    (process / "cgroup").write_text("0::/\n" if version == 2 else "4:memory:/\n")
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        2: ("memory.max", "memory.current", ""),
+    }[version]
+    (group / names[0]).write_text(f"{64 << 20}\n")
+    (group / names[1]).write_text(f"{40 << 20}\n")
+    (group / "memory.stat").write_text(
+        f"anon 7\n{names[2]}inactive_file {12 << 20}\n{names[2]}active_file {4 << 20}\n"
+    )
     assert limits.available_nbytes(process) == 40 << 20
-    sysfs("top", {limit: unlimited})
+    (group / names[0]).write_text("max\n" if version == 2 else f"{(1 << 63) - 4096}\n")
     assert limits.available_nbytes(process) > 40 << 20
+
+
+@contextlib.contextmanager
+def control_group(directory: Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Make control groups with limits: the prefix of a command to run in them, and what they limit."""
+    if os.geteuid() != 0:
+        required.missing("mounts", "control groups need root")
+    device = storage.device_number(storage.mount_of(directory))
+    settings: dict[str, dict[str, str]] = {
+        "memory": {"memory.limit_in_bytes": str(1 << 30)},
+        "cpu": {"cpu.cfs_quota_us": "150000"},
+        "blkio": {"blkio.throttle.read_bps_device": f"{device} 123000000"},
+    }
+    second = {
+        "memory.max": str(1 << 30),
+        "cpu.max": "150000 100000",
+        "io.max": f"{device} rbps=123000000",
+    }
+    expected = {
+        "memory": 1 << 30,
+        "cpus": 1.5,
+        "io": {"device": device, "rbps": 123000000},
+    }
+    name = f"tensorferry-test-{os.getpid()}"
+    made: list[Path] = []
+    limited: dict[str, Any] = {}
+
+    def try_to_set(group: Path, file: str, value: str) -> None:
+        with contextlib.suppress(OSError):
+            (group / file).write_text(value)
+            what = {"mem": "memory", "cpu": "cpus", "blk": "io", "io.": "io"}[file[:3]]
+            limited[what] = expected[what]
+
+    try:
+        for mount in storage.mounts():
+            first = [part for part in mount["options"].split(",") if part in settings]
+            if mount["type"] == "cgroup" and first:
+                files = settings[first[0]]
+            elif mount["type"] == "cgroup2":
+                files = second
+            else:
+                continue
+            group = Path(mount["mount_point"]) / name
+            with contextlib.suppress(OSError):
+                group.mkdir()
+                made.append(group)
+                for file, value in files.items():
+                    try_to_set(group, file, value)
+        if not limited:
+            required.missing("mounts", "no control group can be made here")
+        script = "; ".join(f"echo $$ > {group}/cgroup.procs" for group in made) + '; exec "$@"'
+        yield ["sh", "-c", script, "sh"], limited
+    finally:
+        for group in made:
+            group.rmdir()
 
 
 def test_facts_of_kernel_memory_and_graphics_are_told_or_unknown_with_a_reason() -> None:
@@ -276,28 +337,31 @@ def test_facts_of_kernel_memory_and_graphics_are_told_or_unknown_with_a_reason()
         assert not is_unknown(fact) or len(fact["unknown"]) > 10
 
 
-@pytest.mark.parametrize(
-    ("script", "told"),
-    [
-        (
-            "echo 'H200, 143771, 580.65, 0:1B:00.0'; echo 'GB10, [N/A], 580, 0:0'",
-            [
-                {"name": "H200", "memory_nbytes": 143771 << 20, "driver": "580.65"}
-                | {"address": "0:1B:00.0"},
-                {"name": "GB10", "memory_nbytes": None, "driver": "580", "address": "0:0"},
-            ],
-        ),
-        ("echo no driver; exit 9", {"unknown": "nvidia-smi failed: no driver"}),
-    ],
-)
-def test_what_nvidia_smi_says_is_told(
-    script: str, told: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert gpus.gpus()["nvidia"] == told
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that puts a program of that name first on PATH."""
+
+    def install(script: str) -> None:
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return install
+
+
+def test_what_nvidia_smi_says_is_told(nvidia_smi: Callable[[str], None]) -> None:
+    nvidia_smi("echo 'NVIDIA H200, 143771, 580.65, 00000000:1B:00.0'; echo 'GB10, [N/A], 580, 0:0'")
+    first, second = gpus.gpus()["nvidia"]
+    assert (first["name"], first["memory_nbytes"]) == ("NVIDIA H200", 143771 << 20)
+    assert (second["name"], second["memory_nbytes"]) == ("GB10", None)
+
+
+def test_why_nvidia_smi_fails_is_told(nvidia_smi: Callable[[str], None]) -> None:
+    nvidia_smi("echo 'cannot communicate with the driver'; exit 9")
+    assert gpus.gpus()["nvidia"] == {
+        "unknown": "nvidia-smi failed: cannot communicate with the driver"
+    }
 
 
 def test_the_cufile_library_is_found_where_the_linker_would_look(
