@@ -186,7 +186,7 @@ def test_make_wheel_ends_at_a_wheel_that_does_not_work(wheel: Path, tmp_path: Pa
     broken = tmp_path / wheel.name
     with zipfile.ZipFile(broken, "w") as archive:
         for name, content in contents(wheel).items():
-            if name != "tensorferry/futures.py":
+            if name != "tensorferry/transfer/futures.py":
                 archive.writestr(name, content)
     with pytest.raises(SystemExit, match=r"test_installed\.py"):
         build_wheels.try_wheel(sys.executable, broken)

@@ -542,7 +542,7 @@ class EndedAtOnce:
     def outstanding(self) -> int:
         return 0
 
-    def of(self, file: object) -> EndedAtOnce:
+    def of(self, *_: object) -> EndedAtOnce:
         return self
 
     def new_request(self, *_: object) -> EndedAtOnce:
