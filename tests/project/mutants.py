@@ -770,7 +770,8 @@ MUTANTS = [
         "src/tensorferry/transfer/pipeline.py",
         "            for read in reads:\n                read.cancel()\n",
         "            reads = []\n",
-        "tests/safetensors/test_opened.py::test_who_drops_a_loader_wants_no_more",
+        "tests/transfers/test_pipeline.py::"
+        "test_closing_cancels_all_before_it_waits_for_any_and_leaves_what_was_released",
     ),
     _mutant(
         "any-number-of-transfers-is-begun",

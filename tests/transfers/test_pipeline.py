@@ -169,12 +169,13 @@ def test_what_is_on_its_way_is_bounded_by_the_variable(
             monkeypatch.setenv("TENSORFERRY_READ_AHEAD", nbytes)
             ahead = Pipeline(Range(held, 0, 64 * KIB) for _ in range(10))
             ahead.advance()
-            assert len(ahead.held) == begun
+            reads = ahead.held
+            assert len(reads) == begun
             closing = threading.Thread(target=ahead.close)
             closing.start()
             faultfs.release()
             closing.join()
-            assert all(future.done() for read in ahead.held for future in read.futures)
+            assert all(future.done() for read in reads for future in read.futures)
             faultfs.order(Fault("read", hold=True))
         faultfs.clear()
 
@@ -212,6 +213,35 @@ def test_what_is_released_before_it_has_begun_is_passed_over(file: tensorferry.F
         ahead.release(reads[1])
         assert list(ahead) == [reads[0], reads[2]]
     assert not reads[1].begun
+
+
+def test_closing_cancels_all_before_it_waits_for_any_and_leaves_what_was_released() -> None:
+    told: list[tuple[str, bool]] = []
+
+    class Endless(Read):
+        nbytes = 1
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def begin(self) -> None: ...
+
+        def done(self) -> bool:
+            return False
+
+        def cancel(self, *, wait: bool = False) -> None:
+            told.append((self.name, wait))
+
+    first, second, third = reads = [Endless(name) for name in "abc"]
+    ahead = Pipeline[Endless]()
+    for read in reads:
+        ahead.begin(read)
+    ahead.release(second)
+    ahead.close()
+    assert sorted(told[:2]) == [("a", False), ("c", False)]
+    assert sorted(told[2:]) == [("a", True), ("c", True)]
+    assert first.begun
+    assert third.begun
 
 
 def test_a_failed_read_is_told_in_its_turn_and_files_are_closed(faultfs: FaultFS) -> None:
