@@ -211,7 +211,7 @@ def save_and_load(name: str, kind: Any, directory: pathlib.Path) -> dict[str, An
 
 
 @pytest.mark.filterwarnings("ignore:Own.* changes")
-@pytest.mark.parametrize(("name", "method"), METHODS, ids="-".join)
+@pytest.mark.parametrize(("name", "method"), METHODS, ids=str)
 def test_methods_of_a_subclass_are_called_wherever_torchs_class_calls_them(
     directory: pathlib.Path, name: str, method: str
 ) -> None:
