@@ -10,6 +10,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
+from tensorferry.base.processes import Owned
 from tensorferry.safetensors.loading import Coming, SourceFile, begin_bytes
 from tensorferry.safetensors.version import Version
 from tensorferry.transfer.pipeline import Pipeline, Read
@@ -36,33 +37,26 @@ class _Next(Read):
         self.coming = begin_bytes(*self._what)
         self.futures = () if self.coming.future is None else (self.coming.future,)
 
-    def let_go(self) -> None:
-        """Keep nothing of the tensor: the pipeline may know this for longer than the caller has that."""
-        self.coming, self.futures = None, ()
 
-
-class Ahead:
+class Ahead(Owned):
     """What of one file comes next, for a framework. Any number of threads may use it; a forked child needs its own."""
 
     def __init__(self, source: SourceFile, framework: Framework) -> None:
+        self._belong_here()
         self._source = source
         self._framework = framework
         self._lock = threading.RLock()  # who handles a signal may ask for a tensor, too
         self._tensors: list[Tensor] = []  # in their order, once two of them were asked for
         self._places: dict[str, int] = {}
         self._first: Tensor | None = None
-        self._pipeline: Pipeline[_Next] = Pipeline()
+        # Made when something is read ahead: a handle may be opened for one tensor, or asked in any order.
+        self._pipeline: Pipeline[_Next] | None = None
         self._coming: dict[int, _Next] = {}  # by place; perhaps not begun
         self._version: Version | None = None  # of the file, when the first of them was begun
         self._next = -1  # the place behind the last that was asked for
         self._added = 0  # and that behind the last that was added to the pipeline
         self._run_nbytes = 0  # asked for in order
         self._closed = False
-
-    @property
-    def is_parents(self) -> bool:
-        """Whether fork() has come between."""
-        return self._pipeline.is_parents
 
     @property
     def begun(self) -> int:
@@ -76,20 +70,13 @@ class Ahead:
         with self._lock:
             if self._first is None:  # perhaps the only one that is asked for
                 self._first, self._run_nbytes = tensor, tensor.nbytes
-                read = None
                 coming = self._begin(tensor)
             else:
                 self._know_places()
-                read = self._in_turn(tensor, self._places[tensor.name])
-                assert read.coming is not None
-                coming = read.coming
-        try:
-            return coming.result()
-        finally:
-            if read is not None:
-                read.let_go()
+                coming = self._in_turn(tensor, self._places[tensor.name])
+        return coming.result()
 
-    def _in_turn(self, tensor: Tensor, place: int) -> _Next:
+    def _in_turn(self, tensor: Tensor, place: int) -> Coming:
         if self._coming and self._version != Version.of(self._source.file):
             self._drop()  # it has been written to: who asks now gets what there is now
         read = self._coming.pop(place, None)
@@ -98,15 +85,18 @@ class Ahead:
             self._drop()
         self._next = place + 1 if read is None else max(self._next, place + 1)
         self._run_nbytes += tensor.nbytes
-        read = read or _Next(self._source, tensor, self._framework)
-        try:
-            if not read.begun:
-                self._pipeline.begin(read)
-        finally:
-            self._pipeline.release(read)  # also where it cannot begin: nobody waits for it any more
-        if in_order and read.coming is not None and read.coming.future is not None:
+        coming = self._taken(read) or self._begin(tensor)
+        if in_order and coming.future is not None:
             self._go_ahead(place)
-        return read
+        return coming
+
+    def _taken(self, read: _Next | None) -> Coming | None:
+        """Return what was begun of a tensor, of which the pipeline then keeps nothing."""
+        if read is None or self._pipeline is None:
+            return None
+        self._pipeline.release(read)
+        coming, read.coming, read.futures = read.coming, None, ()
+        return coming
 
     def _know_places(self) -> None:
         """Find which tensors follow which, as if that had been known when the first one was asked for."""
@@ -122,14 +112,16 @@ class Ahead:
         with self._lock:
             self._closed = True
             dropped = self._forget()
-        dropped.close(wait=wait)
+        if dropped is not None:
+            dropped.close(wait=wait)
 
     def _drop(self) -> None:
-        self._forget().close(wait=False)
+        if (dropped := self._forget()) is not None:
+            dropped.close(wait=False)
 
-    def _forget(self) -> Pipeline[_Next]:
+    def _forget(self) -> Pipeline[_Next] | None:
         """Begin anew; return the pipeline of what was read ahead, to be closed."""
-        dropped, self._pipeline = self._pipeline, Pipeline()
+        dropped, self._pipeline = self._pipeline, None
         self._coming = {}
         self._run_nbytes = self._added = 0
         return dropped
@@ -141,6 +133,8 @@ class Ahead:
             return
         if not self._coming:
             self._version = Version.of(self._source.file)
+        if self._pipeline is None:
+            self._pipeline = Pipeline()
         pipeline = self._pipeline
         pipeline.memory_nbytes = min(pipeline.ahead_nbytes, self._run_nbytes)
         last = min(place + 1 + _AHEAD_TENSORS, len(self._tensors))
