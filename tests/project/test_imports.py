@@ -38,6 +38,7 @@ LEVELS = (
     ("transfer.profiled", "transfer.futures", "transfer.arrays", "transfer.checksums"),
     ("transfer.profiles", "transfer.stats", "transfer.publication"),
     ("transfer.settings",),
+    ("transfer.defaults",),
     ("transfer", "deepnvme"),  # no more than docstrings
     ("base", "errors"),
     ("_core",),

@@ -13,7 +13,7 @@ import sysconfig
 import pytest
 
 import tensorferry
-from tensorferry.transfer import settings
+from tensorferry.transfer import defaults
 
 # Folders of the repository, and pages: `docs/guide.md`, CONTRIBUTING, README.md.
 REPOSITORY_FILE = re.compile(
@@ -27,6 +27,7 @@ def test_import_needs_neither_torch_nor_numpy() -> None:
     program = (
         "import sys, tensorferry; "
         "heavy = {'torch', 'numpy', 'asyncio', 'logging', 'rich', 'typer'} & set(sys.modules); "
+        "heavy |= {'dataclasses', 'inspect'} & set(sys.modules); "
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -105,7 +106,7 @@ def test_importing_it_leaves_a_free_threaded_python_free() -> None:
 
 def test_the_core_python_and_the_docs_have_the_same_defaults() -> None:
     root = pathlib.Path(__file__).parents[2]
-    depth, block = settings.DEFAULT_QUEUE_DEPTH, settings.DEFAULT_BLOCK_NBYTES
+    depth, block = defaults.DEFAULT_QUEUE_DEPTH, defaults.DEFAULT_BLOCK_NBYTES
     for header in ("csrc/transfer/scheduler.h", "csrc/engine/engine.h"):
         assert re.findall(r"queue_depth = (\d+);", (root / header).read_text()) == [str(depth)]
     sizes = re.findall(

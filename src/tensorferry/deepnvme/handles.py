@@ -14,7 +14,13 @@ from tensorferry.base.checks import Path, checked_offset, kept_path, positive
 from tensorferry.base.warned import warn
 from tensorferry.errors import StorageError, first_of
 from tensorferry.transfer.arrays import LEGACY_STREAM, Memory, memory_of
-from tensorferry.transfer.files import MAX_BLOCK_NBYTES, MAX_QUEUE_DEPTH
+from tensorferry.transfer.defaults import (
+    DEFAULT_BLOCK_NBYTES,
+    DEFAULT_QUEUE_DEPTH,
+    MAX_BLOCK_NBYTES,
+    MAX_PARALLELISM,
+    MAX_QUEUE_DEPTH,
+)
 from tensorferry.transfer.memory import elements_like, free_locked_tensor, is_pinned, locked_tensor
 from tensorferry.transfer.requests import start, transfer
 from tensorferry.transfer.runtime import (
@@ -24,7 +30,6 @@ from tensorferry.transfer.runtime import (
     default_scheduler,
     make_scheduler,
 )
-from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,8 +44,6 @@ _ALIGNMENT = 4096
 
 # What a validation compares at once.
 _CHUNK_NBYTES = 8 << 20
-
-MAX_PARALLELISM = 256
 
 
 class _Default(int):

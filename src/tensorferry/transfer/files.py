@@ -17,6 +17,12 @@ from tensorferry.base.checks import (
     positive,
 )
 from tensorferry.transfer.arrays import memory_or_segments
+from tensorferry.transfer.defaults import (
+    DEFAULT_BLOCK_NBYTES,
+    DEFAULT_QUEUE_DEPTH,
+    MAX_BLOCK_NBYTES,
+    MAX_QUEUE_DEPTH,
+)
 from tensorferry.transfer.futures import Pending
 from tensorferry.transfer.requests import set_size, start, transfer
 from tensorferry.transfer.runtime import (
@@ -30,7 +36,6 @@ from tensorferry.transfer.runtime import (
     warn_of_left_behind,
     with_descriptors,
 )
-from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 from tensorferry.transfer.streams import Stream
 
 if TYPE_CHECKING:
@@ -57,10 +62,6 @@ _MODES = {
     "x": (False, True, True, True, False),
     "x+": (True, True, True, True, False),
 }
-
-# Beyond these a queue has more memory than I/O in it.
-MAX_QUEUE_DEPTH = 32768
-MAX_BLOCK_NBYTES = 1 << 30
 
 
 class Transferring(abc.ABC):

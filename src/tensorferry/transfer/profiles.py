@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
 from tensorferry.base.mounts import mount_of_open
+from tensorferry.transfer.defaults import MAX_PARALLELISM, MAX_QUEUE_DEPTH
 from tensorferry.transfer.settings import Settings
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def _parsed(entry: Any) -> Profile:
     if not all(isinstance(each, str) for each in texts):
         raise ValueError("an entry names its file system or memory by what is not a text")
     numbers = (settings.block_size, settings.queue_depth, settings.intra_op_parallelism)
-    limits = (1 << 31, 32768, 256)
+    limits = (1 << 31, MAX_QUEUE_DEPTH, MAX_PARALLELISM)
     for number, limit in zip(numbers, limits, strict=True):
         if type(number) is not int or not 1 <= number <= limit:
             raise ValueError(f"an entry has {number!r} where a number from 1 to {limit} belongs")

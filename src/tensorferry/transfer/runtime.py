@@ -16,7 +16,7 @@ from tensorferry.base.processes import in_forked_children
 from tensorferry.base.warned import warn
 from tensorferry.errors import StorageError
 from tensorferry.transfer import futures
-from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
+from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable

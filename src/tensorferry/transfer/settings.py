@@ -6,9 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-DEFAULT_BLOCK_NBYTES = 1 << 20
-DEFAULT_QUEUE_DEPTH = 128
-"""What is used where no setting is given; the core's own defaults and the docs are held to these by a test."""
+from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 
 
 @dataclass(frozen=True)

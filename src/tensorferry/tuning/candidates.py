@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tensorferry.base.checks import parse_nbytes
-from tensorferry.deepnvme.handles import MAX_PARALLELISM
-from tensorferry.transfer.files import MAX_QUEUE_DEPTH
+from tensorferry.transfer.defaults import MAX_PARALLELISM, MAX_QUEUE_DEPTH
 from tensorferry.transfer.runtime import engines
 from tensorferry.transfer.settings import Settings
 

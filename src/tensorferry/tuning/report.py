@@ -11,12 +11,12 @@ from pathlib import Path
 
 import tensorferry
 from tensorferry.transfer import profiles
+from tensorferry.transfer.defaults import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 from tensorferry.transfer.runtime import (
     close_scheduler,
     make_scheduler,
     profiles_path,
 )
-from tensorferry.transfer.settings import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH
 from tensorferry.tuning.advice import advise, known
 from tensorferry.tuning.machine import devices, gpus, kernel, limits, storage
 from tensorferry.tuning.machine.libraries import TIMEOUT_SECONDS, asking, version
