@@ -110,6 +110,7 @@ class Copiers {
   Copiers(const Copiers&) = delete;
   Copiers& operator=(const Copiers&) = delete;
 
+  bool empty() const { return taken_.empty(); }
   Result<Copier*> of(Gpu& gpu);
 
  private:

@@ -173,9 +173,9 @@ void Worker::copy(WorkBlock& block) {
 // Queues the copy on this worker's stream.
 void Worker::copy_gpu(WorkBlock& block) {
   Transfer& transfer = *block.transfer;
+  if (copiers_.empty()) cuda::leave_captures_alone();  // the mode is this thread's, for all GPUs
   auto copier = copiers_.of(transfer.gpu_of(block));
   if (!copier) return go_on(block, transfer.copied(block, copier.fault(), scheduler_.statistics_));
-  cuda::leave_captures_alone();
   auto event = transfer.start_copy(block, **copier);
   if (!event) return go_on(block, transfer.copied(block, event.fault(), scheduler_.statistics_));
   scheduler_.watcher_->add_copy(std::move(*event), [self = own(), &block](const std::optional<Fault>& fault) {
