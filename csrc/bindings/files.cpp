@@ -67,7 +67,7 @@ PyMapping map_pieces(const std::vector<std::optional<PyFile>>& files, const std:
   return {std::shared_ptr<Mapping>(std::move(*mapping)), std::move(owner)};
 }
 
-// Bytes of a mapping. Who has them alone gives their pages back with them.
+// Bytes of a mapping. If no other view has them, their pages are released with this one.
 struct MappedBytes {
   PyMapping of;
   size_t begin;

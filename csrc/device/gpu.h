@@ -102,7 +102,7 @@ class Gpu {
   std::vector<std::unique_ptr<Copier>> idle_copiers_;
 };
 
-// Copiers for one who uses them one call at a time: of each GPU one, taken at first use, given back at the end.
+// Copiers of one user, who makes one call at a time: one for each GPU, taken at first use, given back at the end.
 class Copiers {
  public:
   Copiers() = default;

@@ -31,7 +31,7 @@ class Helpers {
   // Waits for all jobs and ends the threads.
   void stop();
 
-  // Nobody will wait for the threads; they go on with jobs until let_end().
+  // The threads are not joined; they keep running jobs until let_end().
   void abandon();
   void let_end();
 

@@ -44,7 +44,7 @@ class Queue {
 
   // Ends the workers when they have nothing to do any more, and waits for that.
   void stop();
-  // The same, to be waited for by nobody: they end by themselves after let_end().
+  // The same without joining the threads: they end by themselves after let_end().
   void abandon();
   void let_end();
 

@@ -91,7 +91,7 @@ size_t Lanes::count() const {
 
 std::shared_ptr<Lane> Lanes::take_out_idle(bool unused) {
   for (auto kept = lanes_.begin(); kept != lanes_.end(); ++kept) {
-    // Whoever uses a lane has got it from here, and keeps it as long.
+    // A user of a lane holds a reference to it for as long as it uses the lane.
     if (kept->second.lane.use_count() > 1 || (unused && kept->second.used)) continue;
     auto lane = std::move(kept->second.lane);
     lanes_.erase(kept);

@@ -1,7 +1,7 @@
 // Which lanes a scheduler has: one for each device that is in use, within bounds.
 //
-// A lane is made when a transfer first needs it, and given back when nobody has used it for some seconds. Where there
-// may be no further one, devices share. Threads that only compute are here too: the lanes share them.
+// A lane is created when a transfer first needs it, and destroyed after some seconds without use. At the limit, devices
+// share a lane. The threads that only compute are here too: all lanes share them.
 #pragma once
 
 #include <condition_variable>
@@ -37,7 +37,7 @@ class Lanes {
   // For a lane: an idle one, a new one, or another lane's.
   std::shared_ptr<Queue> queue_for_a_lane();
 
-  // For what takes a processor's time; copying: false where nobody is free to do it.
+  // Run CPU-bound jobs. help_to_copy returns false if no thread is free.
   void help_to_touch(Helpers::Job job) { touch_helpers_.post(std::move(job)); }
   bool help_to_copy(Helpers::Job job) { return copy_helpers_.offer(std::move(job)); }
 

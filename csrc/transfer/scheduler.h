@@ -1,8 +1,8 @@
-// Who is admitted, what is outstanding, and what becomes of it.
+// Admission, outstanding transfers, and how they end.
 //
-// Who wants something moved is admitted first. From then on closing waits for it; who comes later is refused. What
-// was admitted gets in line in its device's lane (lanes.h). There a worker with room takes the block that is next in
-// line, so blocks spread over workers by themselves, and one request's last blocks fly together with another's.
+// A transfer is admitted first. From then on closing waits for it; transfers that come later are refused. An admitted
+// transfer gets in line in its device's lane (lanes.h). There a worker with room takes the block that is next in line,
+// so blocks spread over workers by themselves, and one request's last blocks are in flight together with another's.
 #pragma once
 
 #include <algorithm>
@@ -62,7 +62,7 @@ struct EngineRefusal {
 
 class Scheduler : public std::enable_shared_from_this<Scheduler> {
  public:
-  // Transfers of one lane that may be outstanding at a time; who submits more to it waits.
+  // The most outstanding transfers of one lane; further submissions to it wait.
   static constexpr size_t max_outstanding = 16384;
 
   // Null when no engine could be had: `refusals` then says why. It also names those passed over.
@@ -143,11 +143,11 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // Changes whenever bytes have moved or something has ended.
   uint64_t progress() const;
 
-  // Ends the workers; where something is outstanding still, leaves them behind. Returns whether all ended well. Who
-  // else calls it meanwhile waits for that as well.
+  // Ends the workers, or leaves them behind if a transfer is still outstanding. Returns whether all ended well.
+  // Concurrent calls wait for the first one.
   bool close();
 
-  // For what takes a processor's time; copying: false where nobody is free to do it.
+  // Run CPU-bound jobs. help_to_copy returns false if no thread is free.
   void help_to_touch(Helpers::Job job) { lanes_.help_to_touch(std::move(job)); }
   bool help_to_copy(Helpers::Job job) { return lanes_.help_to_copy(std::move(job)); }
 

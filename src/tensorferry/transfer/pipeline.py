@@ -4,7 +4,7 @@ A product describes its reads (:class:`Read`: which bytes of which file, into wh
 oldest first. The pipeline decides when each begins, and is the one place that knows about cancelling, closing, fork and
 Ctrl-C.
 
-Two limits hold back a read that nobody waits for yet:
+Two limits hold back a read that is not wanted yet:
 
 memory
     What begun reads hold until they are released, where a product has a budget for it.
@@ -102,7 +102,7 @@ class Read:
             future.result()
 
     def cancel(self, *, wait: bool = False) -> None:
-        """End it before its time; nobody wants to know how. ``wait``: until its memory is free."""
+        """Cancel the transfers and discard their outcome. ``wait``: until its memory is free."""
         for future in self.futures:
             future._abandon()
         for future in self.futures if wait else ():
@@ -213,7 +213,7 @@ class Pipeline(Owned, Generic[_Read]):
                 future.add_done_callback(lambda _: _advance(pipeline()))
 
     def has_room(self, read: Read) -> bool:
-        """Return whether a read may begin though nobody waits for it."""
+        """Return whether a read may begin before it is wanted."""
         if not self._held:
             return True
         if self.memory_nbytes is not None:
@@ -250,7 +250,7 @@ class Pipeline(Owned, Generic[_Read]):
         """Take a read's memory for the caller's from now on."""
         read._released = True
         if read.done():
-            # They keep its memory. Who has not waited yet is still to be told of failures.
+            # A future keeps the memory. Failed ones stay, so that a later wait() raises the failure.
             read.futures = [each for each in read.futures if each._settle() is not None]
         while self._held and self._held[0]._released:
             self._held.popleft()
@@ -268,8 +268,8 @@ class Pipeline(Owned, Generic[_Read]):
         with self.lock:
             self.closed = True
             self._waiting.clear()
-            self._source = iter(())  # which may know all reads, and they their memory
-            # What was released is somebody else's.
+            self._source = iter(())  # the old one may hold all reads, and with them their memory
+            # Released reads belong to the caller.
             reads = [read for read in self._held if not read._released]
             for read in reads:
                 read.cancel()
@@ -298,5 +298,5 @@ class Pipeline(Owned, Generic[_Read]):
 
 def _advance(pipeline: Pipeline[Any] | None) -> None:
     if pipeline is not None:
-        with contextlib.suppress(Exception):  # the next one who asks for a read meets it again
+        with contextlib.suppress(Exception):  # the next call of first() or advance() raises it again
             pipeline.advance()

@@ -158,7 +158,7 @@ def decide(
     count = min(max(math.ceil(2 * (noise / error_wanted) ** 2), _PAIRS_MIN), _PAIRS_MAX)
     pairs: list[float] = []
     while len(pairs) < count and sweep.spent_seconds < budget_seconds:
-        # Who is first makes no difference on average.
+        # The order alternates, so that being first makes no difference on average.
         order = (default, nominee) if len(pairs) % 2 else (nominee, default)
         seen = {each: sweep.log_seconds(each) for each in order}
         pairs.append(seen[default] - seen[nominee])
