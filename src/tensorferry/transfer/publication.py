@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from io import FileIO
 
-    AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+    from tensorferry.base.checks import Path as AnyPath
 
 # What fsync() of a directory says where there is none, as for the core.
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)

@@ -75,8 +75,9 @@ def transfer(
     If the caller is interrupted, blocks not yet begun are cancelled; the array stays referenced until those that
     have begun are done.
     """
-    address, nbytes, location, segments, sums = _prepared(memory, checksums, write)
-    how = write, truncate, sync
+    address, segments, location = _told_of(memory)
+    nbytes, how = memory[1], (write, truncate, sync)
+    sums = None if checksums is None else checksums._use(nbytes, write=write)
 
     def run(file: _core.File, opened: bool) -> _core.Request | None:
         return scheduler.run(
@@ -159,26 +160,20 @@ def submit_one(
     sums: _core.Checksums | None = None,
 ) -> None:
     """Give a request its one transfer, or raise what is against it. The core keeps the owner of the memory."""
-    given, nbytes, _, location = memory
-    address, segments = (given, None) if isinstance(given, int) else (0, given)
-    locations = None if location is None or segments is not None else [location]
+    address, segments, location = _told_of(memory)
+    locations = None if location is None else [location]
     for _, refusal in scheduler.submit(
-        *(request, [file], [address], [nbytes], [offset], [0], owner, locations),
+        *(request, [file], [address], [memory[1]], [offset], [0], owner, locations),
         segments=segments,
         checksums=sums,
     ):
         raise refusal
 
 
-def _prepared(
-    memory: AnyMemory, checksums: Checksums | None, write: bool
-) -> tuple[int, int, Location | None, _core.Segments | None, _core.Checksums | None]:
-    """Return what the core is told of one transfer: address, bytes, location, segments, checksums."""
-    given, nbytes, _, location = memory
-    sums = None if checksums is None else checksums._use(nbytes, write=write)
-    if isinstance(given, int):
-        return given, nbytes, location, None, sums
-    return 0, nbytes, None, given, sums
+def _told_of(memory: AnyMemory) -> tuple[int, _core.Segments | None, Location | None]:
+    """Return what the core is told of memory: an address and its location, or segments, which have their own."""
+    given, _, _, location = memory
+    return (given, None, location) if isinstance(given, int) else (0, given, None)
 
 
 def _failure_of_memory(
