@@ -22,7 +22,7 @@ from numpy.lib import format as npy_format
 import tensorferry
 from tensorferry._core import crc32_combine
 from tensorferry.base.checks import kept_path
-from tensorferry.base.ranges import read_plan, strides_of
+from tensorferry.base.ranges import read_plan, segments_of, strides_of
 from tensorferry.safetensors.slicing import select
 
 if TYPE_CHECKING:
@@ -263,14 +263,8 @@ class Array:
         data = np.empty(math.prod(sizes) * self.dtype.itemsize, np.uint8)
         result: np.ndarray[Any, Any] = np.ndarray(sizes, self.dtype, data)
         if plan.exact:
-            windows = [*plan.windows]
-            segments: list[Any] = []
-            at, filled = windows[0].begin, 0
-            for window in windows:
-                segments += [window.begin - at] * (window.begin > at)
-                segments.append(data[filled : filled + window.nbytes])
-                at, filled = window.begin + window.nbytes, filled + window.nbytes
-            file.read(segments, begin + windows[0].begin)
+            segments, first = segments_of([*plan.windows], data)
+            file.read(segments, begin + first)
             return result
         split, strides = plan.split, strides_of(shape)
         rows = result.reshape(-1, *sizes[split:])

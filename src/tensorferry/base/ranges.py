@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -301,6 +301,23 @@ def _split(chosen: Sequence[int], stride: int, unit: int) -> Iterator[tuple[int,
             span = chosen[at - 1] - chosen[first]
             yield (chosen[first] - chosen[0]) * stride, first, at, span * stride + inner
             first = at
+
+
+def segments_of(windows: Sequence[Window], data: Any) -> tuple[list[Any], int]:
+    """Return what a transfer of windows is given: parts of ``data``, which has room for all, and gaps between them.
+
+    Also where it begins, from the tensor's first byte.
+    """
+    begin = at = windows[0].begin
+    segments: list[Any] = []
+    filled = 0
+    for window in windows:
+        if window.begin > at:
+            segments.append(window.begin - at)
+        segments.append(data[filled : filled + window.nbytes])
+        filled += window.nbytes
+        at = window.begin + window.nbytes
+    return segments, begin
 
 
 def memory_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:

@@ -6,7 +6,15 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.base.ranges import WINDOW_NBYTES, ReadPlan, Window, read_plan, runs, strides_of
+from tensorferry.base.ranges import (
+    WINDOW_NBYTES,
+    ReadPlan,
+    Window,
+    read_plan,
+    runs,
+    segments_of,
+    strides_of,
+)
 from tensorferry.safetensors.ahead import Ahead
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import Framework, framework_of, itemsize_of, nbytes_of
@@ -314,23 +322,9 @@ def _begin_chosen(
             None, lambda: _picked_from_file(source, tensor, shape, selection, plan, framework)
         )
     data = framework.empty(nbytes_of(chosen_shape, itemsize))
-    segments, begin = _segments(list(plan.windows), data)
+    segments, begin = segments_of(list(plan.windows), data)
     future = source.file.read_into(segments, tensor.begin + begin)
     return Coming(future, lambda: framework.plain(data, itemsize, chosen_shape))
-
-
-def _segments(windows: list[Window], data: Any) -> tuple[list[Any], int]:
-    """Return what is read for windows into bytes that have room for all, and where that begins in the tensor."""
-    begin = at = windows[0].begin
-    segments: list[Any] = []
-    filled = 0
-    for window in windows:
-        if window.begin > at:
-            segments.append(window.begin - at)
-        segments.append(data[filled : filled + window.nbytes])
-        filled += window.nbytes
-        at = window.begin + window.nbytes
-    return segments, begin
 
 
 def _picked_from_file(
@@ -376,7 +370,7 @@ class _Slab(Read):
 
     def begin(self) -> None:
         self.data = self._framework.empty(self.nbytes)
-        segments, begin = _segments(self.windows, self.data)
+        segments, begin = segments_of(self.windows, self.data)
         self.futures = (self._source.file.read_into(segments, self._tensor.begin + begin),)
 
 
