@@ -68,12 +68,14 @@ class Read:
         The transfers, once it has begun.
     begun : bool
         Whether it has.
+    released : bool
+        Whether its memory is the caller's; see :meth:`Pipeline.release`.
     """
 
     nbytes: int = 0
     futures: Sequence[Future[Any]] = ()
     begun: bool = False
-    _released = False
+    released: bool = False
     # Of all reads of the pipeline that began before: bytes read, and memory.
     _read_before = 0
     _held_before = 0
@@ -187,7 +189,7 @@ class Pipeline(Owned, Generic[_Read]):
                     if not self._waiting:
                         break
                 read = self._waiting[0]
-                if not read.begun and not read._released:
+                if not read.begun and not read.released:
                     if not self.has_room(read):
                         return False
                     self.begin(read)
@@ -248,11 +250,11 @@ class Pipeline(Owned, Generic[_Read]):
 
     def release(self, read: _Read) -> None:
         """Take a read's memory for the caller's from now on."""
-        read._released = True
+        read.released = True
         if read.done():
             # A future keeps the memory. Failed ones stay, so that a later wait() raises the failure.
             read.futures = [each for each in read.futures if each._settle() is not None]
-        while self._held and self._held[0]._released:
+        while self._held and self._held[0].released:
             self._held.popleft()
 
     def __iter__(self) -> Iterator[_Read]:
@@ -270,7 +272,7 @@ class Pipeline(Owned, Generic[_Read]):
             self._waiting.clear()
             self._source = iter(())  # the old one may hold all reads, and with them their memory
             # Released reads belong to the caller.
-            reads = [read for read in self._held if not read._released]
+            reads = [read for read in self._held if not read.released]
             for read in reads:
                 read.cancel()
             with contextlib.ExitStack() as closing:  # all of it, also where Ctrl-C comes again
@@ -292,7 +294,7 @@ class Pipeline(Owned, Generic[_Read]):
         # A finalizer takes no lock and waits for nothing: the core keeps memory and files until it has done.
         if not self.is_parents:
             for read in tuple(self._held):
-                if not read._released:
+                if not read.released:
                     read.cancel()
 
 

@@ -208,12 +208,10 @@ class Payloads:
 
     def __init__(self, directory: ArchiveDirectory) -> None:
         file = tensorferry.open(directory.own_path)
-        self._runs = list(_runs(directory, file))
-        self._run_of = {
-            record: (run, k) for run in self._runs for k, record in enumerate(run.records)
-        }
+        runs = list(_runs(directory, file))
+        self._run_of = {record: (run, k) for run in runs for k, record in enumerate(run.records)}
         # What payloads take beyond the result where that is on another device.
-        self._pipeline = Pipeline(self._runs, memory_nbytes=read_ahead_nbytes())
+        self._pipeline = Pipeline(runs, memory_nbytes=read_ahead_nbytes())
         self._pipeline.files[directory] = file
 
     def take(self, record: Record) -> Any:
@@ -227,8 +225,7 @@ class Payloads:
             It could not be read.
         """
         run, k = self._run_of.pop(record)
-        while not run.passed and (oldest := self._pipeline.first()) is not None:
-            oldest.passed = True
+        while not run.released and (oldest := self._pipeline.first()) is not None:
             self._pipeline.release(oldest)
         self._pipeline.advance()
         return run.take(k)
@@ -248,7 +245,6 @@ class _RecordRun(Read):
     ) -> None:
         self.records = records
         self.nbytes = records[-1].end - records[0].header
-        self.passed = False
         self._directory = directory
         self._file = file
         self._headers: list[bytearray] = []
