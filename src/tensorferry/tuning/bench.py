@@ -22,7 +22,7 @@ from tensorferry.base.checks import format_nbytes
 from tensorferry.transfer.settings import Settings
 from tensorferry.tuning import fio, gpus, machine
 from tensorferry.tuning.machine.limits import available_nbytes
-from tensorferry.tuning.machine.storage import mount_of
+from tensorferry.tuning.machine.storage import IN_MEMORY, mount_of
 from tensorferry.tuning.rounds import GB, Comparison, Contender, Row, Sample, take_turns, throughput
 from tensorferry.tuning.scratch import remove, scratch_directory
 from tensorferry.tuning.workers import UnavailableError, Worker, WorkerError, call_all, closing
@@ -37,7 +37,6 @@ Files = dict[str, list[Path]]  # of one process, by operation; loops go through 
 _TASK = "tensorferry.tuning.moving:Task"
 _PYTHON, _FIO = "python", "fio"
 _SECTOR_NBYTES = 4096
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class BenchError(Exception):
@@ -193,7 +192,7 @@ def run(job: Job, told: Callable[[str, int, int], None] = lambda *_: None) -> Re
     try:
         _check_memory(job)
         for folder in dict.fromkeys(place.folder for place in job.places):
-            if mount_of(folder)["type"] in _IN_MEMORY:
+            if mount_of(folder)["type"] in IN_MEMORY:
                 results.notes.append(f"{folder} lies in memory: no read is cold there")
         with _places_for_files(job) as files:
             _check_space(job, files)

@@ -58,6 +58,10 @@ class Decision:
     pairs: int = 0
     speedups: dict[Settings, float] = field(default_factory=dict)
 
+    def measured(self) -> dict[str, float]:
+        """Return what the pairs showed, ready for JSON."""
+        return {"median": self.gain, "low": self.low, "pairs": self.pairs}
+
 
 class _Sweep:
     """Logarithms of seconds, of each round less the round's mean, by settings."""

@@ -20,6 +20,7 @@ from tensorferry.tuning.candidates import candidates, common, default_settings
 from tensorferry.tuning.deciding import Decision, decide
 from tensorferry.tuning.drive import Drive, largest_nbytes
 from tensorferry.tuning.gpus import CUFILE
+from tensorferry.tuning.machine.storage import IN_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,8 +37,6 @@ _MEASURED_SECONDS = 0.02
 _ENOUGH_NBYTES, _LARGEST_NBYTES = 64 * _MIB, 1024 * _MIB
 _PROBES = 3
 _DOZEN = 12
-
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,11 @@ class Found:
     def profile(self) -> profiles.Profile | None:
         """Return what is to be stored; None where nothing is."""
         decision = self.decision
-        if decision.chosen == decision.default or self.file_system.type in _IN_MEMORY:
+        if decision.chosen == decision.default or self.file_system.type in IN_MEMORY:
             return None
         now = datetime.datetime.now(datetime.timezone.utc)
         found = {
-            "gain": {"median": decision.gain, "low": decision.low, "pairs": decision.pairs},
+            "gain": decision.measured(),
             "rates": self.rates,
             "when": now.isoformat(timespec="seconds"),
             "tensorferry": tensorferry.__version__,
@@ -91,11 +90,7 @@ class Found:
             "memory": self.memory,
             "settings": dataclasses.asdict(decision.chosen),
             "nominee": decision.nominee and dataclasses.asdict(decision.nominee),
-            "gain_over_default": {
-                "median": decision.gain,
-                "low": decision.low,
-                "pairs": decision.pairs,
-            },
+            "gain_over_default": decision.measured(),
             "rates": self.rates,
             "default_rates": self.default_rates,
         }
@@ -310,7 +305,7 @@ def _suitable_nbytes(folder: Path, gpu: int | None, job: Job, default: Settings)
 
 def _warnings(folder: Path, system: profiles.FileSystem, drive: Drive) -> list[str]:
     warnings = []
-    if system.type in _IN_MEMORY:
+    if system.type in IN_MEMORY:
         warnings.append(f"{folder} is in memory ({system.type}): nothing is stored for it")
     elif not drive.direct:
         warnings.append(

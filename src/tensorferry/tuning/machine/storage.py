@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _BLOCK_DEVICE = "block device"
-_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+IN_MEMORY = ("tmpfs", "ramfs")  # where files can be written, but never to a drive
 
 
 def file_system(path: Path) -> Facts:
@@ -43,7 +43,7 @@ def file_system(path: Path) -> Facts:
     mount = mount_of(path)
     return mount | {
         "device_number": device_number(mount),
-        "in_memory": mount["type"] in _IN_MEMORY,
+        "in_memory": mount["type"] in (*IN_MEMORY, "hugetlbfs"),
         "space": attempt(_space, path),
         "direct_io": direct,
     }
