@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import signal
-import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from tensorferry.offload import plan
 from tensorferry.offload.counted import same
 from tests.offload.numbered import ALL, SOME, Params, assert_same, parameters, params_of, step
 from tests.offload.twins import assert_equal, copies
-from tests.support.forks import passes_in_child
+from tests.support.forks import held_by_another_thread, passes_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -501,26 +500,14 @@ def test_a_tensor_of_another_shape_is_refused_before_anything_is_lost(directory:
 def test_a_child_does_not_wait_for_a_lock_that_nobody_gives_back(directory: Path) -> None:
     pair = Pair(directory, torch.optim.AdamW)
     pair.step(0)
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with pair.ours._lock:
-            held.set()
-            done.wait()
 
     def child() -> None:
         with pytest.raises(RuntimeError, match="fork"):
             pair.ours.step()
         pair.ours.close()
 
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
-    try:
+    with held_by_another_thread(pair.ours._lock):
         passes_in_child(child)
-    finally:
-        done.set()
-        holder.join()
 
 
 def test_an_interrupt_is_heard_where_a_step_fails_too() -> None:

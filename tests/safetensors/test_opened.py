@@ -34,7 +34,7 @@ from tests.safetensors.files import (
 )
 from tests.support import interrupts, leaks
 from tests.support.faultfs import Fault, FaultFS
-from tests.support.forks import passes_in_child
+from tests.support.forks import held_by_another_thread, passes_in_child
 from tests.support.leaks import settled
 from tests.support.page_cache import make_cold, make_warm
 
@@ -621,16 +621,6 @@ def test_a_forked_child_has_no_loaders_of_its_parents(path: pathlib.Path) -> Non
     """Not even where another thread was at it then."""
     with safe_open(path, "pt") as file:
         loader = file.prefetch()
-        held, go_on = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with loader._pipeline.lock:
-                held.set()
-                go_on.wait()
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait()
 
         def child() -> None:
             for ask in (lambda: loader.take("step"), lambda: next(iter(loader))):
@@ -638,11 +628,8 @@ def test_a_forked_child_has_no_loaders_of_its_parents(path: pathlib.Path) -> Non
                     ask()
             loader.close()
 
-        try:
+        with held_by_another_thread(loader._pipeline.lock):
             passes_in_child(child)
-        finally:
-            go_on.set()
-            thread.join()
         assert loader.take("step") == 3
 
 

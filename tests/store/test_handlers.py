@@ -4,7 +4,6 @@ import contextlib
 import gc
 import itertools
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from tensorferry.store import TensorStore, compaction
 from tests.store.data import full
 from tests.support import leaks
 from tests.support.effort import EFFORT
-from tests.support.forks import passes_in_child
+from tests.support.forks import held_by_another_thread, passes_in_child
 from tests.support.interrupts import At
 
 SEGMENT = 16 << 10
@@ -177,19 +176,6 @@ def test_a_child_cancels_its_parents_ticket_without_a_lock(tmp_path):
     with TensorStore(tmp_path) as store:
         store.write("a", full(1, 1_000_000)).result()
         read = store.read("a")
-        held, release = threading.Event(), threading.Event()
-
-        def hold():
-            with store._lock:
-                held.set()
-                release.wait()
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait()
-        try:
+        with held_by_another_thread(store._lock):
             passes_in_child(read._request.cancel)
-        finally:
-            release.set()
-            thread.join()
         read.result()

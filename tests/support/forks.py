@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 CHILD_TIMEOUT_S = 120
+
+
+@contextlib.contextmanager
+def held_by_another_thread(lock: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    """Have another thread hold a lock: a child that is forked within can never get it."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        yield
+    finally:
+        go_on.set()
+        thread.join()
 
 
 def in_child(work: Callable[[], object]) -> None:

@@ -18,7 +18,7 @@ from tensorferry.transfer import pipeline
 from tensorferry.transfer.pipeline import Pipeline, Read, read_ahead_nbytes
 from tests.support import interrupts
 from tests.support.faultfs import Fault
-from tests.support.forks import passes_in_child
+from tests.support.forks import held_by_another_thread, passes_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -279,27 +279,14 @@ def test_a_failure_is_told_to_who_waits_after_the_release(faultfs: FaultFS) -> N
 def test_a_forked_child_leaves_everything_to_the_parent(file: tensorferry.File) -> None:
     ahead = Pipeline(ranges(file, [KIB] * 4))
     ahead.advance()
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with ahead.lock:
-            held.set()
-            go_on.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
 
     def work() -> None:
         with pytest.raises(RuntimeError, match=r"before fork\(\)"):
             ahead._check_process()
         ahead.close()  # no lock, no wait
 
-    try:
+    with held_by_another_thread(ahead.lock):
         passes_in_child(work)
-    finally:
-        go_on.set()
-        thread.join()
     assert [read.is_right for read in ahead] == [True] * 4
 
 
