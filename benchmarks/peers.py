@@ -329,12 +329,3 @@ def move(path: Any, tensor: torch.Tensor, threads: int, *, write: bool) -> bool:
     finally:
         os.close(descriptor)
     return direct
-
-
-def sync(path: Any) -> None:
-    """Have the drive hold a file, or a directory's names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -36,8 +36,9 @@ from benchmarks.bench import (
     writes,
 )
 from benchmarks.memory import Stopwatch, write_pattern
-from benchmarks.peers import TransferPeer, async_io, move, succeed, sync
+from benchmarks.peers import TransferPeer, async_io, move, succeed
 from tensorferry import _core
+from tensorferry.transfer.publication import sync_file
 from tensorferry.tuning import fio
 from tensorferry.tuning.gpus import why_no_gpu
 from tensorferry.tuning.machine.kernel import status_of_process
@@ -116,7 +117,7 @@ class TensorPeer(TransferPeer):
 
     def save(self, path: Path) -> None:
         self.put(path)
-        sync(path)
+        sync_file(path)
 
     def load(self, path: Path) -> None:
         self.get(path)
@@ -255,7 +256,7 @@ class StorageLimit:
     def write(self, path: Path, seed: int, check: bool) -> dict[str, Any]:
         with Stopwatch() as watch:
             direct = move(path, self.memory, self.threads, write=True)
-            sync(path)
+            sync_file(path)
         return watch.result(self.memory.nbytes, direct=direct)
 
     def read(self, path: Path, seed: int) -> dict[str, Any]:

@@ -32,11 +32,11 @@ from benchmarks.memory import (
     touch_free_memory,
     touch_memory,
 )
-from benchmarks.peers import sync
 from benchmarks.scenarios.checkpoint import state_of, tensors
 from tensorferry import _core, checkpoint
 from tensorferry.safetensors.plans import load_files, tensor_parallel_plan
 from tensorferry.safetensors.saving import save_file
+from tensorferry.transfer.publication import sync_directory, sync_file
 from tensorferry.tuning.rounds import MeasurementError
 from tensorferry.tuning.scratch import make_cold, make_warm, remove
 from tensorferry.tuning.workers import UnavailableError
@@ -76,7 +76,7 @@ class Loader:
             model[f"layers.{at}.weight"] = weight
             model[f"layers.{at}.norm"] = torch.ones(1024, dtype=torch.bfloat16)
         safetensors.torch.save_file(model, path)
-        sync(path)
+        sync_file(path)
         return _crc(model)
 
     def load(self, paths: list[Path], crcs: list[int], fresh: bool) -> dict[str, Any]:
@@ -122,8 +122,8 @@ class Saver:
                 save_file(self._state, path, sync=True)
             else:
                 safetensors.torch.save_file(self._state, path)
-                sync(path)
-                sync(path.parent)
+                sync_file(path)
+                sync_directory(path.parent)
         return watch.result(self._nbytes)
 
     def save_by_storage(self, path: Path) -> dict[str, Any]:
