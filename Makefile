@@ -140,7 +140,7 @@ endef
 
 # write_stub: (file)
 define write_stub
-$(BIN)/python -m nanobind.stubgen --quiet --module tensorferry._core --output-file $(1)
+$(BIN)/python -m nanobind.stubgen --quiet --include-private --module tensorferry._core --output-file $(1)
 $(BIN)/ruff check --quiet --fix-only $(1)
 $(BIN)/ruff format --quiet $(1)
 endef

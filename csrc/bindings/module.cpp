@@ -10,6 +10,7 @@
 #include "base/limits.h"
 #include "bindings/collect.h"
 #include "bindings/files.h"
+#include "bindings/future.h"
 #include "bindings/memory.h"
 #include "bindings/python.h"
 #include "bindings/scheduler.h"
@@ -58,6 +59,7 @@ NB_MODULE(_core, module) {
   bind_collect(module);
   bind_files(module);
   bind_schedulers(module);
+  bind_futures(module);
   bind_streams(module);
   bind_memory(module);
   module.def("crc32", &crc32_of, "buffer"_a, "crc"_a = 0);

@@ -1,12 +1,13 @@
 #include "bindings/scheduler.h"
 
+#include "bindings/future.h"
+
 #include <errno.h>
 
 #include <algorithm>
 
 #include "device/driver.h"
 #include "engine/engine.h"
-#include "transfer/completion_queue.h"
 #include "transfer/reservation.h"
 
 namespace tensorferry {
@@ -27,14 +28,6 @@ Item item_of(const PyFile& file, const Memory& memory, uint64_t offset, const Py
   if (checksums) item.checksums = checksums->core;
   return item;
 }
-
-struct PyCompletionQueue {
-  std::shared_ptr<CompletionQueue> core = std::make_shared<CompletionQueue>();
-
-  PyCompletionQueue() {
-    if (core->error_number()) raise(Fault{.error_number = core->error_number(), .operation = "eventfd"});
-  }
-};
 
 std::vector<std::pair<std::string, std::optional<std::string>>> probe_engines() {
   WithoutGil release;
@@ -196,6 +189,38 @@ bool PyScheduler::run_plain(const PyFile& file, nb::handle array, nb::handle off
   return true;
 }
 
+nb::object PyScheduler::start_plain(const PyFile& file, nb::handle array, nb::handle offset, bool write, bool sync,
+                                    bool background) {
+  const auto found = plain_array(array, !write);
+  const auto begin = found ? plain_offset(offset, found->nbytes) : std::nullopt;
+  if (!begin) return nb::none();
+  PyRequest request = new_request({.write = write, .sync = sync, .background = background});
+  std::vector<Item> items;
+  items.push_back({file.core, lease_of(file), {found->address, found->nbytes}, *begin});
+  nb::object future = PyFuture::of_plain(array, *found);
+  auto& core = *nb::inst_ptr<PyFuture>(future);
+  core.is_about(write, nb::cast(file).attr("path"), *begin, found->nbytes);
+  Admitted admitted(*this, find_lanes(items, *core_));
+  auto prepared = [&] {
+    WithoutGil release;
+    return prepare(items, *core_, request.core);
+  }();
+  if (prepared.fault) refuse(*prepared.fault);
+  if (!prepared.refused.empty()) raise(prepared.refused.front().second);
+  if (core_->try_cached(prepared.transfers.front())) {
+    admitted.handed_over();
+  } else {
+    owners_->keep(request.core->id(), future);
+    admitted.handed_over();
+    if (prepared.transfers.front()->is_shared()) request.cached = prepared.transfers.front();
+    WithoutGil release;
+    core_->submit(request.core, prepared.transfers, {file.core});
+    request.core->seal();
+  }
+  core.start(std::move(request));
+  return future;
+}
+
 void PyScheduler::reap() {
   if (!core_->belongs_to_this_process()) return;
   for (uint64_t id : core_->take_finished()) owners_->drop(id);
@@ -319,19 +344,6 @@ void PyScheduler::Admitted::handed_over(const std::vector<std::shared_ptr<Transf
 }
 
 void bind_schedulers(nb::module_& module) {
-  nb::class_<PyCompletionQueue>(module, "CompletionQueue")
-      .def(nb::init<>())
-      .def("fileno", [](const PyCompletionQueue& queue) { return queue.core->descriptor(); })
-      .def("take", [](const PyCompletionQueue& queue) { return queue.core->take(); })
-      .def("wake", [](const PyCompletionQueue& queue) { queue.core->wake(); })
-      .def(
-          "wait",
-          [](const PyCompletionQueue& queue, double timeout_seconds) {
-            WithoutGil release;
-            queue.core->wait(static_cast<int>(timeout_seconds * 1000));
-          },
-          "timeout_seconds"_a);
-
   nb::class_<PyRequest>(module, "Request")
       .def("done", &PyRequest::done)
       .def("wait", &PyRequest::wait, "timeout_seconds"_a.none() = nb::none())
@@ -438,6 +450,10 @@ void bind_schedulers(nb::module_& module) {
            "background"_a,
            nb::sig("def run_plain(self, file: File, array: object, offset: object, write: bool, sync: bool, "
                    "background: bool) -> bool"))
+      .def("start_plain", &PyScheduler::start_plain, "file"_a, "array"_a.none(), "offset"_a.none(), "write"_a, "sync"_a,
+           "background"_a,
+           nb::sig("def start_plain(self, file: File, array: object, offset: object, write: bool, sync: bool, "
+                   "background: bool) -> typing.Any"))
       .def("reap", &PyScheduler::reap)
       .def("outstanding", &PyScheduler::outstanding)
       .def("wait_for_progress", &PyScheduler::wait_for_progress, "timeout_seconds"_a)

@@ -139,6 +139,10 @@ class PyScheduler {
   // none; nothing has been done. Raises what went wrong.
   bool run_plain(const PyFile& file, nb::handle array, nb::handle offset, bool write, bool sync, bool background);
 
+  // Begins the transfer of one plain array, and returns its future; None as above. What memory has is read at once.
+  nb::object start_plain(const PyFile& file, nb::handle array, nb::handle offset, bool write, bool sync,
+                         bool background);
+
   // Drops the owners of what has finished.
   void reap();
 

@@ -19,11 +19,13 @@ class CompletionQueue {
   int error_number() const { return event_.error_number(); }
 
   void push(uint64_t token) {
+    bool first;
     {
       std::lock_guard lock(mutex_);
+      first = tokens_.empty();
       tokens_.push_back(token);
     }
-    event_.set();
+    if (first) event_.set();  // else it is set, and nobody has taken what it was set for
   }
 
   // Wakes a sleeper that has nothing to fetch.

@@ -15,6 +15,9 @@
 namespace tensorferry {
 namespace {
 
+// What memory has of this many bytes is copied in less time than it takes to wake another thread.
+constexpr uint64_t max_cached_nbytes = uint64_t{64} << 10;
+
 // Beyond this a blocking call is left to a worker, which has several blocks in flight.
 constexpr uint64_t max_inline_nbytes = uint64_t{1} << 20;
 
@@ -355,6 +358,34 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
   request.seal();
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
   taken.transfer = transfer;
+  return true;
+}
+
+bool Scheduler::try_cached(const std::shared_ptr<Transfer>& transfer) {
+  if (transfer->is_write() || transfer->nbytes() > max_cached_nbytes || transfer->has_many_blocks()) return false;
+  if (!transfer->is_shared() || !transfer->gates().empty() || transfer->request().uses_files()) return false;
+  const bool in_memory = transfer->file()->in_memory();
+  WorkBlock block;
+  bool exhausted;
+  if (transfer->next_block(block, exhausted)) {
+    Step step = transfer->prepare(block, nullptr, statistics_);
+    // A file in memory never waits for a device, and need not promise it, which tmpfs cannot.
+    if (step == Step::move) block.result = transfer->move_here(block, in_memory ? &execute_now : &read_cached);
+    // A worker reads it again, and tells of a fault.
+    if (step != Step::move || block.result != static_cast<int64_t>(block.nbytes)) {
+      block.transfer.reset();
+      transfer->rewind();
+      return false;
+    }
+    statistics_.inline_blocks.fetch_add(1, std::memory_order_relaxed);
+    step = transfer->look_at_result(block, statistics_);
+    (void)run_on(block, step);
+    (void)transfer->count_down();  // for the block; the cursor still keeps it going
+  }
+  statistics_.requests.fetch_add(1, std::memory_order_relaxed);
+  transfer->request().add({transfer});
+  transfer->request().seal();
+  end_transfer(transfer);
   return true;
 }
 

@@ -125,6 +125,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // Does all of it, and returns true; false where a signal came: see InterruptionsReturned.
   bool go_on(Inline& taken);
 
+  // For calls that must not wait: the same for a small read of what is in memory. It is done then.
+  bool try_cached(const std::shared_ptr<Transfer>& transfer);
+
   // A submitted write no longer has to wait for another.
   void line_up(const std::shared_ptr<Transfer>& transfer);
 

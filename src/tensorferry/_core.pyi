@@ -2,8 +2,9 @@
 The native core of tensorferry: see csrc/. Use the package's public names instead.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from typing import Annotated, Any, NoReturn
 
 from typing_extensions import CapsuleType
 
@@ -94,13 +95,6 @@ def map_pieces(
 def open_descriptors() -> int: ...
 def files_of_requests() -> tuple[int, int]: ...
 
-class CompletionQueue:
-    def __init__(self) -> None: ...
-    def fileno(self) -> int: ...
-    def take(self) -> list[int]: ...
-    def wake(self) -> None: ...
-    def wait(self, timeout_seconds: float) -> None: ...
-
 class Request:
     def done(self) -> bool: ...
     def wait(self, timeout_seconds: float | None = None) -> bool: ...
@@ -171,6 +165,9 @@ class Scheduler:
     def run_plain(
         self, file: File, array: object, offset: object, write: bool, sync: bool, background: bool
     ) -> bool: ...
+    def start_plain(
+        self, file: File, array: object, offset: object, write: bool, sync: bool, background: bool
+    ) -> Any: ...
     def reap(self) -> None: ...
     def outstanding(self) -> int: ...
     def wait_for_progress(self, timeout_seconds: float) -> bool: ...
@@ -184,6 +181,113 @@ def close_together(
 ) -> list[bool]: ...
 def probe_engines() -> list[tuple[str, str | None]]: ...
 def engine_names() -> list[str]: ...
+
+class CompletionQueue:
+    def __init__(self) -> None: ...
+    def fileno(self) -> int: ...
+    def take(self) -> list[int]: ...
+    def wake(self) -> None: ...
+    def wait(self, timeout_seconds: float) -> None: ...
+
+class LoopListener:
+    def __init__(self) -> None: ...
+    def fileno(self) -> int: ...
+    def deliver(self) -> None: ...
+
+class Future:
+    def __init__(self, array: object | None, keep: object | None) -> None: ...
+    def done(self) -> bool:
+        """
+        Return whether the transfer has ended: well, with a failure, or cancelled.
+        """
+
+    def running(self) -> bool:
+        """
+        Return whether the transfer has not ended; also a cancelled one takes until what is in flight is done.
+        """
+
+    def cancel(self) -> bool:
+        """
+        End the transfer before its time.
+
+        What has not been handed to the kernel never will be; what is in flight is waited for, by :meth:`done`,
+        :meth:`result` and the array. A write leaves its range with old and new bytes.
+
+        Returns
+        -------
+        bool
+            False if it has ended already, else True. Whether it came in time shows in the end: see :meth:`cancelled`.
+        """
+
+    def cancelled(self) -> bool:
+        """
+        Return whether it has ended by :meth:`cancel`; one that moved all its bytes nevertheless is a success.
+        """
+
+    def exception(self, timeout: float | None = None) -> tensorferry.errors.StorageError | None:
+        """
+        Wait, and return what went wrong, or None.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait at most; None waits as long as it takes.
+
+        Raises
+        ------
+        TimeoutError
+            The transfer has not ended in time; it goes on.
+        concurrent.futures.CancelledError
+            It was cancelled.
+        RuntimeError
+            This is a forked child, and the transfer is its parent's.
+        """
+
+    def result(self, timeout: float | None = None) -> Any:
+        """
+        Wait, and return the array.
+
+        Raises
+        ------
+        StorageError
+            The transfer failed.
+        TimeoutError
+            It has not ended within ``timeout`` seconds; it goes on.
+        concurrent.futures.CancelledError
+            It was cancelled.
+        RuntimeError
+            This is a forked child, and the transfer is its parent's.
+        """
+
+    def __await__(self) -> Generator[Any, None, Any]: ...
+    def __next__(self) -> Any: ...
+    def send(self, value: None) -> Any:
+        """Go on as a coroutine; for asyncio."""
+
+    def throw(self, *error: Any) -> NoReturn:
+        """Go on with an exception, as a coroutine; for asyncio."""
+
+    def close(self) -> None:
+        """Do nothing: coroutines have this method. The transfer goes on."""
+
+    def _start(self, request: object, check: object | None = None) -> None: ...
+    def _is_about(self, write: bool, what: object, offset: int, nbytes: int) -> None: ...
+    def _abandon(self) -> None: ...
+    def _settle(self) -> tensorferry.errors.StorageError | None: ...
+    def _waiter(self) -> asyncio.Future[None]: ...
+    def _notify(self, queue: CompletionQueue, token: int) -> None: ...
+    def _check_process(self) -> None: ...
+    @property
+    def _request(self) -> Any: ...
+    @property
+    def _about(self) -> tuple[str, str, int, int] | None: ...
+    @property
+    def _begun_at(self) -> tuple[str, int] | None: ...
+    @property
+    def _state(self) -> str: ...
+
+def line_of_caller() -> tuple[str, int] | None: ...
+def warn_of_unseen_futures() -> None: ...
 
 class Stream:
     def __init__(

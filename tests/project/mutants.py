@@ -311,8 +311,8 @@ MUTANTS = [
     _mutant(
         "future-keeps-the-memory-of-its-result",
         "memory is the caller's again with the result",
-        "src/tensorferry/transfer/futures.py",
-        "                    self._keep = None  # perhaps a copy that the caller knows nothing of\n",
+        "csrc/bindings/future.cpp",
+        "    keep = std::move(keep_);  // they go when the lock is free: a destructor may call back\n",
         "",
         "tests/transfers/test_futures.py::test_a_future_does_not_keep_the_copy_of_what_was_not_contiguous",
     ),

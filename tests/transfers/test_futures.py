@@ -15,6 +15,7 @@ import threading
 import time
 import tracemalloc
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -511,3 +512,64 @@ future.add_done_callback(lambda future: print("called", future.exception()))
     assert run.stdout == "called None\n", run.stderr
     assert run.returncode == 0
     assert (directory / "file").stat().st_size == 30_000_000
+
+
+def test_a_small_read_of_what_is_in_memory_is_done_when_it_has_begun(
+    engine: str, tmpfs_directory: pathlib.Path, random_bytes: RandomBytes
+) -> None:
+    np = pytest.importorskip("numpy")
+    data = random_bytes(1 << 20)
+    (tmpfs_directory / "file").write_bytes(data.tobytes())
+    with tensorferry.open(tmpfs_directory / "file", engine=engine) as file:
+        for nbytes in (1, 320, 4096, 65_536):
+            array = np.zeros(nbytes, np.uint8)
+            future = file.read_into(array, 12_345)
+            assert future.done()
+            assert np.array_equal(future.result(), data[12_345 : 12_345 + nbytes])
+        with pytest.raises(tensorferry.ShortReadError):
+            file.read_into(np.zeros(4096, np.uint8), (1 << 20) - 4095)
+
+
+def test_a_task_gets_what_was_given_also_where_that_is_a_tuple(directory: pathlib.Path) -> None:
+    async def use(file: tensorferry.File) -> None:
+        given = bytearray(70_000), bytearray(5)
+        assert await file.read_into(given) is given
+        assert await asyncio.create_task(file.read_into(given)) is given
+
+    in_a_loop(directory, use)
+
+
+def test_loops_of_several_threads_hear_of_their_own_transfers(directory: pathlib.Path) -> None:
+    def run(index: int) -> None:
+        async def use(file: tensorferry.File) -> None:
+            for turn in range(40):
+                buffer = bytearray(100_000)
+                assert await file.read_into(buffer, 100_000 * (turn % 8)) is buffer
+                assert buffer == b"\7" * 100_000
+
+        (directory / str(index)).mkdir()
+        in_a_loop(directory / str(index), use)
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(run, range(3)))
+
+
+@pytest.mark.parametrize("nbytes", [4096, 3_000_000])
+def test_a_future_that_its_array_refers_to_is_collected(
+    engine: str, directory: pathlib.Path, nbytes: int
+) -> None:
+    np = pytest.importorskip("numpy")
+
+    class Array(np.ndarray):  # type: ignore[misc, name-defined]  # which takes attributes
+        future: tensorferry.Future
+
+    (directory / "file").write_bytes(bytes(nbytes))
+    with tensorferry.open(directory / "file", engine=engine) as file:
+        array = np.zeros(nbytes, np.uint8).view(Array)
+        array.future = file.read_into(array)
+        array.future.result()
+        gone = weakref.ref(array.future)
+        file.read_into(bytearray(1)).result()  # drops what the core kept of the first
+        del array
+        gc.collect()
+        assert gone() is None

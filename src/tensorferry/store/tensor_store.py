@@ -318,7 +318,7 @@ class TensorStore(Owned):
             self._written_nbytes += info.nbytes
             ticket._start(transfer)
         self._compact_soon()
-        ticket._about = ("writing", name, 0, info.nbytes)
+        ticket._is_about(True, name, 0, info.nbytes)
         return ticket
 
     def read(self, name: str, out: Any = None, priority: Priority = "normal") -> Future[Any]:
@@ -371,7 +371,7 @@ class TensorStore(Owned):
             self._pending[transfer] = None
             self._read_nbytes += info.nbytes
             ticket._start(transfer)
-        ticket._about = ("reading", name, 0, info.nbytes)
+        ticket._is_about(False, name, 0, info.nbytes)
         return ticket
 
     def delete(self, name: str) -> None:

@@ -486,21 +486,29 @@ class File(Transferring):
         sync: bool = False,
     ) -> Future[_Array]:
         file = self._open_file(reading=not write, writing=write)
-        array, memory = memory_or_segments(array, writable=not write)
-        offset = checked_offset(offset, memory[1])
-        future = start(
-            self._scheduler,
-            file,
-            array,
-            memory,
-            offset,
-            write=write,
-            sync=sync,
-            background=in_background(priority),
-            checksums=checksums,
-        )
-        future._about = ("writing" if write else "reading", self._path, offset, memory[1])
-        self._pending.add(future)
+        scheduler, background = self._scheduler, in_background(priority)
+        future = None
+        if checksums is None:
+            future = with_descriptors(
+                scheduler,
+                lambda: scheduler.start_plain(file, array, offset, write, sync, background),
+                opens=False,
+            )
+        if future is None:
+            array, memory = memory_or_segments(array, writable=not write)
+            future = start(
+                scheduler,
+                file,
+                array,
+                memory,
+                checked_offset(offset, memory[1]),
+                write=write,
+                sync=sync,
+                background=background,
+                checksums=checksums,
+            )
+        if not future.done():
+            self._pending.add(future)
         return future
 
 

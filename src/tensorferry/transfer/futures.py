@@ -1,7 +1,8 @@
 """Futures: what an asynchronous call returns.
 
 Completion reaches Python through a queue and an eventfd of the core. A running event loop watches the descriptor;
-callbacks are called by one thread that sleeps on it. No worker of the core ever needs the GIL.
+callbacks are called by one thread that sleeps on it. No worker of the core ever needs the GIL. What is asked often
+(``done``, ``result``, ``await``, ``cancel``) is the core's: see csrc/bindings/future.h.
 """
 
 from __future__ import annotations
@@ -10,17 +11,14 @@ import os
 import sys
 import threading
 import weakref
-from errno import ECANCELED
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from tensorferry import _core
-from tensorferry.base.processes import Owned, in_forked_children
-from tensorferry.base.warned import line_of_caller, warn
+from tensorferry.base.processes import in_forked_children
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Generator
-    from typing import NoReturn
 
     from typing_extensions import TypeVar
 
@@ -53,7 +51,7 @@ class Request(Protocol):
         """Have a queue told when the request, or one more of several, is done."""
 
 
-class Future(Owned, Generic[_T_co]):
+class Future(_core.Future, Generic[_T_co]):
     """The outcome of a transfer on its way: ``Future[T]`` gives a ``T``. Await it, or ask :meth:`result`.
 
     It keeps the array alive until the transfer is done. Read the array, or change what is being written, only then.
@@ -65,147 +63,14 @@ class Future(Owned, Generic[_T_co]):
     the array again must: until :meth:`done`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_about",
-        "_array",
-        "_asked",
-        "_begun_at",
-        "_cancelling",
-        "_check",
-        "_exception",
-        "_generation",
-        "_keep",
-        "_request",
-        "_settled",
-    )
-    _request: Request
-    _refusal = "this transfer was begun before fork(): it ends in the parent process, and nobody tells this one"
+    __slots__ = ()
 
-    def __init__(self, array: _T_co, keep: object) -> None:
-        self._array = array
-        self._keep = keep
-        self._about: tuple[str, str, int, int] | None = None  # verb, path, offset, bytes
-        self._begun_at = line_of_caller()
-        self._asked = False
-        self._cancelling = False
-        self._settled = False
-        self._exception: StorageError | None = None
-        self._check: Callable[[], StorageError | None] | None = None
-        self._belong_here()
+    if TYPE_CHECKING:
 
-    def _start(
-        self, request: Request, check: Callable[[], StorageError | None] | None = None
-    ) -> None:
-        """Be the future of a request; what ended well is asked of ``check`` too, when its end is first seen."""
-        self._check = check
-        self._request = request
-        _unseen.add(self)
-
-    def _abandon(self) -> None:
-        """End the transfer before its time; how it ends is of no interest."""
-        self._request.cancel()
-        self._asked = True
-        _unseen.discard(self)
-
-    def done(self) -> bool:
-        """Return whether the transfer has ended: well, with a failure, or cancelled."""
-        if not self._request.done():
-            return False
-        if self._check is not None:
-            self._settle()
-        return True
-
-    def running(self) -> bool:
-        """Return whether the transfer has not ended; also a cancelled one takes until what is in flight is done."""
-        return not self.done()
-
-    def cancel(self) -> bool:
-        """End the transfer before its time.
-
-        What has not been handed to the kernel never will be; what is in flight is waited for, by :meth:`done`,
-        :meth:`result` and the array. A write leaves its range with old and new bytes.
-
-        Returns
-        -------
-        bool
-            False if it has ended already, else True. Whether it came in time shows in the end: see :meth:`cancelled`.
-        """
-        if self.done():
-            return False
-        self._cancelling = True
-        self._request.cancel()
-        return True
-
-    def cancelled(self) -> bool:
-        """Return whether it has ended by :meth:`cancel`; one that moved all its bytes nevertheless is a success."""
-        return self.done() and self._was_cancelled(self._settle())
-
-    def _was_cancelled(self, exception: StorageError | None) -> bool:
-        return self._cancelling and exception is not None and exception.errno == ECANCELED
-
-    def _settle(self) -> StorageError | None:
-        """Return how the transfer, which has ended, went."""
-        if not self._settled:
-            with _settling:  # one outcome for all threads
-                if not self._settled:
-                    self._exception = self._request.exception()
-                    if self._exception is None and self._check is not None:
-                        self._exception = self._check()
-                    self._check = None
-                    self._keep = None  # perhaps a copy that the caller knows nothing of
-                    self._settled = True
-        return self._exception
-
-    def exception(self, timeout: float | None = None) -> StorageError | None:
-        """Wait, and return what went wrong, or None.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait at most; None waits as long as it takes.
-
-        Raises
-        ------
-        TimeoutError
-            The transfer has not ended in time; it goes on.
-        concurrent.futures.CancelledError
-            It was cancelled.
-        RuntimeError
-            This is a forked child, and the transfer is its parent's.
-        """
-        request = self._request
-        if not request.done():
-            self._check_process()
-            if not request.wait(timeout):
-                raise TimeoutError(f"the transfer has not ended within {timeout} seconds")
-        self._asked = True
-        _unseen.discard(self)
-        exception = self._settle()
-        if self._was_cancelled(exception):
-            from concurrent.futures import CancelledError
-
-            raise CancelledError(str(exception))
-        return exception
-
-    def result(self, timeout: float | None = None) -> _T_co:
-        """Wait, and return the array.
-
-        Raises
-        ------
-        StorageError
-            The transfer failed.
-        TimeoutError
-            It has not ended within ``timeout`` seconds; it goes on.
-        concurrent.futures.CancelledError
-            It was cancelled.
-        RuntimeError
-            This is a forked child, and the transfer is its parent's.
-        """
-        exception = self.exception(timeout)
-        if exception is not None:
-            raise exception
-        return self._array
+        # Their docstrings are the core's.
+        def __init__(self, array: _T_co, keep: object) -> None: ...
+        def result(self, timeout: float | None = None) -> _T_co: ...  # noqa: D102
+        def __await__(self) -> Generator[Any, None, _T_co]: ...
 
     def add_done_callback(self, callback: Callable[[Future[_T_co]], object]) -> None:
         """Call ``callback(future)`` when the transfer has ended: now if it has, else from a thread of tensorferry's.
@@ -220,102 +85,17 @@ class Future(Owned, Generic[_T_co]):
         # Called again by that thread: of several requests it is told of each.
         _callback_thread().add(self._request, lambda: self.add_done_callback(callback))
 
-    # What asyncio asks of an awaitable, and of a coroutine that a task may run. There is no state here but the
-    # transfer's: so any number of tasks may be at it.
-
-    def __await__(self) -> Generator[Any, None, _T_co]:
-        import asyncio
-
-        try:
-            while not self.done():
-                yield from self._waiter()
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        return self._awaited()
-
-    def send(self, _: None) -> Any:
-        """Go on as a coroutine; for asyncio."""
-        if not self.done():
-            waiter = self._waiter()
-            waiter._asyncio_future_blocking = True  # as `await` marks what it hands to the task
-            return waiter
-        raise StopIteration(self._awaited())
-
-    def throw(self, error: BaseException | type[BaseException], *_: object) -> NoReturn:
-        """Go on with an exception, as a coroutine; for asyncio."""
-        import asyncio
-
-        error = error() if isinstance(error, type) else error
-        if isinstance(error, asyncio.CancelledError):
-            self.cancel()
-        raise error
-
-    def close(self) -> None:
-        """Do nothing: coroutines have this method. The transfer goes on."""
-
-    def _waiter(self) -> asyncio.Future[None]:
-        import asyncio
-
-        self._check_process()
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        listener = _listeners.get(loop)
-        if listener is None:
-            listener = _listeners[loop] = _LoopListener(loop)
-        listener.add(self._request, waiter)
-        return waiter
-
     async def _ended(self) -> None:
         """Wait for the end, whatever it is, and leave the transfer alone if that is cancelled."""
         while not self.done():
             await self._waiter()
-
-    def _awaited(self) -> _T_co:
-        """Return or raise, as asyncio does, how it ended."""
-        if not self.cancelled():
-            return self.result(0)
-        import asyncio
-
-        self._asked = True
-        _unseen.discard(self)
-        raise asyncio.CancelledError(str(self._exception))
 
     def __repr__(self) -> str:
         what = "of a transfer"
         if self._about is not None:
             verb, path, offset, nbytes = self._about
             what = f"{verb} {nbytes} bytes at offset {offset} of {path!r}"
-        return f"<tensorferry.Future {what}: {self._state()}>"
-
-    def _state(self) -> str:
-        request = getattr(self, "_request", None)
-        if request is None:
-            return "never begun"
-        if not request.done():
-            return "being cancelled" if self._cancelling else "running"
-        # Not _check: looking at a future is not asking for the outcome.
-        exception = self._exception or request.exception()
-        if exception is None:
-            return "done"
-        return "cancelled" if self._was_cancelled(exception) else f"failed: {exception}"
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # leave() has warned by then
-            self._warn_if_unseen()
-
-    def _warn_if_unseen(self) -> None:
-        request = getattr(self, "_request", None)  # None: it was never submitted
-        if request is None or self._asked or not request.done():
-            return
-        # Not _check: the array has been the caller's again for who knows how long.
-        exception = self._exception or request.exception()
-        if exception is not None and not self._was_cancelled(exception):
-            warn(f"nobody asked for this transfer's outcome: {exception}", self._begun_at)
-
-
-# Futures whose outcome nobody has asked for; the interpreter may leave before they are collected.
-_unseen: weakref.WeakSet[Future] = weakref.WeakSet()
+        return f"<tensorferry.Future {what}: {self._state}>"
 
 
 def _call(callback: Callable[[Future[_T_co]], object], future: Future[_T_co]) -> None:
@@ -332,30 +112,19 @@ def _log(what: object) -> None:
     logging.getLogger("tensorferry").exception("exception in a callback of %r", what)
 
 
-class _LoopListener:
-    """Completions for one event loop, whose thread alone uses this."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._queue = _core.CompletionQueue()
-        self._waiters: dict[int, asyncio.Future[None]] = {}
-        self._last = 0
-        loop.add_reader(self._queue.fileno(), self._deliver)
-
-    def add(self, request: Request, waiter: asyncio.Future[None]) -> None:
-        self._last += 1
-        self._waiters[self._last] = waiter
-        request.notify(self._queue, self._last)
-
-    def _deliver(self) -> None:
-        for token in self._queue.take():
-            waiter = self._waiters.pop(token)
-            if not waiter.done():  # the task that awaited it may have been cancelled
-                waiter.set_result(None)
-
-
-_listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopListener] = (
+# The core has the last one at hand.
+_listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _core.LoopListener] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def _listener_of(loop: asyncio.AbstractEventLoop) -> _core.LoopListener:
+    """Return what tells an event loop of transfers that have ended."""
+    listener = _listeners.get(loop)
+    if listener is None:
+        listener = _listeners[loop] = _core.LoopListener()
+        loop.add_reader(listener.fileno(), listener.deliver)
+    return listener
 
 
 class _CallbackThread:
@@ -413,7 +182,6 @@ class _CallbackThread:
 
 _callbacks: _CallbackThread | None = None
 _lock = threading.Lock()
-_settling = threading.RLock()
 
 
 def _callback_thread() -> _CallbackThread:
@@ -428,17 +196,13 @@ def leave() -> None:
     """Call what is left to call and warn of failures nobody saw; for when all transfers have ended."""
     if _callbacks is not None and _callbacks.process == os.getpid():
         _callbacks.stop()
-    for future in list(_unseen):
-        future._warn_if_unseen()
-        _unseen.discard(future)
+    _core.warn_of_unseen_futures()
 
 
 @in_forked_children
 def _forget_parent() -> None:
-    global _lock, _settling, _unseen, _listeners
-    # Another thread may have held them at fork.
-    _lock, _settling = threading.Lock(), threading.RLock()
-    _unseen = weakref.WeakSet()  # the parent warns
+    global _lock, _listeners
+    _lock = threading.Lock()  # another thread may have held it
     _listeners = weakref.WeakKeyDictionary()
 
 

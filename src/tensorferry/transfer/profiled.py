@@ -76,6 +76,13 @@ class SeveralSchedulers:
         sync, background = how
         return self.of(file, write).run_plain(file, array, offset, write, sync, background)
 
+    def start_plain(
+        self, file: _core.File, array: object, offset: object, write: bool, *how: bool
+    ) -> Any:
+        """Begin to move one plain array, which is in host memory, as the core does."""
+        sync, background = how
+        return self.of(file, write).start_plain(file, array, offset, write, sync, background)
+
     def latest_settings(self) -> Settings | None:
         """Return the settings that the last transfer went by; None if they were no profile's."""
         return self._settings.get(self._latest)

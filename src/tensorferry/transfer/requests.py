@@ -147,6 +147,7 @@ def start(
             checksums._give_back(sums)
         raise
     future._start(request, lambda: _failure_of_memory(memory, target, offset))
+    future._is_about(write, _text_of(target), offset, memory[1])
     return future
 
 

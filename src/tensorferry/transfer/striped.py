@@ -327,8 +327,7 @@ class StripedFile(Transferring):
         parts = _FileRequests(self, memory[1])
         self._begin(parts, files, memory, offset, write, sync, in_background(priority), future)
         future._start(parts, lambda: self._failure_of_memory(memory, offset))
-        verb = "writing" if write else "reading"
-        future._about = (verb, ", ".join(self._paths), offset, memory[1])
+        future._is_about(write, ", ".join(self._paths), offset, memory[1])
         self._pending.add(future)
         return future
 

@@ -1,0 +1,511 @@
+#include "bindings/future.h"
+
+#include <errno.h>
+
+#include <utility>
+
+#include "bindings/python.h"
+
+namespace tensorferry {
+namespace {
+
+// Objects of Python that are looked up once, and never freed: a destructor would run when there is no interpreter.
+nb::object& kept(const char* module, const char* name) {
+  return *new nb::object(nb::module_::import_(module).attr(name));
+}
+
+// A function of futures.py, or another of its names.
+nb::object in_futures(const char* name) { return nb::module_::import_("tensorferry.transfer.futures").attr(name); }
+
+PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
+
+nb::object attribute(nb::handle object, PyObject* name) {
+  PyObject* const found = PyObject_GetAttr(object.ptr(), name);
+  if (found == nullptr) throw nb::python_error();
+  return nb::steal(found);
+}
+
+// A method's result, for up to one argument.
+nb::object call(nb::handle object, PyObject* name, PyObject* argument = nullptr) {
+  PyObject* const arguments[] = {object.ptr(), argument};
+  PyObject* const found = PyObject_VectorcallMethod(name, arguments, argument ? 2 : 1, nullptr);
+  if (found == nullptr) throw nb::python_error();
+  return nb::steal(found);
+}
+
+[[noreturn]] void raise_error(PyObject* type, const std::string& message) {
+  PyErr_SetString(type, message.c_str());
+  throw nb::python_error();
+}
+
+// As `raise error` does in Python.
+[[noreturn]] void raise_object(nb::handle error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw nb::python_error();
+}
+
+// The line outside of this package that called: its file and number; null where there is none.
+nb::object line_of_caller() {
+  static PyObject* const file_name = interned("co_filename");
+  static PyObject* const caller = interned("f_back");
+  static const nb::object& package = kept("tensorferry.base.warned", "PACKAGE");
+  nb::object frame = nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame.is_valid() && !frame.is_none()) {
+    auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
+    const nb::object name = attribute(code, file_name);
+    if (PyUnicode_Tailmatch(name.ptr(), package.ptr(), 0, PY_SSIZE_T_MAX, -1) == 0) {
+      return nb::make_tuple(name, PyFrame_GetLineNumber(raw));
+    }
+    frame = attribute(frame, caller);
+  }
+  return {};
+}
+
+// The listener of a loop, as a Python object. Nearly always there is one loop, so that the last one is kept at hand.
+nb::object listener_of(const nb::object& loop) {
+  struct Last {
+    nb::ft_mutex mutex;
+    nb::object loop;  // a weak reference
+    nb::object listener;
+    uint64_t generation = 0;
+  };
+  static Last& last = *new Last;
+  static const nb::object& reference = kept("weakref", "ref");
+  nb::object known, listener;
+  {
+    nb::ft_lock_guard guard(last.mutex);
+    if (last.generation == fork_generation()) known = last.loop, listener = last.listener;
+  }
+  if (known.is_valid() && known().is(loop)) return listener;
+  listener = in_futures("_listener_of")(loop);
+  known = reference(loop);
+  nb::object other = listener;
+  nb::ft_lock_guard guard(last.mutex);
+  std::swap(last.loop, known);
+  std::swap(last.listener, other);  // what was there goes when the lock is free
+  last.generation = fork_generation();
+  return listener;
+}
+
+template <typename T>
+int traverse_of(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<T>(self)->traverse(visit, arg) : 0;
+}
+
+template <typename T>
+int clear_of(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<T>(self)->clear();
+  return 0;
+}
+
+PyType_Slot future_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_of<PyFuture>)},
+                              {Py_tp_clear, reinterpret_cast<void*>(&clear_of<PyFuture>)},
+                              {0, nullptr}};
+
+PyType_Slot listener_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_of<PyLoopListener>)},
+                                {Py_tp_clear, reinterpret_cast<void*>(&clear_of<PyLoopListener>)},
+                                {0, nullptr}};
+
+}  // namespace
+
+PyCompletionQueue::PyCompletionQueue() {
+  if (core->error_number()) raise(Fault{.error_number = core->error_number(), .operation = "eventfd"});
+}
+
+// Futures that nobody has asked about yet: the interpreter may end before they do.
+struct PyFuture::Unseen {
+  nb::ft_mutex mutex;
+  PyFuture* first = nullptr;
+
+  static Unseen& get() {
+    static Unseen& all = *new Unseen;
+    return all;
+  }
+
+  void add(PyFuture& one) {
+    nb::ft_lock_guard guard(mutex);
+    one.behind_ = std::exchange(first, &one);
+    if (one.behind_) one.behind_->before_ = &one;
+    one.listed_ = true;
+  }
+
+  void remove(PyFuture& one) {
+    nb::ft_lock_guard guard(mutex);
+    if (!std::exchange(one.listed_, false)) return;
+    if (one.behind_) one.behind_->before_ = one.before_;
+    (one.before_ ? one.before_->behind_ : first) = one.behind_;
+    one.before_ = one.behind_ = nullptr;
+  }
+};
+
+PyFuture::PyFuture(nb::object array, nb::object keep) : array_(std::move(array)), keep_(std::move(keep)) {}
+
+PyFuture::~PyFuture() {
+  Unseen::get().remove(*this);
+  try {
+    warn_if_unseen();
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable("the warning of a future that nobody asked about");
+  }
+}
+
+nb::object PyFuture::of_plain(nb::handle array, const PlainArray& memory) {
+  static const nb::object& type = *new nb::object(in_futures("Future"));
+  nb::object future = nb::inst_alloc(type);
+  auto* const core = new (nb::inst_ptr<PyFuture>(future)) PyFuture(nb::borrow(array), nb::object());
+  nb::inst_mark_ready(future);
+  core->plain_ = memory;
+  return future;
+}
+
+void PyFuture::start(nb::object request, nb::object check) {
+  if (!check.is_none()) check_ = std::move(check);
+  PyRequest* of_core;
+  if (nb::try_cast<PyRequest*>(request, of_core, false) && of_core != nullptr) return start(*of_core);
+  several_ = std::move(request);
+  note_caller();
+}
+
+void PyFuture::start(PyRequest request) {
+  request_.emplace(std::move(request));
+  note_caller();
+}
+
+void PyFuture::note_caller() {
+  generation_ = fork_generation();
+  begun_at_ = line_of_caller();
+  Unseen::get().add(*this);
+}
+
+bool PyFuture::is_over() const {
+  if (request_) return request_->done();
+  return several_.is_valid() && nb::cast<bool>(several_.attr("done")());
+}
+
+bool PyFuture::done() {
+  if (!is_over()) return false;
+  if (!settled_ && (check_.is_valid() || plain_)) (void)settle();
+  return true;
+}
+
+bool PyFuture::cancel() {
+  if (done()) return false;
+  cancelling_ = true;
+  if (request_) {
+    request_->core->cancel();
+  } else {
+    several_.attr("cancel")();
+  }
+  return true;
+}
+
+bool PyFuture::cancelled() { return done() && was_cancelled(settle()); }
+
+bool PyFuture::was_cancelled(nb::handle exception) const {
+  return cancelling_ && !exception.is_none() &&
+         nb::cast<nb::object>(exception.attr("errno")).equal(nb::int_(ECANCELED));
+}
+
+nb::object PyFuture::failure() const {
+  return request_ ? request_->exception() : nb::object(several_.attr("exception")());
+}
+
+// How the transfer, which has ended, went: one outcome for all who ask, whoever comes first.
+nb::object PyFuture::settle() {
+  nb::object found, keep, check;
+  std::optional<PlainArray> plain;
+  {
+    nb::ft_lock_guard guard(mutex_);
+    if (settled_) return exception_;
+    check = check_, plain = plain_;  // another thread may settle it meanwhile
+  }
+  found = failure();
+  if (found.is_none() && plain && is_moved(*plain)) {
+    found =
+        nb::module_::import_("tensorferry.errors").attr("memory_moved")(about_->what, about_->offset, about_->nbytes);
+  }
+  if (found.is_none() && check.is_valid()) found = check();
+  nb::ft_lock_guard guard(mutex_);
+  if (!std::exchange(settled_, true)) {
+    exception_ = std::move(found);
+    keep = std::move(keep_);  // they go when the lock is free: a destructor may call back
+    check_.reset();
+    plain_.reset();
+  }
+  return exception_;
+}
+
+void PyFuture::seen() {
+  asked_ = true;
+  Unseen::get().remove(*this);
+}
+
+nb::object PyFuture::exception(std::optional<double> timeout_seconds) {
+  if (!is_over()) {
+    check_process();
+    const bool over =
+        request_ ? request_->wait(timeout_seconds) : nb::cast<bool>(several_.attr("wait")(nb::cast(timeout_seconds)));
+    if (!over) {
+      const nb::str text = nb::str("the transfer has not ended within {} seconds").format(nb::cast(timeout_seconds));
+      raise_error(PyExc_TimeoutError, text.c_str());
+    }
+  }
+  seen();
+  nb::object found = settle();
+  if (was_cancelled(found))
+    raise_object(nb::module_::import_("concurrent.futures").attr("CancelledError")(nb::str(found)));
+  return found;
+}
+
+nb::object PyFuture::result(std::optional<double> timeout_seconds) {
+  const nb::object found = exception(timeout_seconds);
+  if (!found.is_none()) raise_object(found);
+  return array_.is_valid() ? array_ : nb::none();  // the garbage collector may have been here
+}
+
+nb::object PyFuture::awaited() {
+  if (!cancelled()) return result(0.0);
+  seen();
+  raise_object(nb::module_::import_("asyncio").attr("CancelledError")(nb::str(exception_)));
+}
+
+nb::object PyFuture::step() {
+  if (!done()) {
+    static PyObject* const blocking = interned("_asyncio_future_blocking");
+    nb::object found = waiter();
+    // As `await` marks what it hands to the task.
+    if (PyObject_SetAttr(found.ptr(), blocking, Py_True) != 0) throw nb::python_error();
+    return found;
+  }
+  // An instance: a tuple as the value of an exception would be its arguments.
+  raise_object(nb::handle(PyExc_StopIteration)(awaited()));
+}
+
+void PyFuture::raise_in_coroutine(const nb::args& arguments) {
+  nb::object error = arguments[0];
+  if (PyType_Check(error.ptr())) error = error();
+  if (nb::isinstance(error, nb::module_::import_("asyncio").attr("CancelledError"))) (void)cancel();
+  raise_object(error);
+}
+
+nb::object PyFuture::waiter() {
+  static const nb::object& running_loop = kept("asyncio", "get_running_loop");
+  static PyObject* const create_future = interned("create_future");
+  check_process();
+  const nb::object loop = running_loop();
+  nb::object found = call(loop, create_future);
+  const nb::object listener = listener_of(loop);
+  nb::inst_ptr<PyLoopListener>(listener)->add(*this, found);
+  return found;
+}
+
+void PyFuture::abandon() {
+  if (request_) {
+    request_->core->cancel();
+  } else {
+    several_.attr("cancel")();
+  }
+  seen();
+}
+
+nb::object PyFuture::request() const {
+  if (request_) return nb::cast(*request_);
+  return several_.is_valid() ? several_ : nb::none();
+}
+
+nb::object PyFuture::about() const {
+  if (!about_) return nb::none();
+  return nb::make_tuple(about_->write ? "writing" : "reading", about_->what, about_->offset, about_->nbytes);
+}
+
+// Looking at a future is not asking for the outcome: `check` is not asked either.
+nb::str PyFuture::state() {
+  if (!is_begun()) return nb::str("never begun");
+  if (!is_over()) return nb::str(cancelling_ ? "being cancelled" : "running");
+  const nb::object found = settled_ ? exception_ : failure();
+  if (found.is_none()) return nb::str("done");
+  return was_cancelled(found) ? nb::str("cancelled") : nb::str("failed: {}").format(found);
+}
+
+void PyFuture::notify(const PyCompletionQueue& queue, uint64_t token) const {
+  if (request_) {
+    request_->check_process();
+    request_->core->notify([queue = queue.core, token] { queue->push(token); });
+  } else {
+    several_.attr("notify")(nb::cast(queue), token);
+  }
+}
+
+void PyFuture::check_process() const {
+  if (generation_ == fork_generation()) return;
+  raise_error(PyExc_RuntimeError,
+              "this transfer was begun before fork(): it ends in the parent process, and nobody tells this one");
+}
+
+void PyFuture::warn_if_unseen() {
+  if (!is_begun() || asked_ || generation_ != fork_generation()) return;  // the parent warns
+  if (request_ && (!request_->core->done() || request_->core->faults().empty()) &&
+      !(settled_ && !exception_.is_none())) {
+    return;
+  }
+  const nb::error_scope others;  // this may be while one is raised
+  if (nb::cast<bool>(nb::module_::import_("sys").attr("is_finalizing")()) || !is_over()) return;
+  // Not what `check` says: the array has been the caller's again for who knows how long.
+  const nb::object found = settled_ ? exception_ : failure();
+  if (found.is_none() || was_cancelled(found)) return;
+  nb::module_::import_("tensorferry.base.warned")
+      .attr("warn")(nb::str("nobody asked for this transfer's outcome: {}").format(found), begun_at());
+}
+
+void PyFuture::warn_of_unseen() {
+  while (PyFuture* const one = Unseen::get().first) {
+    const nb::object kept = nb::find(one);
+    one->warn_if_unseen();
+    one->seen();
+  }
+}
+
+int PyFuture::traverse(visitproc visit, void* arg) const {
+  Py_VISIT(array_.ptr());
+  Py_VISIT(keep_.ptr());
+  Py_VISIT(check_.ptr());
+  Py_VISIT(several_.ptr());
+  Py_VISIT(exception_.ptr());
+  if (plain_) Py_VISIT(plain_->owner.ptr());
+  return 0;
+}
+
+// What cannot be reached is not on its way: the core would refer to it.
+void PyFuture::clear() {
+  const nb::object array = std::move(array_), keep = std::move(keep_), check = std::move(check_);
+  const auto plain = std::exchange(plain_, std::nullopt);
+}
+
+void PyLoopListener::add(const PyFuture& future, nb::object waiter) {
+  waiters_.emplace(++last_, std::move(waiter));
+  future.notify(queue_, last_);
+}
+
+void PyLoopListener::deliver() {
+  static PyObject* const done = interned("done");
+  static PyObject* const set_result = interned("set_result");
+  for (const uint64_t token : queue_.core->take()) {
+    auto waiting = waiters_.extract(token);
+    if (!waiting) continue;
+    const nb::object waiter = waiting.mapped();
+    if (call(waiter, done).is(nb::bool_(true))) continue;  // the task that awaited it has been cancelled
+    (void)call(waiter, set_result, Py_None);
+  }
+}
+
+int PyLoopListener::traverse(visitproc visit, void* arg) const {
+  for (const auto& [token, waiter] : waiters_) Py_VISIT(waiter.ptr());
+  return 0;
+}
+
+void bind_futures(nb::module_& module) {
+  nb::class_<PyCompletionQueue>(module, "CompletionQueue")
+      .def(nb::init<>())
+      .def("fileno", [](const PyCompletionQueue& queue) { return queue.core->descriptor(); })
+      .def("take", [](const PyCompletionQueue& queue) { return queue.core->take(); })
+      .def("wake", [](const PyCompletionQueue& queue) { queue.core->wake(); })
+      .def(
+          "wait",
+          [](const PyCompletionQueue& queue, double timeout_seconds) {
+            WithoutGil release;
+            queue.core->wait(static_cast<int>(timeout_seconds * 1000));
+          },
+          "timeout_seconds"_a);
+
+  nb::class_<PyLoopListener>(module, "LoopListener", nb::type_slots(listener_slots))
+      .def(nb::init<>())
+      .def("fileno", &PyLoopListener::fileno)
+      .def("deliver", &PyLoopListener::deliver);
+
+  nb::class_<PyFuture>(module, "Future", nb::is_weak_referenceable(), nb::type_slots(future_slots))
+      .def(nb::init<nb::object, nb::object>(), "array"_a.none(), "keep"_a.none())
+      .def("done", &PyFuture::done, "Return whether the transfer has ended: well, with a failure, or cancelled.")
+      .def(
+          "running", [](PyFuture& future) { return !future.done(); },
+          "Return whether the transfer has not ended; also a cancelled one takes until what is in flight is done.")
+      .def("cancel", &PyFuture::cancel, R"(End the transfer before its time.
+
+What has not been handed to the kernel never will be; what is in flight is waited for, by :meth:`done`,
+:meth:`result` and the array. A write leaves its range with old and new bytes.
+
+Returns
+-------
+bool
+    False if it has ended already, else True. Whether it came in time shows in the end: see :meth:`cancelled`.)")
+      .def("cancelled", &PyFuture::cancelled,
+           "Return whether it has ended by :meth:`cancel`; one that moved all its bytes nevertheless is a success.")
+      .def("exception", &PyFuture::exception, "timeout"_a.none() = nb::none(),
+           nb::sig("def exception(self, timeout: float | None = None) -> tensorferry.errors.StorageError | None"),
+           R"(Wait, and return what went wrong, or None.
+
+Parameters
+----------
+timeout : float, optional
+    Seconds to wait at most; None waits as long as it takes.
+
+Raises
+------
+TimeoutError
+    The transfer has not ended in time; it goes on.
+concurrent.futures.CancelledError
+    It was cancelled.
+RuntimeError
+    This is a forked child, and the transfer is its parent's.)")
+      .def("result", &PyFuture::result, "timeout"_a.none() = nb::none(),
+           nb::sig("def result(self, timeout: float | None = None) -> typing.Any"), R"(Wait, and return the array.
+
+Raises
+------
+StorageError
+    The transfer failed.
+TimeoutError
+    It has not ended within ``timeout`` seconds; it goes on.
+concurrent.futures.CancelledError
+    It was cancelled.
+RuntimeError
+    This is a forked child, and the transfer is its parent's.)")
+      // The iterator of `await` is the future itself: there is no state but the transfer's.
+      .def(
+          "__await__", [](nb::object self) { return self; },
+          nb::sig("def __await__(self) -> collections.abc.Generator[typing.Any, None, typing.Any]"))
+      .def("__next__", &PyFuture::step, nb::sig("def __next__(self) -> typing.Any"))
+      .def(
+          "send", [](PyFuture& future, nb::handle) { return future.step(); }, "value"_a.none(),
+          nb::sig("def send(self, value: None) -> typing.Any"), "Go on as a coroutine; for asyncio.")
+      .def(
+          "throw", [](PyFuture& future, const nb::args& error) { future.raise_in_coroutine(error); },
+          nb::sig("def throw(self, *error: typing.Any) -> typing.NoReturn"),
+          "Go on with an exception, as a coroutine; for asyncio.")
+      .def(
+          "close", [](PyFuture&) {}, "Do nothing: coroutines have this method. The transfer goes on.")
+      .def("_start", nb::overload_cast<nb::object, nb::object>(&PyFuture::start), "request"_a,
+           "check"_a.none() = nb::none())
+      .def("_is_about", &PyFuture::is_about, "write"_a, "what"_a, "offset"_a, "nbytes"_a)
+      .def("_abandon", &PyFuture::abandon)
+      .def("_settle", &PyFuture::settle, nb::sig("def _settle(self) -> tensorferry.errors.StorageError | None"))
+      .def("_waiter", &PyFuture::waiter, nb::sig("def _waiter(self) -> asyncio.Future[None]"))
+      .def("_notify", &PyFuture::notify, "queue"_a, "token"_a)
+      .def("_check_process", &PyFuture::check_process)
+      .def_prop_ro("_request", &PyFuture::request, nb::sig("def _request(self) -> typing.Any"))
+      .def_prop_ro("_about", &PyFuture::about, nb::sig("def _about(self) -> tuple[str, str, int, int] | None"))
+      .def_prop_ro("_begun_at", &PyFuture::begun_at, nb::sig("def _begun_at(self) -> tuple[str, int] | None"))
+      .def_prop_ro("_state", &PyFuture::state);
+
+  module.def(
+      "line_of_caller",
+      [] {
+        nb::object found = line_of_caller();
+        return found.is_valid() ? found : nb::none();
+      },
+      nb::sig("def line_of_caller() -> tuple[str, int] | None"));
+  module.def("warn_of_unseen_futures", &PyFuture::warn_of_unseen);
+}
+
+}  // namespace tensorferry
