@@ -21,6 +21,7 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "warm": files.warm,
     "random": small.random_reads,
     "latency": small.latency,
+    "futures": small.futures,
     "fairness": small.fairness,
     "import": small.import_time,
     "tune": files.tune,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, deque
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorferry
@@ -34,7 +37,6 @@ from tensorferry.tuning.scratch import make_cold, remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
     import torch
 
@@ -172,6 +174,84 @@ def latency(bench: Bench) -> None:
     for label in ours:
         over, note = comparison.above(label, best), comparison.described(best, "fio psync")
         bench.at_most(f"latency: {label}, over psync", 10, over, note, "µs")
+
+
+# What one small asynchronous read costs the processor, where no device is waited for
+
+FUTURES, AWAITED = "file.read_into, result", "file.read_into, await"
+_AT_ONCE = 64
+
+
+class SmallFutures:
+    """Reads of 4 KiB of a file on tmpfs, begun 64 at a time and then waited for, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        self.rounds = count // _AT_ONCE
+        self.blocks = [ordinary_tensor(BLOCK_NBYTES, 0) for _ in range(_AT_ONCE)]
+
+    def result(self, path: Path) -> dict[str, Any]:
+        with tensorferry.open(path) as file, Stopwatch() as watch:
+            for _ in range(self.rounds):
+                for future in self._begun(file):
+                    future.result()
+        return self._value(watch)
+
+    def awaited(self, path: Path) -> dict[str, Any]:
+        async def read(file: tensorferry.File) -> None:
+            for _ in range(self.rounds):
+                for future in self._begun(file):
+                    await future
+
+        with tensorferry.open(path) as file, Stopwatch() as watch:
+            asyncio.run(read(file))
+        return self._value(watch)
+
+    def blocking(self, path: Path) -> dict[str, Any]:
+        with tensorferry.open(path) as file, Stopwatch() as watch:
+            for _ in range(self.rounds):
+                for at, block in enumerate(self.blocks):
+                    file.read(block, at * BLOCK_NBYTES)
+        return self._value(watch)
+
+    def plain(self, path: Path) -> dict[str, Any]:
+        views = [byte_view(block) for block in self.blocks]
+        descriptor = os.open(path, os.O_RDONLY)
+        with Stopwatch() as watch:
+            for _ in range(self.rounds):
+                for at, view in enumerate(views):
+                    os.preadv(descriptor, [view], at * BLOCK_NBYTES)
+        os.close(descriptor)
+        return self._value(watch)
+
+    def _begun(self, file: tensorferry.File) -> list[tensorferry.Future[Any]]:
+        blocks = enumerate(self.blocks)
+        return [file.read_into(block, at * BLOCK_NBYTES) for at, block in blocks]
+
+    def _value(self, watch: Stopwatch) -> dict[str, Any]:
+        return watch.as_value(watch.cpu_seconds / (self.rounds * _AT_ONCE) * 1e6)
+
+
+@scenario
+def futures(bench: Bench) -> None:
+    """Processor time of one read of 4 KiB in each way, beside a plain system call."""
+    count = _AT_ONCE * (2 if bench.smoke else 500)
+    worker = bench.worker(SmallFutures, count=count)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        path = Path(directory) / "source"
+        write_pattern(path, _AT_ONCE * BLOCK_NBYTES, SEED)
+
+        def by(call: str) -> Measure:
+            return measured(worker, call, lambda _: None, [path], path=path)
+
+        comparison = bench.compare(
+            "futures",
+            f"processor time of one read of {BLOCK_NBYTES} bytes, {_AT_ONCE} at a time, tmpfs",
+            ours={FUTURES: by("result"), AWAITED: by("awaited"), "file.read": by("blocking")},
+            peer={"plain Python os.preadv": by("plain")},
+            unit="µs",
+        )
+    bench.at_most("futures: result", 8, comparison.median(FUTURES), unit="µs")
+    bench.at_most("futures: await", 12, comparison.median(AWAITED), unit="µs")
 
 
 # Small asynchronous reads beside one large write of the same process, against fio's for the same mixture.

@@ -317,6 +317,22 @@ MUTANTS = [
         "tests/transfers/test_futures.py::test_a_future_does_not_keep_the_copy_of_what_was_not_contiguous",
     ),
     _mutant(
+        "future-hides-its-array-from-the-garbage-collector",
+        "memory is the caller's again with the result",
+        "csrc/bindings/future.cpp",
+        "  Py_VISIT(array_.ptr());\n",
+        "",
+        "tests/transfers/test_futures.py::test_a_future_that_its_array_refers_to_is_collected[threads-4096]",
+    ),
+    _mutant(
+        "loop-hears-of-what-another-awaits",
+        "memory is the caller's again with the result",
+        "csrc/bindings/future.cpp",
+        "if (known.is_valid() && known().is(loop)) return listener;",
+        "if (known.is_valid()) return listener;",
+        "tests/transfers/test_futures.py::test_loops_of_several_threads_hear_of_their_own_transfers",
+    ),
+    _mutant(
         "interrupted-wait-counts-what-it-has-not-waited-for",
         "who is interrupted lets what has begun end, and nothing else",
         "src/tensorferry/deepnvme/handles.py",
