@@ -544,7 +544,8 @@ def test_loops_of_several_threads_hear_of_their_own_transfers(directory: pathlib
         async def use(file: tensorferry.File) -> None:
             for turn in range(40):
                 buffer = bytearray(100_000)
-                assert await file.read_into(buffer, 100_000 * (turn % 8)) is buffer
+                reading = file.read_into(buffer, 100_000 * (turn % 8))
+                assert await asyncio.wait_for(reading, 60) is buffer
                 assert buffer == b"\7" * 100_000
 
         (directory / str(index)).mkdir()

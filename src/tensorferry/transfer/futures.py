@@ -212,7 +212,7 @@ class Pending:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what a future lets go of may begin a transfer
         self._futures: list[weakref.ref[Future[Any]]] = []
-        self._look_at = 256
+        self._look_at = 64
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -229,7 +229,7 @@ class Pending:
                     for each in self._futures
                     if (known := each()) is not None and not known.done()
                 ]
-                self._look_at = 2 * len(self._futures) + 256
+                self._look_at = 2 * len(self._futures) + 64
             self._futures.append(weakref.ref(future))
 
     def living(self) -> list[Future[Any]]:
