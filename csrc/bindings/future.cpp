@@ -148,6 +148,9 @@ PyFuture::~PyFuture() {
     warn_if_unseen();
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("the warning of a future that nobody asked about");
+  } catch (const std::exception& error) {  // no memory, say
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    PyErr_WriteUnraisable(nullptr);
   }
 }
 
