@@ -85,6 +85,10 @@ nb::list PyScheduler::submit(PyRequest& request, std::vector<Item> items, nb::ob
   }();
   if (prepared.fault) refuse(*prepared.fault);
   const auto& transfers = prepared.transfers;
+  if (!last && transfers.size() == 1 && core_->try_cached(transfers.front())) {
+    admitted.handed_over();
+    return {};
+  }
   if (!transfers.empty()) {
     owners_->keep(request.core->id(), std::move(owner));
     admitted.handed_over(transfers);

@@ -363,7 +363,8 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
 
 bool Scheduler::try_cached(const std::shared_ptr<Transfer>& transfer) {
   if (transfer->is_write() || transfer->nbytes() > max_cached_nbytes || transfer->has_many_blocks()) return false;
-  if (!transfer->is_shared() || !transfer->gates().empty() || transfer->request().uses_files()) return false;
+  if (!transfer->is_shared() || !transfer->gates().empty()) return false;
+  if (transfer->spec().checksums || transfer->joined()) return false;
   const bool in_memory = transfer->file()->in_memory();
   WorkBlock block;
   bool exhausted;
@@ -382,10 +383,14 @@ bool Scheduler::try_cached(const std::shared_ptr<Transfer>& transfer) {
     (void)run_on(block, step);
     (void)transfer->count_down();  // for the block; the cursor still keeps it going
   }
+  Request& request = transfer->request();
+  if (request.uses_files()) request.leave_to_caller();  // who opened it, and closes it in as little time
+  request.add({transfer});
+  request.seal(*transfer->file());
+  request.seal();
   statistics_.requests.fetch_add(1, std::memory_order_relaxed);
-  transfer->request().add({transfer});
-  transfer->request().seal();
   end_transfer(transfer);
+  if (request.uses_files()) (void)request.settle_files();
   return true;
 }
 
