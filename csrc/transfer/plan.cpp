@@ -29,13 +29,24 @@ Plan::Plan(const PlanInput& input, const Segments& segments)
 
 bool Plan::is_passed_over(const Segments::Piece& rest) const {
   if (!rest.is_gap() || input_.all_wanted) return false;
-  return rest.nbytes >= min_gap_nbytes || rest.begin + rest.nbytes == nbytes_;
+  const uint64_t end = rest.begin + rest.nbytes;
+  if (end == nbytes_) return true;
+  if (!input_.rows) return rest.nbytes >= min_gap_nbytes;
+  const uint64_t page = input_.page_nbytes;
+  return align_up(input_.offset + rest.begin, page) + page <= input_.offset + end;
+}
+
+// Whether a row, from here on, is all that its pages are read for.
+bool Plan::is_alone(const Segments::Piece& rest) const {
+  if (!input_.rows) return false;
+  return rest.begin + rest.nbytes == nbytes_ || is_passed_over((*segments_)[rest.segment + 1]);
 }
 
 uint64_t Plan::skip(uint64_t position) const {
   while (position < nbytes_) {
     const auto rest = segments_->at(position);
-    if (!is_passed_over(rest)) break;
+    // No block of rows begins with a gap.
+    if (!is_passed_over(rest) && !(input_.rows && rest.is_gap())) break;
     position += rest.nbytes;
   }
   return position;
@@ -49,7 +60,8 @@ uint64_t Plan::straight_nbytes(uint64_t position) const {
   if (rest.is_gap() || (!rest.in_host() && !input_.cufile)) return 0;
   if (reinterpret_cast<uintptr_t>(rest.memory) % input_.memory_alignment != 0) return 0;
   const uint64_t usable = std::min(align_down(rest.nbytes, alignment_), body_end_ - position);
-  if (usable < min_straight_nbytes && segments_->count() > 1) return 0;
+  const bool worth_it = usable >= min_straight_nbytes || segments_->count() == 1;
+  if (!worth_it && !(usable == rest.nbytes && is_alone(rest))) return 0;
   return std::min(step_, usable);
 }
 
@@ -58,7 +70,7 @@ uint64_t Plan::cached_nbytes(uint64_t position, uint64_t limit) const {
   const auto rest = segments_->at(position);
   if (!rest.in_host() || input_.verified_nbytes) return 0;
   const uint64_t usable = std::min(rest.nbytes, limit - position);
-  if (usable < std::min(min_straight_nbytes, limit - position)) return 0;
+  if (usable < std::min(min_straight_nbytes, limit - position) && !is_alone(rest)) return 0;
   return std::min(step_, usable);
 }
 
@@ -70,7 +82,8 @@ uint64_t Plan::end_of_bounced(uint64_t position, uint64_t limit, bool direct) co
     const uint64_t begin = std::max(segment.begin, position);
     if (begin >= limit) break;
     const bool last = segment.begin + segment.nbytes == nbytes_;
-    if (segment.nbytes < min_gap_nbytes && !last) continue;  // there may be a million of them
+    const uint64_t least_nbytes = !input_.rows ? min_gap_nbytes : segment.is_gap() ? 1 : min_straight_nbytes;
+    if (segment.nbytes < least_nbytes && !last) continue;  // there may be a million of them
     if (begin > position && is_passed_over(segments_->at(begin))) {
       // A write has no gaps; a read may end anywhere.
       return begin;

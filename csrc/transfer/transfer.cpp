@@ -32,6 +32,9 @@ constexpr uint64_t min_touched_nbytes = uint64_t{256} << 10;
 // One system call's worth.
 constexpr uint64_t looked_at_nbytes = uint64_t{64} << 20;
 
+// Rows of a table that are asked for to tell what the page cache has of them.
+constexpr size_t sampled_rows = 32;
+
 // What cuFile asks of offsets and lengths, where the drive asks for less.
 constexpr uint32_t cufile_alignment = 4096;
 
@@ -101,7 +104,7 @@ bool Transfer::goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached) {
   }
   // What goes through the cache anyhow, several may copy if it is there.
   const bool matters = direct ? may_be_cached && file.direct_mode() == DirectMode::automatic : nbytes() > block_nbytes;
-  const auto found = matters ? file.residency(spec_.offset, nbytes()) : std::nullopt;
+  const auto found = matters ? residency() : std::nullopt;
   if (!found || found->cached_pages == 0) return direct;
   const bool whole = found->cached_pages >= found->total_pages;
   if (!direct) {
@@ -114,6 +117,25 @@ bool Transfer::goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached) {
   return !whole;
 }
 
+// What the cache holds of a read. Of rows of a table some stand for all: a call for each costs a third of reading it,
+// and one for all of a large table takes milliseconds. Where they are wrong, a row is read in the other way.
+std::optional<File::Residency> Transfer::residency() const {
+  const Segments& memory = spec_.memory;
+  if (!memory.of_rows()) return spec_.file->residency(spec_.offset, nbytes());
+  File::Residency all{0, 0};
+  const size_t count = std::min(memory.count(), sampled_rows);
+  for (size_t sample = 0; sample < count; ++sample) {
+    size_t index = sample * memory.count() / count;
+    while (index < memory.count() && memory[index].is_gap()) ++index;
+    if (index == memory.count()) break;
+    const auto found = spec_.file->residency(spec_.offset + memory[index].begin, memory[index].nbytes);
+    if (!found) return std::nullopt;
+    all.cached_pages += found->cached_pages;
+    all.total_pages += found->total_pages;
+  }
+  return all;
+}
+
 PlanInput Transfer::plan_input(uint64_t block_nbytes, bool direct) const {
   File& file = *spec_.file;
   PlanInput input;
@@ -124,6 +146,7 @@ PlanInput Transfer::plan_input(uint64_t block_nbytes, bool direct) const {
   input.offset_alignment = file.alignment().offset;
   input.page_nbytes = spec_.write && direct ? file.write_granularity() : page_nbytes();
   input.block_nbytes = block_nbytes;
+  input.rows = spec_.memory.of_rows();
   input.bounce_nbytes = std::min<uint64_t>(BouncePool::process_pool_nbytes() / 8, max_bounced_block_nbytes);
   if (pinned_pool_) {
     const uint64_t pool_nbytes = pinned_pool_->nbytes();
@@ -217,7 +240,8 @@ Step Transfer::advance(WorkBlock& block, Statistics& statistics) {
     const Step step = (spec_.write ? writing : reading)[block.station];
     if (step == Step::copy_gpu && has_gpu_piece(block)) return step;  // as often as there are GPUs
     ++block.station;
-    if (step == Step::copy_gpu || (step == Step::copy && !block.bounce && !spec_.checksums)) continue;
+    const bool copies = block.bounce || spec_.checksums || spec_.memory.has_copies();
+    if (step == Step::copy_gpu || (step == Step::copy && !copies)) continue;
     if (step == Step::touch && !is_to_be_touched(block)) continue;
     if (step == Step::done) complete(block, statistics);
     return step;
@@ -368,6 +392,9 @@ Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
         }
         if (sums) sums->add(place, nbytes, piece.segment);
       }
+      spec_.memory.each_copy(piece, [&](char* further) {
+        std::memcpy(further, buffer ? buffer + (piece.begin - planned.begin) : piece.memory, piece.nbytes);
+      });
     });
     if (sums) (void)sums->keep();  // nothing is expected of a write
     return advance(block, statistics);

@@ -164,6 +164,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t index);
 
   bool goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached);
+  std::optional<File::Residency> residency() const;
   PlanInput plan_input(uint64_t block_nbytes, bool direct) const;
   bool verified() const { return spec_.checksums && spec_.checksums->verify(); }
   bool stopped() const { return stopped_.load(std::memory_order_relaxed) || request_->canceled(); }

@@ -134,6 +134,8 @@ def memory_or_segments(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
         try:
             return array, memory_of(array, writable=writable)
         except TypeError:
+            if isinstance(array, _core.Segments):  # rows of a table
+                return array, (array, array.nbytes, None, None)
             if not is_several(array):
                 raise
         array = list(array)
