@@ -19,6 +19,7 @@ class Segments:
         address: int, nbytes: int, owner: object | None, location: tuple[int, int] | None
     ) -> Segments: ...
     def split(self, offset: int, stripe_nbytes: int, count: int) -> list[Segments]: ...
+    def ranges(self, offset: int) -> tuple[list[int], list[int], list[int]]: ...
     def all_gaps(self) -> bool: ...
 
 def collect_segments(
@@ -26,6 +27,17 @@ def collect_segments(
     writable: bool,
     check: Callable[[int, Any], tuple[int, int, object, tuple[int, int] | None]],
 ) -> Segments: ...
+def rows_of_table(
+    numbers: int,
+    count: int,
+    is_unsigned: bool,
+    ends: Sequence[int],
+    row_nbytes: int,
+    stride_nbytes: int,
+    address: int,
+    owner: object | None,
+    write: bool,
+) -> list[tuple[int, int, Segments]]: ...
 def collect(
     items: Sequence[Any],
     writable: bool,
