@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "transfer/cached_rows.h"
+
 namespace tensorferry {
 namespace {
 
@@ -104,31 +106,35 @@ uint64_t Plan::verified_end(uint64_t position, uint64_t end, uint64_t limit) con
 
 PlannedBlock Plan::block_at(uint64_t position) const {
   const uint64_t from = input_.offset + position;
-  if (const uint64_t nbytes = straight_nbytes(position)) return {true, false, position, nbytes, from, nbytes};
+  if (const uint64_t nbytes = straight_nbytes(position)) return {true, false, false, position, nbytes, from, nbytes};
 
   if (input_.direct && !input_.write) {
     const uint64_t io_begin = align_down(from, input_.offset_alignment);
     uint64_t end = std::min(io_begin + bounce_step_ - input_.offset, nbytes_);
     end = end_of_bounced(position, verified_end(position, end, nbytes_), true);
     const uint64_t io_end = align_up(input_.offset + end, input_.offset_alignment);
-    return {true, true, position, end - position, io_begin, io_end - io_begin};
+    return {true, true, false, position, end - position, io_begin, io_end - io_begin};
   }
   if (position >= body_begin_ && position < body_end_) {
     const uint64_t end = end_of_bounced(position, std::min(position + bounce_step_, body_end_), true);
-    return {true, true, position, end - position, from, end - position};
+    return {true, true, false, position, end - position, from, end - position};
+  }
+
+  if (const uint64_t end = input_.rows && input_.cached ? end_of_cached_rows(*segments_, position) : 0; end > position) {
+    return {false, false, true, position, end - position, from, nbytes_of_rows(*segments_, position, end)};
   }
 
   const uint64_t limit = input_.direct && position < body_begin_ ? body_begin_ : nbytes_;
-  if (const uint64_t nbytes = cached_nbytes(position, limit)) return {false, false, position, nbytes, from, nbytes};
+  if (const uint64_t nbytes = cached_nbytes(position, limit)) return {false, false, false, position, nbytes, from, nbytes};
   uint64_t end = std::min(position + bounce_step_, limit);
   end = end_of_bounced(position, verified_end(position, end, limit), false);
-  return {false, true, position, end - position, from, end - position};
+  return {false, true, false, position, end - position, from, end - position};
 }
 
 PlannedBlock Plan::buffered(const PlannedBlock& block) const {
   const auto rest = segments_->at(block.begin);
   const bool straight = rest.in_host() && rest.nbytes >= block.nbytes && !input_.verified_nbytes;
-  return {false, !straight, block.begin, block.nbytes, input_.offset + block.begin, block.nbytes};
+  return {false, !straight, false, block.begin, block.nbytes, input_.offset + block.begin, block.nbytes};
 }
 
 bool Plan::uses_buffered() const {

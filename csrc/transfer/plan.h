@@ -34,6 +34,7 @@ namespace tensorferry {
 struct PlannedBlock {
   bool direct = false;     // past the page cache
   bool bounced = false;    // through a bounce buffer; else straight from or to the caller's memory
+  bool rows = false;       // several of a table, which the page cache holds: each straight to its place
   uint64_t begin = 0;      // first byte of the transfer that this block carries
   uint64_t nbytes = 0;     // bytes of the transfer that it carries
   uint64_t io_offset = 0;  // what the kernel is asked to move: for a padded read more than nbytes
@@ -54,6 +55,7 @@ struct PlanInput {
       0;                    // of the chunks that a read verifies; bounce_nbytes has room for one and two alignments
   bool all_wanted = false;  // gaps as well, for their checksums
   bool rows = false;        // of a table: no page is read that holds nothing wanted
+  bool cached = false;      // the page cache holds all of it
 };
 
 class Plan {

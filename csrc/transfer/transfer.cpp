@@ -8,6 +8,7 @@
 
 #include "base/limits.h"
 #include "memory/first_touch.h"
+#include "transfer/cached_rows.h"
 #include "transfer/scheduler.h"
 
 namespace tensorferry {
@@ -42,6 +43,11 @@ int64_t move_by_cufile(const Block& block) {
   const auto& work = static_cast<const WorkBlock&>(block);
   cuda::Gpu& gpu = work.transfer->gates().front()->gpu();
   return cufile::transfer(work.operation == Operation::write, work.cufile, gpu, work.memory, work.nbytes, work.offset);
+}
+
+int64_t move_cached_rows(const Block& block) {
+  const auto& work = static_cast<const WorkBlock&>(block);
+  return work.transfer->move_rows(work, true);
 }
 
 const char* describe(Operation operation) { return operation == Operation::write ? "write" : "read"; }
@@ -147,6 +153,7 @@ PlanInput Transfer::plan_input(uint64_t block_nbytes, bool direct) const {
   input.page_nbytes = spec_.write && direct ? file.write_granularity() : page_nbytes();
   input.block_nbytes = block_nbytes;
   input.rows = spec_.memory.of_rows();
+  input.cached = residency_ == Residency::whole;
   input.bounce_nbytes = std::min<uint64_t>(BouncePool::process_pool_nbytes() / 8, max_bounced_block_nbytes);
   if (pinned_pool_) {
     const uint64_t pool_nbytes = pinned_pool_->nbytes();
@@ -205,7 +212,7 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
     auto resident = file.residency(spec_.offset + planned.begin, planned.nbytes);
     block.resident = resident && resident->cached_pages >= resident->total_pages;
   }
-  if (block.resident) planned = plan_.buffered(planned);
+  if (block.resident && !planned.rows) planned = plan_.buffered(planned);
   block.offset = planned.io_offset;
   block.nbytes = planned.io_nbytes;
   if (!planned.direct && !use_buffered_descriptor(block)) return Step::done;
@@ -224,7 +231,9 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
   } else {
     const auto piece = spec_.memory.at(planned.begin);
     block.memory = piece.memory;
-    if (!piece.in_host()) {
+    if (planned.rows) {
+      block.call = &move_cached_rows;
+    } else if (!piece.in_host()) {
       block.cufile = file.cufile_handle();
       block.call = block.cufile ? &move_by_cufile : nullptr;
     }
@@ -310,7 +319,7 @@ Step Transfer::look_at_result(WorkBlock& block, Statistics& statistics) {
   auto advanced = static_cast<uint64_t>(result);
   if (block.cufile != nullptr) advanced -= advanced % cufile_alignment;  // it goes on where it may
   block.moved += advanced;
-  block.memory += advanced;
+  if (!block.planned.rows) block.memory += advanced;
   block.offset += advanced;
   block.nbytes -= std::min(advanced, block.nbytes);
   if (block.moved >= padding(block) + block.planned.nbytes) return advance(block, statistics);
@@ -346,7 +355,14 @@ Step Transfer::get_over(WorkBlock& block) {
   return use_buffered_descriptor(block) ? Step::move : Step::done;
 }
 
+int64_t Transfer::move_rows(const WorkBlock& block, bool wait) const {
+  const uint64_t begin = block.planned.begin;
+  return read_rows(spec_.memory, begin + block.moved, begin + block.planned.nbytes, block.descriptor, spec_.offset,
+                   wait);
+}
+
 int64_t Transfer::move_here(WorkBlock& block, int64_t (*call)(const Block&)) const {
+  if (block.planned.rows) return move_rows(block, call == &execute_now);
   if (spec_.write || !spec_.checksums || !block.resident || block.moved != 0) return call(block);
   Checksums::Block sums(*spec_.checksums, block.planned.begin);
   uint64_t done = 0;
@@ -411,8 +427,8 @@ Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
 }
 
 void Transfer::complete(WorkBlock& block, Statistics& statistics) {
-  const uint64_t nbytes = block.planned.nbytes;
-  moved_nbytes_.fetch_add(nbytes, std::memory_order_relaxed);
+  moved_nbytes_.fetch_add(block.planned.nbytes, std::memory_order_relaxed);
+  const uint64_t nbytes = block.planned.rows ? block.planned.io_nbytes : block.planned.nbytes;
   (spec_.write ? statistics.written_nbytes : statistics.read_nbytes).fetch_add(nbytes, std::memory_order_relaxed);
   auto& way = !block.direct_descriptor ? statistics.buffered_nbytes
               : block.planned.bounced  ? statistics.bounced_nbytes
