@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tensorferry import _core
 from tensorferry.base.checks import checked_offset, one_of
 from tensorferry.errors import StorageError, first_of, memory_moved
-from tensorferry.transfer.arrays import memory_of, moved
+from tensorferry.transfer.arrays import memory_of
 from tensorferry.transfer.calls import open as open_file
 from tensorferry.transfer.files import File, in_background
 from tensorferry.transfer.futures import Future
@@ -260,7 +260,9 @@ class Table:
             try:
                 self._begin(requests, parts, background, target)
                 requests.wait()
-            except BaseException:  # Ctrl-C: the rows' memory stays referenced until what has begun is done
+            except (
+                BaseException
+            ):  # Ctrl-C: the rows' memory stays referenced until what has begun is done
                 requests.cancel()
                 raise
             if failure := requests.exception() or _failure_of_memory(target, parts):

@@ -571,7 +571,9 @@ class FileRequests:
     """
 
     def __init__(
-        self, failure: Callable[[list[tuple[int, StorageError]], int, int], StorageError], nbytes: int
+        self,
+        failure: Callable[[list[tuple[int, StorageError]], int, int], StorageError],
+        nbytes: int,
     ) -> None:
         self._failure = failure
         self._nbytes = nbytes
@@ -590,19 +592,23 @@ class FileRequests:
         self._parts.append((at, nbytes, request))
 
     def done(self) -> bool:
+        """Return whether all have ended."""
         return all(request.done() for request in self._requests)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait, and return whether all have ended."""
         if timeout_seconds is None:
             return all(request.wait(None) for request in self._requests)
         end = time.monotonic() + timeout_seconds
         return all(request.wait(max(end - time.monotonic(), 0.0)) for request in self._requests)
 
     def cancel(self) -> None:
+        """End all before their time."""
         for request in self._requests:
             request.cancel()
 
     def exception(self) -> StorageError | None:
+        """Return what went wrong; valid once done."""
         failed = self._failed()
         if not failed:
             return None
@@ -611,10 +617,12 @@ class FileRequests:
         return self._failure(failed, self._nbytes, self._nbytes - asked + self.moved_nbytes())
 
     def moved_nbytes(self) -> int:
+        """Return the bytes that those that have ended moved."""
         missing = sum(error.expected - error.transferred for _, error in self._failed())
         return sum(nbytes for _, nbytes, _ in self._parts) - missing
 
     def notify(self, queue: _core.CompletionQueue, token: int) -> None:
+        """Have a queue told when all, or one more of them, are done."""
         waited_for = (request for request in self._requests if not request.done())
         next(waited_for, self._requests[-1]).notify(queue, token)
 
