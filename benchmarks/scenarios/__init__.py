@@ -20,6 +20,7 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "store": small.store,
     "warm": files.warm,
     "random": small.random_reads,
+    "gather": small.gather,
     "latency": small.latency,
     "fairness": small.fairness,
     "import": small.import_time,

@@ -20,22 +20,22 @@ constexpr uint64_t max_copied_gap_nbytes = 2048;
 constexpr size_t max_places = 32;
 
 // What one call reads.
-struct Call {
+struct RowsRead {
   std::array<iovec, max_places> places;
   size_t count = 0;
   uint64_t nbytes = 0;
 };
 
-// The call that begins with a row, or within it.
-Call call_at(const Segments& rows, uint64_t position, uint64_t end, char* unwanted) {
-  Call call;
-  for (size_t index = rows.index_at(position); index < rows.count() && call.count < max_places; ++index) {
-    const Segments::Piece piece = call.count == 0 ? rows.at(position) : rows[index];
+// What is read by one call that begins with a row, or within it.
+RowsRead read_at(const Segments& rows, uint64_t position, uint64_t end, char* unwanted) {
+  RowsRead next_read;
+  for (size_t index = rows.index_at(position); index < rows.count() && next_read.count < max_places; ++index) {
+    const Segments::Piece piece = next_read.count == 0 ? rows.at(position) : rows[index];
     if (piece.begin >= end || (piece.is_gap() && piece.nbytes > max_copied_gap_nbytes)) break;
-    call.places[call.count++] = {piece.is_gap() ? unwanted : piece.memory, piece.nbytes};
-    call.nbytes += piece.nbytes;
+    next_read.places[next_read.count++] = {piece.is_gap() ? unwanted : piece.memory, piece.nbytes};
+    next_read.nbytes += piece.nbytes;
   }
-  return call;
+  return next_read;
 }
 
 }  // namespace
@@ -70,12 +70,12 @@ int64_t read_rows(const Segments& rows, uint64_t begin, uint64_t end, int descri
       position += next.nbytes;
       continue;
     }
-    const Call call = call_at(rows, position, end, unwanted);
-    const ssize_t result = ::preadv2(descriptor, call.places.data(), static_cast<int>(call.count),
+    const RowsRead next_read = read_at(rows, position, end, unwanted);
+    const ssize_t result = ::preadv2(descriptor, next_read.places.data(), static_cast<int>(next_read.count),
                                      static_cast<off_t>(offset + position), wait ? 0 : RWF_NOWAIT);
     if (result <= 0) return moved(result < 0 ? -(wait ? errno : errno_of_cached()) : 0);
     position += static_cast<uint64_t>(result);
-    if (static_cast<uint64_t>(result) < call.nbytes && !wait) return moved(0);
+    if (static_cast<uint64_t>(result) < next_read.nbytes && !wait) return moved(0);
   }
   return moved(0);
 }

@@ -1,4 +1,5 @@
-// Rows of a table by number: which bytes of its file are wanted, in order, and where each of them goes. Arithmetic only.
+// Rows of a table by number: which bytes of its file are wanted, in order, and where each of them goes. Arithmetic
+// only.
 //
 // Rows are sorted, so that each page is read once, and pages that hold several rows, or a row that lies in several
 // pages, become one block (plan.h). A row that is asked for several times is read once, and copied.

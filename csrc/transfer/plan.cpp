@@ -85,7 +85,7 @@ uint64_t Plan::end_of_bounced(uint64_t position, uint64_t limit, bool direct) co
     if (begin >= limit) break;
     const bool last = segment.begin + segment.nbytes == nbytes_;
     const uint64_t least_nbytes = !input_.rows ? min_gap_nbytes : segment.is_gap() ? 1 : min_straight_nbytes;
-    if (segment.nbytes < least_nbytes && !last) continue;  // there may be a million of them
+    if (segment.nbytes < least_nbytes && (!last || input_.rows)) continue;  // there may be a million of them
     if (begin > position && is_passed_over(segments_->at(begin))) {
       // A write has no gaps; a read may end anywhere.
       return begin;
@@ -120,12 +120,14 @@ PlannedBlock Plan::block_at(uint64_t position) const {
     return {true, true, false, position, end - position, from, end - position};
   }
 
-  if (const uint64_t end = input_.rows && input_.cached ? end_of_cached_rows(*segments_, position) : 0; end > position) {
+  if (const uint64_t end = input_.rows && input_.cached ? end_of_cached_rows(*segments_, position) : 0;
+      end > position) {
     return {false, false, true, position, end - position, from, nbytes_of_rows(*segments_, position, end)};
   }
 
   const uint64_t limit = input_.direct && position < body_begin_ ? body_begin_ : nbytes_;
-  if (const uint64_t nbytes = cached_nbytes(position, limit)) return {false, false, false, position, nbytes, from, nbytes};
+  if (const uint64_t nbytes = cached_nbytes(position, limit))
+    return {false, false, false, position, nbytes, from, nbytes};
   uint64_t end = std::min(position + bounce_step_, limit);
   end = end_of_bounced(position, verified_end(position, end, limit), false);
   return {false, true, false, position, end - position, from, end - position};

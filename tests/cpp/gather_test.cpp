@@ -17,13 +17,13 @@
 namespace tensorferry {
 namespace {
 
-std::vector<uint64_t> rows_of(const OrderedRows& ordered) {
+std::vector<uint64_t> numbers_of(const OrderedRows& ordered) {
   std::vector<uint64_t> rows;
   for (const auto& one : ordered.rows) rows.push_back(one.row);
   return rows;
 }
 
-Segments segments_of(const RowMemory& memory) {
+Segments segments_of_rows(const RowMemory& memory) {
   Segments segments;
   for (const auto& piece : memory.pieces) segments.add(reinterpret_cast<char*>(piece.address), piece.nbytes);
   segments.are_rows(memory.copies);
@@ -32,7 +32,7 @@ Segments segments_of(const RowMemory& memory) {
 
 TEST_CASE("numbers are sorted, count from the end, and are told where they are of no row") {
   const std::vector<int64_t> numbers{3, -1, 0, 3, -10};
-  CHECK(rows_of(order_rows(numbers, 10, false)) == std::vector<uint64_t>{0, 0, 3, 3, 9});
+  CHECK(numbers_of(order_rows(numbers, 10, false)) == std::vector<uint64_t>{0, 0, 3, 3, 9});
   CHECK(order_rows(numbers, 10, false).rows[2].place == 0);
   CHECK(order_rows(numbers, 10, false).rows[3].place == 3);
   CHECK(order_rows(numbers, 9, false).outside == 4);
@@ -55,7 +55,7 @@ TEST_CASE("every wanted byte has its places, and gaps fill what lies between") {
     const auto ordered = order_rows(numbers, row_count, false);
     if (ordered.rows.empty()) continue;
     std::vector<char> memory(numbers.size() * row_nbytes, '?');
-    const auto segments = segments_of(memory_of_rows(ordered.rows, {row_nbytes, stride}, memory.data(), write));
+    const auto segments = segments_of_rows(memory_of_rows(ordered.rows, {row_nbytes, stride}, memory.data(), write));
     const uint64_t first = ordered.rows.front().row;
     const auto byte_at = [](uint64_t position) { return static_cast<char>(position % 251); };
     for (size_t index = 0; index < segments.count(); ++index) {
@@ -100,7 +100,8 @@ TEST_CASE("only pages that hold something wanted are read, each once") {
     for (auto& number : numbers) number = static_cast<int64_t>(random() % row_count);
     const auto ordered = order_rows(numbers, row_count, false);
     std::vector<char> memory(numbers.size() * row_nbytes);
-    const auto segments = segments_of(memory_of_rows(ordered.rows, {row_nbytes, row_nbytes}, memory.data(), false));
+    const auto segments =
+        segments_of_rows(memory_of_rows(ordered.rows, {row_nbytes, row_nbytes}, memory.data(), false));
     PlanInput input;
     input.rows = input.direct = true;
     input.memory_alignment = input.offset_alignment = 4096;
@@ -134,12 +135,12 @@ TEST_CASE("a row that is alone in its pages goes straight to its place") {
   input.memory_alignment = input.offset_alignment = 512;
   input.block_nbytes = input.bounce_nbytes = 1 << 20;
   const std::vector<NumberedRow> apart{{1, 0}, {5, 1}}, together{{1, 1}, {2, 0}};
-  auto segments = segments_of(memory_of_rows(apart, {page, page}, memory, false));
+  auto segments = segments_of_rows(memory_of_rows(apart, {page, page}, memory, false));
   CHECK_FALSE(Plan(input, segments).block_at(0).bounced);
   CHECK_FALSE(Plan(input, segments).block_at(4 * page).bounced);
-  segments = segments_of(memory_of_rows(apart, {page, page}, memory + 64, false));
+  segments = segments_of_rows(memory_of_rows(apart, {page, page}, memory + 64, false));
   CHECK(Plan(input, segments).block_at(0).bounced);
-  segments = segments_of(memory_of_rows(together, {page, page}, memory, false));
+  segments = segments_of_rows(memory_of_rows(together, {page, page}, memory, false));
   CHECK(Plan(input, segments).block_at(0).bounced);
   CHECK(Plan(input, segments).block_at(0).nbytes == 2 * page);
 }
@@ -156,7 +157,7 @@ TEST_CASE("rows come from the page cache in blocks of many, and go on where they
     for (auto& number : numbers) number = static_cast<int64_t>(random() % row_count / apart * apart);
     const auto ordered = order_rows(numbers, row_count, false);
     std::vector<char> memory(numbers.size() * row_nbytes, '?');
-    const auto rows = segments_of(memory_of_rows(ordered.rows, {row_nbytes, row_nbytes}, memory.data(), false));
+    const auto rows = segments_of_rows(memory_of_rows(ordered.rows, {row_nbytes, row_nbytes}, memory.data(), false));
     const uint64_t offset = ordered.rows.front().row * row_nbytes;
     uint64_t blocks = 0;
     for (uint64_t begin = 0; begin < rows.nbytes(); ++blocks) {
@@ -167,7 +168,8 @@ TEST_CASE("rows come from the page cache in blocks of many, and go on where they
       const int64_t first = read_rows(rows, begin, cut, descriptor, offset, true);
       REQUIRE(first >= static_cast<int64_t>(cut - begin));
       begin += static_cast<uint64_t>(first);
-      if (begin < end) REQUIRE(read_rows(rows, begin, end, descriptor, offset, true) == static_cast<int64_t>(end - begin));
+      if (begin < end)
+        REQUIRE(read_rows(rows, begin, end, descriptor, offset, true) == static_cast<int64_t>(end - begin));
       begin = end;
     }
     CHECK(blocks <= rows.count() / 100 + 2);
