@@ -222,11 +222,16 @@ class Rows:
     def get_slice(self, module: str, seed: int) -> dict[str, Any]:
         import importlib
 
+        import numpy as np
+
         library = importlib.import_module(module)
 
         def read(ids: Any) -> Any:
             with library.safe_open(self.path, "np") as file:
-                return file.get_slice("table")[ids.tolist()]
+                part = file.get_slice("table")
+                if module == "safetensors":  # which takes no lists
+                    return np.concatenate([part[row : row + 1] for row in ids.tolist()])
+                return part[ids.tolist()]
 
         return self._timed(read, seed)
 
