@@ -101,8 +101,9 @@ class Table:
         one_of(mode, "mode", _MODES)
         self._describe(shape, dtype)
         offset = checked_offset(offset, self._shape[0] * self._row_nbytes)
-        file: Any = open_file(
-            path,  # type: ignore[call-overload]
+        opened: Any = open_file  # of one path or several
+        file = opened(
+            path,
             mode,
             direct=direct,
             stripe_nbytes=stripe_nbytes,
@@ -395,12 +396,11 @@ class Table:
         return _numbers_of(ids, self._shape[0])
 
     def _parts_of(self, numbers: _Numbers, memory: Memory, *, write: bool) -> list[_Rows]:
-        address, count, owner, _ = numbers.memory
+        address, nbytes, *_ = numbers.memory
         found = _core.rows_of_table(
-            *(address, count // 8, numbers.is_unsigned, self._ends, self._row_nbytes),
+            *(address, nbytes // 8, numbers.is_unsigned, self._ends, self._row_nbytes),
             *(self._row_nbytes, memory[0], memory[2], write),
         )
-        del owner
         if self._row_nbytes == 0:
             return []
         rows = []
@@ -509,7 +509,7 @@ def _memory_of_ids(numbers: Any) -> Memory:
 
 def _dtypes(dtype: Any) -> tuple[Any, Any, bool]:
     """Return NumPy's dtype and torch's, as far as they are known, and whether rows are tensors of torch."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(dtype, torch.dtype):
         return _numpy_dtype_of(dtype), dtype, True
     try:
@@ -518,8 +518,7 @@ def _dtypes(dtype: Any) -> tuple[Any, Any, bool]:
         found = np.dtype(dtype)
     except (ModuleNotFoundError, TypeError) as error:
         if isinstance(dtype, str):
-            import torch
-
+            torch = importlib.import_module("torch")
             named = getattr(torch, dtype.removeprefix("torch."), None)
             if isinstance(named, torch.dtype):
                 return _numpy_dtype_of(named), named, True
