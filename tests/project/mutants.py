@@ -339,7 +339,7 @@ MUTANTS = [
         "worker-blocks-on-the-page-cache",
         "nothing that may block runs on a thread that drives a queue",
         "csrc/transfer/worker.cpp",
-        "  if (!block.direct_descriptor && engine_->blocks_on_buffered()) return hand_to_helper(block);\n",
+        "  if (!block.direct_descriptor && blocks) return hand_to_helper(block);\n",
         "",
         "tests/transfers/test_meetings.py::"
         "test_a_write_that_hangs_in_the_page_cache_holds_up_no_other_transfer[libaio]",
