@@ -20,6 +20,7 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "store": small.store,
     "warm": files.warm,
     "random": small.random_reads,
+    "gather": small.gather,
     "latency": small.latency,
     "futures": small.futures,
     "fairness": small.fairness,

@@ -1,8 +1,10 @@
-"""Small reads, many tensors of all sizes, and what an import costs."""
+"""Small reads, rows of a table, many tensors of all sizes, and what an import costs."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import random
 import statistics
@@ -11,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +36,7 @@ from benchmarks.peers import byte_view, new_tensor, ordinary_tensor
 from tensorferry.store import TensorStore
 from tensorferry.tuning import fio
 from tensorferry.tuning.rounds import MeasurementError, Row, Sample, throughput
-from tensorferry.tuning.scratch import make_cold, remove
+from tensorferry.tuning.scratch import make_cold, make_warm, remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -252,6 +255,181 @@ def futures(bench: Bench) -> None:
         )
     bench.at_most("futures: result", 8, comparison.median(FUTURES), unit="µs")
     bench.at_most("futures: await", 12, comparison.median(AWAITED), unit="µs")
+
+
+# Rows of a table, random ones, by number: of a safetensors file, so that all who can read it take part.
+#
+# A map is made anew for each sample, since what is mapped cannot be dropped from the page cache; warm also one that is
+# kept, whose pages need no look-up any more.
+
+ROWS = 4096
+ROW_SIZES = (4096, 320)
+TABLE_AT = 4096  # behind a header that is padded to this
+OURS_OF_ROWS = "tensorferry.Table.gather"
+_READERS = 32  # threads
+
+
+class Rows:
+    """So many rows by number, to new memory, as each library reads them."""
+
+    def __init__(self, path: Path, rows: int, row_nbytes: int) -> None:
+        self.path, self.shape = path, (rows, row_nbytes)
+        self.kept: Any = None
+
+    def gather(self, seed: int) -> dict[str, Any]:
+        import numpy as np
+
+        with tensorferry.Table(self.path, self.shape, np.uint8, TABLE_AT) as table:
+            return self._timed(table.gather, seed)
+
+    def memmap(self, seed: int) -> dict[str, Any]:
+        return self._timed(lambda ids: self._map()[ids], seed)
+
+    def kept_memmap(self, seed: int) -> dict[str, Any]:
+        self.kept = self._map() if self.kept is None else self.kept
+        return self._timed(lambda ids: self.kept[ids], seed)
+
+    def from_file(self, seed: int) -> dict[str, Any]:
+        import torch
+
+        count = TABLE_AT + self.shape[0] * self.shape[1]
+
+        def read(ids: Any) -> Any:
+            flat = torch.from_file(str(self.path), size=count, dtype=torch.uint8)
+            return flat[TABLE_AT:].view(self.shape)[torch.from_numpy(ids)].numpy()
+
+        return self._timed(read, seed)
+
+    def get_slice(self, module: str, seed: int) -> dict[str, Any]:
+        import importlib
+
+        import numpy as np
+
+        library = importlib.import_module(module)
+
+        def read(ids: Any) -> Any:
+            with library.safe_open(self.path, "np") as file:
+                part = file.get_slice("table")
+                if module == "safetensors":  # which takes no lists
+                    return np.concatenate([part[row : row + 1] for row in ids.tolist()])
+                return part[ids.tolist()]
+
+        return self._timed(read, seed)
+
+    def threads(self, seed: int) -> dict[str, Any]:
+        import numpy as np
+
+        def read(ids: Any) -> Any:
+            found = np.empty((len(ids), self.shape[1]), np.uint8)
+            descriptor = os.open(self.path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            places = sorted(zip(ids.tolist(), found, strict=True), key=lambda one: one[0])
+
+            def part(first: int) -> None:
+                for row, place in places[first::_READERS]:
+                    os.preadv(descriptor, [place], TABLE_AT + row * self.shape[1])
+
+            with ThreadPoolExecutor(_READERS) as pool:
+                list(pool.map(part, range(_READERS)))
+            os.close(descriptor)
+            return found
+
+        return self._timed(read, seed)
+
+    def _map(self) -> Any:
+        import numpy as np
+
+        return np.memmap(self.path, np.uint8, "r", TABLE_AT, self.shape)
+
+    def _timed(self, read: Callable[[Any], Any], seed: int) -> dict[str, Any]:
+        import numpy as np
+
+        ids = np.random.default_rng(seed).integers(0, self.shape[0], ROWS)
+        before = memory.drive_nbytes("read")
+        with Stopwatch() as watch:
+            found = read(ids)
+        nbytes = memory.drive_nbytes("read") - before
+        for at in range(0, ROWS, 64):
+            begin = int(ids[at]) * self.shape[1] + TABLE_AT
+            if not memory.matches(found[at].tobytes(), SEED, begin):
+                raise MeasurementError("read other bytes than the file holds")
+        pages = {
+            page
+            for begin in (ids * self.shape[1] + TABLE_AT).tolist()
+            for page in range(begin // 4096, (begin + self.shape[1] - 1) // 4096 + 1)
+        }
+        return watch.as_value(
+            ROWS / watch.seconds / 1000, found.nbytes, over_pages=nbytes / 4096 / len(pages)
+        )
+
+
+@scenario
+def gather(bench: Bench) -> None:
+    """Rows of a table of four times the settings' bytes, cold and cached, beside others and fio's randread."""
+    path, whole = bench.directory / "table", math.lcm(*ROW_SIZES)
+    nbytes = 4 * bench.nbytes // whole * whole
+    write_pattern(path, TABLE_AT + nbytes, SEED)
+    config = Config("io_uring", BLOCK_NBYTES, DEPTH)
+
+    def by_fio(config: Config, number: int) -> Sample:
+        make_cold(path)
+        size, seed = f"--io_size={ROWS * BLOCK_NBYTES}", f"--randseed={SEED + number}"
+        chosen = [*config.arguments(), size, seed, "--norandommap"]
+        sample = fio.sample(fio.run([path], "randread", nbytes, chosen)[0], "read")
+        return replace(sample, value=sample.nbytes / BLOCK_NBYTES / sample.seconds / 1000)
+
+    for state, prepare in (("cold", make_cold), ("cached", make_warm)):
+        for row_nbytes in ROW_SIZES:
+            rows = nbytes // row_nbytes
+            _write_header(path, rows, row_nbytes)
+            reader = {"path": path, "rows": rows, "row_nbytes": row_nbytes}
+
+            def by(call: str, prepare: Any = prepare, **more: Any) -> Measure:
+                worker = bench.worker(Rows, **reader)  # noqa: B023
+                return measured(worker, call, prepare, [path], seed=seeds(SEED), **more)
+
+            others = {
+                "numpy.memmap": by("memmap"),
+                "torch.from_file": by("from_file"),
+                "safetensors get_slice": by("get_slice", module="safetensors"),
+                f"{_READERS} threads with preadv": by("threads"),
+            }
+            if state == "cached":
+                others["numpy.memmap, kept"] = by("kept_memmap")
+            depths = [replace(config, queue_depth=depth) for depth in (32, DEPTH, 256)]
+            comparison = bench.compare(
+                f"{row_nbytes} B, {state}",
+                f"{ROWS:,} random rows of {row_nbytes} bytes of {nbytes / GIB:.3g} GiB, {state}",
+                ours={OURS_OF_ROWS: by("gather")}
+                | {"tensorferry get_slice": by("get_slice", module="tensorferry.safetensors")},
+                peer=others,
+                more=bench.each_fio(depths, by_fio) if state == "cold" else (),
+                unit="krows/s",
+            )
+            what = f"gather of {row_nbytes} B, {state}"
+            row = comparison.row(OURS_OF_ROWS)
+            samples = row.samples if row else []
+            if state == "cold":
+                bench.over_fio(what, 0.9, comparison, OURS_OF_ROWS)
+                read = [sample.details["over_pages"] for sample in samples]
+                middle = statistics.median(read) if read else None
+                bench.at_most(f"{what}: bytes read over distinct pages", 1.05, middle)
+            else:
+                costs = [(sample.cpu_seconds or 0.0) / ROWS * 1e6 for sample in samples]
+                middle = statistics.median(costs) if costs else None
+                most = 2.0 if row_nbytes < BLOCK_NBYTES else 2.5
+                bench.at_most(f"{what}: CPU a row", most, middle, unit="µs")
+            for label in others:
+                least = 1 / 1.2 if state == "cached" and "memmap" in label else 1.0
+                bench.at_least(f"{what}: over {label}", least, comparison.over(OURS_OF_ROWS, label))
+
+
+def _write_header(path: Path, rows: int, row_nbytes: int) -> None:
+    """Make the file one of safetensors, of a table of rows."""
+    table = {"dtype": "U8", "shape": [rows, row_nbytes], "data_offsets": [0, rows * row_nbytes]}
+    header = json.dumps({"table": table}).encode().ljust(TABLE_AT - 8)
+    with path.open("rb+") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
 
 
 # Small asynchronous reads beside one large write of the same process, against fio's for the same mixture.

@@ -8,12 +8,18 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <span>
+#include <string>
+
+#include "bindings/without_gil.h"
+#include "transfer/gather.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -325,6 +331,65 @@ PySegments of_one(uintptr_t address, uint64_t nbytes, nb::object owner, std::opt
   return segments;
 }
 
+// Rows of a table that lies in several files, one behind the other: of each file that has some of them its place among
+// the files, its first row and the memory. `ends` are the rows at which the files end.
+std::vector<std::tuple<size_t, uint64_t, PySegments>> rows_of_table(uintptr_t numbers, size_t count, bool is_unsigned,
+                                                                    const std::vector<uint64_t>& ends,
+                                                                    uint64_t row_nbytes, uint64_t stride_nbytes,
+                                                                    uintptr_t address, nb::object owner, bool write) {
+  const uint64_t row_count = ends.empty() ? 0 : ends.back();
+  const std::span given(reinterpret_cast<const int64_t*>(numbers), count);
+  OrderedRows ordered;
+  std::vector<std::tuple<size_t, uint64_t, RowMemory>> parts;
+  {
+    WithoutGil release;
+    ordered = order_rows(given, row_count, is_unsigned);
+    auto begin = ordered.rows.begin();
+    for (size_t file = 0; begin != ordered.rows.end(); ++file) {
+      const auto end = std::lower_bound(begin, ordered.rows.end(), ends[file],
+                                        [](const NumberedRow& one, uint64_t row) { return one.row < row; });
+      if (begin == end) continue;
+      const std::span rows(begin, end);
+      parts.emplace_back(file, begin->row,
+                         memory_of_rows(rows, {row_nbytes, stride_nbytes}, reinterpret_cast<char*>(address), write));
+      begin = end;
+    }
+  }
+  if (ordered.outside) {
+    const int64_t number = given[*ordered.outside];
+    const std::string text = is_unsigned ? std::to_string(static_cast<uint64_t>(number)) : std::to_string(number);
+    throw nb::index_error(
+        ("ids: " + text + " is outside of a table of " + std::to_string(row_count) + " rows").c_str());
+  }
+  std::vector<std::tuple<size_t, uint64_t, PySegments>> found;
+  for (auto& [file, first_row, memory] : parts) {
+    PySegments segments;
+    segments.pieces = std::move(memory.pieces);
+    segments.copies = std::move(memory.copies);
+    segments.nbytes = memory.nbytes;
+    segments.array = Memory{address, count * row_nbytes};
+    segments.owners.append(owner);
+    found.emplace_back(file, first_row, std::move(segments));
+  }
+  return found;
+}
+
+// Addresses, bytes and offsets in the file of all that is no gap.
+std::tuple<std::vector<uintptr_t>, std::vector<uint64_t>, std::vector<uint64_t>> ranges(const PySegments& segments,
+                                                                                        uint64_t offset) {
+  std::tuple<std::vector<uintptr_t>, std::vector<uint64_t>, std::vector<uint64_t>> found;
+  auto& [addresses, sizes, offsets] = found;
+  for (const auto& piece : segments.pieces) {
+    if (piece.address != 0) {
+      addresses.push_back(piece.address);
+      sizes.push_back(piece.nbytes);
+      offsets.push_back(offset);
+    }
+    offset += piece.nbytes;
+  }
+  return found;
+}
+
 // What of a transfer at `offset` lies in each of `count` files, if stripes go to them in turn. Each part keeps the
 // owners of its pieces.
 std::vector<PySegments> split(const PySegments& whole, uint64_t offset, uint64_t stripe_nbytes, size_t count) {
@@ -332,10 +397,18 @@ std::vector<PySegments> split(const PySegments& whole, uint64_t offset, uint64_t
   if (count == 1) stripe_nbytes = UINT64_MAX;
   const uint64_t row_nbytes = count == 1 || stripe_nbytes > UINT64_MAX / count ? UINT64_MAX : stripe_nbytes * count;
   std::vector<PySegments> parts(count);
+  for (PySegments& part : parts) {
+    part.array = whole.array;
+    if (whole.of_rows()) part.owners = whole.owners;
+  }
+  auto copy = whole.copies.begin();
   uint64_t position = offset;
   for (size_t index = 0; index < whole.pieces.size(); ++index) {
     auto [address, nbytes, location] = whole.pieces[index];
-    const nb::object owner = whole.owners[index];
+    const nb::object owner = whole.owners[whole.of_rows() ? 0 : index];
+    const auto first_copy = copy;
+    while (copy != whole.copies.end() && copy->segment == index) ++copy;
+    uint64_t done = 0;
     if (address == 0 && nbytes >= row_nbytes) {  // a gap may be as long as any file, and is one in each part
       for (PySegments& part : parts) part.add_gap(nbytes / row_nbytes * stripe_nbytes);
       position += nbytes / row_nbytes * row_nbytes;
@@ -348,8 +421,12 @@ std::vector<PySegments> split(const PySegments& whole, uint64_t offset, uint64_t
         part.add_gap(taken);
       } else {
         part.add({address, taken, location}, owner);
+        for (const auto& each : std::span(first_copy, copy)) {
+          part.copies.push_back({part.pieces.size() - 1, each.memory + done});
+        }
         address += taken;
       }
+      done += taken;
       position += taken;
       nbytes -= taken;
     }
@@ -407,6 +484,9 @@ std::optional<size_t> first_moved(nb::list addresses, nb::list sizes, nb::list o
 
 bool any_moved(const PySegments& segments) {
   const Types types = Types::get();
+  if (segments.of_rows()) {
+    return is_moved(nb::handle(segments.owners[0]).ptr(), segments.array->address, segments.array->nbytes, types);
+  }
   for (size_t index = 0; index < segments.pieces.size(); ++index) {
     const auto& piece = segments.pieces[index];
     if (is_moved(nb::handle(segments.owners[index]).ptr(), piece.address, piece.nbytes, types)) return true;
@@ -425,6 +505,8 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 int clear(PyObject* self) {
   auto* segments = nb::inst_ptr<PySegments>(self);
   segments->pieces.clear();
+  segments->copies.clear();
+  segments->array.reset();
   nb::list owners;
   std::swap(owners, segments->owners);
   return 0;
@@ -458,6 +540,7 @@ void bind_collect(nb::module_& module) {
       .def("moved", &any_moved)
       .def_static("of", &of_one, "address"_a, "nbytes"_a, "owner"_a.none(), "location"_a.none())
       .def("split", &split, "offset"_a, "stripe_nbytes"_a, "count"_a)
+      .def("ranges", &ranges, "offset"_a)
       .def("all_gaps", [](const PySegments& segments) {
         return std::all_of(segments.pieces.begin(), segments.pieces.end(),
                            [](const PySegments::Piece& piece) { return piece.address == 0; });
@@ -466,6 +549,8 @@ void bind_collect(nb::module_& module) {
              nb::sig("def collect_segments(arrays: collections.abc.Sequence[typing.Any], writable: bool, "
                      "check: collections.abc.Callable[[int, typing.Any], "
                      "tuple[int, int, object, tuple[int, int] | None]]) -> Segments"));
+  module.def("rows_of_table", &rows_of_table, "numbers"_a, "count"_a, "is_unsigned"_a, "ends"_a, "row_nbytes"_a,
+             "stride_nbytes"_a, "address"_a, "owner"_a.none(), "write"_a);
   module.def("collect", &collect, "items"_a, "writable"_a, "check"_a,
              nb::sig("def collect(items: collections.abc.Sequence[typing.Any], writable: bool, check: "
                      "collections.abc.Callable[[int, typing.Any], "

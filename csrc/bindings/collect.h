@@ -12,16 +12,21 @@
 
 namespace tensorferry {
 
-// The memory of one transfer: arrays and gaps, one after the other, and what keeps it valid.
+// The memory of one transfer: arrays and gaps, one after the other, and what keeps it valid. Or rows of a table, all of
+// which are in one array.
 struct PySegments {
   using Piece = Memory;
   std::vector<Piece> pieces;
-  nanobind::list owners;  // one for each piece
+  nanobind::list owners;  // one for each piece, or that of the array
   uint64_t nbytes = 0;
+  std::optional<Memory> array = {};  // of rows
+  std::vector<Segments::Copy> copies = {};
+
+  bool of_rows() const { return array.has_value(); }
 
   void add(const Piece& piece, const nanobind::object& owner) {
     pieces.push_back(piece);
-    owners.append(owner);
+    if (!of_rows()) owners.append(owner);
     nbytes += piece.nbytes;
   }
 

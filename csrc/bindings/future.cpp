@@ -176,6 +176,14 @@ void PyFuture::start(PyRequest request) {
   note_caller();
 }
 
+void PyFuture::gives(nb::object result, nb::object deliver) {
+  nb::ft_lock_guard guard(mutex_);
+  std::swap(array_, result);  // what was there goes when the lock is free
+  if (deliver.is_none() || (settled_ && !exception_.is_none())) return;
+  deliver_ = std::move(deliver);
+  settled_ = false;
+}
+
 void PyFuture::note_caller() {
   generation_ = fork_generation();
   begun_at_ = line_of_caller();
@@ -189,7 +197,7 @@ bool PyFuture::is_over() const {
 
 bool PyFuture::done() {
   if (!is_over()) return false;
-  if (!settled_ && (check_.is_valid() || plain_)) (void)settle();
+  if (!settled_ && (check_.is_valid() || deliver_.is_valid() || plain_)) (void)settle();
   return true;
 }
 
@@ -217,12 +225,12 @@ nb::object PyFuture::failure() const {
 
 // How the transfer, which has ended, went: one outcome for all who ask, whoever comes first.
 nb::object PyFuture::settle() {
-  nb::object found, keep, check;
+  nb::object found, keep, check, deliver;
   std::optional<PlainArray> plain;
   {
     nb::ft_lock_guard guard(mutex_);
     if (settled_) return exception_;
-    check = check_, plain = plain_;  // another thread may settle it meanwhile
+    check = check_, deliver = deliver_, plain = plain_;  // another thread may settle it meanwhile
   }
   found = failure();
   if (found.is_none() && plain && is_moved(*plain)) {
@@ -230,11 +238,13 @@ nb::object PyFuture::settle() {
         nb::module_::import_("tensorferry.errors").attr("memory_moved")(about_->what, about_->offset, about_->nbytes);
   }
   if (found.is_none() && check.is_valid()) found = check();
+  if (found.is_none() && deliver.is_valid()) found = deliver();
   nb::ft_lock_guard guard(mutex_);
   if (!std::exchange(settled_, true)) {
     exception_ = std::move(found);
     keep = std::move(keep_);  // they go when the lock is free: a destructor may call back
     check_.reset();
+    deliver_.reset();
     plain_.reset();
   }
   return exception_;
@@ -374,6 +384,7 @@ int PyFuture::traverse(visitproc visit, void* arg) const {
   Py_VISIT(array_.ptr());
   Py_VISIT(keep_.ptr());
   Py_VISIT(check_.ptr());
+  Py_VISIT(deliver_.ptr());
   Py_VISIT(several_.ptr());
   Py_VISIT(exception_.ptr());
   if (plain_) Py_VISIT(plain_->owner.ptr());
@@ -382,7 +393,8 @@ int PyFuture::traverse(visitproc visit, void* arg) const {
 
 // What cannot be reached is not on its way: the core would refer to it.
 void PyFuture::clear() {
-  const nb::object array = std::move(array_), keep = std::move(keep_), check = std::move(check_);
+  const nb::object array = std::move(array_), keep = std::move(keep_), check = std::move(check_),
+                   deliver = std::move(deliver_);
   const auto plain = std::exchange(plain_, std::nullopt);
 }
 
@@ -490,6 +502,7 @@ RuntimeError
           "close", [](PyFuture&) {}, "Do nothing: coroutines have this method. The transfer goes on.")
       .def("_start", nb::overload_cast<nb::object, nb::object>(&PyFuture::start), "request"_a,
            "check"_a.none() = nb::none())
+      .def("_gives", &PyFuture::gives, "result"_a.none(), "deliver"_a.none() = nb::none())
       .def("_is_about", &PyFuture::is_about, "write"_a, "what"_a, "offset"_a, "nbytes"_a)
       .def("_abandon", &PyFuture::abandon)
       .def("_settle", &PyFuture::settle, nb::sig("def _settle(self) -> tensorferry.errors.StorageError | None"))

@@ -44,6 +44,9 @@ class PyFuture {
   void start(nb::object request, nb::object check);
   void start(PyRequest request);
 
+  // Another result than what the transfer fills. `deliver` makes it of that, when it is there; it returns as `check`.
+  void gives(nb::object result, nb::object deliver);
+
   bool is_begun() const { return request_ || several_.is_valid(); }
   bool done();
   bool cancel();
@@ -94,6 +97,7 @@ class PyFuture {
   nb::object array_;
   nb::object keep_;  // null once it has ended: perhaps it is a copy that the caller knows nothing of
   nb::object check_;
+  nb::object deliver_;
   std::optional<PlainArray> plain_;
   std::optional<PyRequest> request_;
   nb::object several_;

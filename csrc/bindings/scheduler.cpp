@@ -25,6 +25,7 @@ Item item_of(const PyFile& file, const Memory& memory, uint64_t offset, const Py
              const PyChecksums* checksums) {
   Item item{file.core, lease_of(file), memory, offset};
   if (segments) item.segments = &segments->pieces;
+  if (segments && segments->of_rows()) item.copies = &segments->copies;
   if (checksums) item.checksums = checksums->core;
   return item;
 }

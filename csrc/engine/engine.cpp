@@ -31,10 +31,12 @@ int64_t execute_now(const Block& block) {
 int64_t read_cached(const Block& block) {
   const struct iovec place{block.memory, block.nbytes};
   const ssize_t result = ::preadv2(block.descriptor, &place, 1, static_cast<off_t>(block.offset), RWF_NOWAIT);
-  if (result >= 0) return result;
-  // Kernels and file systems that cannot promise not to wait refuse.
+  return result >= 0 ? result : -errno_of_cached();
+}
+
+int errno_of_cached() {
   const bool refused = errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL;
-  return refused ? -EAGAIN : -errno;
+  return refused ? EAGAIN : errno;
 }
 
 }  // namespace tensorferry

@@ -93,4 +93,8 @@ int64_t execute_now(const Block& block);
 // cache.
 int64_t read_cached(const Block& block);
 
+// What errno means behind such a read: kernels and file systems that cannot promise not to wait refuse, which is
+// EAGAIN.
+int errno_of_cached();
+
 }  // namespace tensorferry

@@ -44,6 +44,7 @@ Result<Segments> segments_of(const Item& item, Gates& gates) {
     if (!gate) return gate.fault();
     segments.add(address_of(memory), memory.nbytes, std::move(*gate));
   }
+  if (item.copies) segments.are_rows(*item.copies);
   return segments;
 }
 

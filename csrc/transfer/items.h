@@ -34,8 +34,9 @@ struct Item {
   File::Lease lease;
   Memory memory;
   uint64_t offset = 0;
-  size_t position = 0;                            // in the call
-  const std::vector<Memory>* segments = nullptr;  // in the memory's place, with as many bytes
+  size_t position = 0;                                  // in the call
+  const std::vector<Memory>* segments = nullptr;        // in the memory's place, with as many bytes
+  const std::vector<Segments::Copy>* copies = nullptr;  // of segments that are rows of a table: there may be none
   std::shared_ptr<Checksums> checksums = nullptr;
   std::shared_ptr<Lane> lane = nullptr;
 };

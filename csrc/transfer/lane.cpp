@@ -78,7 +78,7 @@ bool Queue::take_block(WorkBlock& block, Worker* hungry, const Transfer* only, L
       }
       bool exhausted = false;
       const bool taken = transfer->next_block(block, exhausted);
-      block.in = line_.took(*transfer, taken ? block.planned.nbytes : 0, exhausted);
+      block.in = line_.took(*transfer, taken ? block.planned.io_nbytes : 0, exhausted);
       // The cursor no longer keeps the transfer going; a block, if there is one, still does.
       const bool over = exhausted && transfer->count_down();
       if (taken) return true;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "transfer/cached_rows.h"
+
 namespace tensorferry {
 namespace {
 
@@ -29,13 +31,24 @@ Plan::Plan(const PlanInput& input, const Segments& segments)
 
 bool Plan::is_passed_over(const Segments::Piece& rest) const {
   if (!rest.is_gap() || input_.all_wanted) return false;
-  return rest.nbytes >= min_gap_nbytes || rest.begin + rest.nbytes == nbytes_;
+  const uint64_t end = rest.begin + rest.nbytes;
+  if (end == nbytes_) return true;
+  if (!input_.rows) return rest.nbytes >= min_gap_nbytes;
+  const uint64_t page = input_.page_nbytes;
+  return align_up(input_.offset + rest.begin, page) + page <= input_.offset + end;
+}
+
+// Whether a row, from here on, is all that its pages are read for.
+bool Plan::is_alone(const Segments::Piece& rest) const {
+  if (!input_.rows) return false;
+  return rest.begin + rest.nbytes == nbytes_ || is_passed_over((*segments_)[rest.segment + 1]);
 }
 
 uint64_t Plan::skip(uint64_t position) const {
   while (position < nbytes_) {
     const auto rest = segments_->at(position);
-    if (!is_passed_over(rest)) break;
+    // No block of rows begins with a gap.
+    if (!is_passed_over(rest) && !(input_.rows && rest.is_gap())) break;
     position += rest.nbytes;
   }
   return position;
@@ -49,7 +62,8 @@ uint64_t Plan::straight_nbytes(uint64_t position) const {
   if (rest.is_gap() || (!rest.in_host() && !input_.cufile)) return 0;
   if (reinterpret_cast<uintptr_t>(rest.memory) % input_.memory_alignment != 0) return 0;
   const uint64_t usable = std::min(align_down(rest.nbytes, alignment_), body_end_ - position);
-  if (usable < min_straight_nbytes && segments_->count() > 1) return 0;
+  const bool worth_it = usable >= min_straight_nbytes || segments_->count() == 1;
+  if (!worth_it && !(usable == rest.nbytes && is_alone(rest))) return 0;
   return std::min(step_, usable);
 }
 
@@ -58,7 +72,7 @@ uint64_t Plan::cached_nbytes(uint64_t position, uint64_t limit) const {
   const auto rest = segments_->at(position);
   if (!rest.in_host() || input_.verified_nbytes) return 0;
   const uint64_t usable = std::min(rest.nbytes, limit - position);
-  if (usable < std::min(min_straight_nbytes, limit - position)) return 0;
+  if (usable < std::min(min_straight_nbytes, limit - position) && !is_alone(rest)) return 0;
   return std::min(step_, usable);
 }
 
@@ -70,7 +84,8 @@ uint64_t Plan::end_of_bounced(uint64_t position, uint64_t limit, bool direct) co
     const uint64_t begin = std::max(segment.begin, position);
     if (begin >= limit) break;
     const bool last = segment.begin + segment.nbytes == nbytes_;
-    if (segment.nbytes < min_gap_nbytes && !last) continue;  // there may be a million of them
+    const uint64_t least_nbytes = !input_.rows ? min_gap_nbytes : segment.is_gap() ? 1 : min_straight_nbytes;
+    if (segment.nbytes < least_nbytes && (!last || input_.rows)) continue;  // there may be a million of them
     if (begin > position && is_passed_over(segments_->at(begin))) {
       // A write has no gaps; a read may end anywhere.
       return begin;
@@ -91,31 +106,37 @@ uint64_t Plan::verified_end(uint64_t position, uint64_t end, uint64_t limit) con
 
 PlannedBlock Plan::block_at(uint64_t position) const {
   const uint64_t from = input_.offset + position;
-  if (const uint64_t nbytes = straight_nbytes(position)) return {true, false, position, nbytes, from, nbytes};
+  if (const uint64_t nbytes = straight_nbytes(position)) return {true, false, false, position, nbytes, from, nbytes};
 
   if (input_.direct && !input_.write) {
     const uint64_t io_begin = align_down(from, input_.offset_alignment);
     uint64_t end = std::min(io_begin + bounce_step_ - input_.offset, nbytes_);
     end = end_of_bounced(position, verified_end(position, end, nbytes_), true);
     const uint64_t io_end = align_up(input_.offset + end, input_.offset_alignment);
-    return {true, true, position, end - position, io_begin, io_end - io_begin};
+    return {true, true, false, position, end - position, io_begin, io_end - io_begin};
   }
   if (position >= body_begin_ && position < body_end_) {
     const uint64_t end = end_of_bounced(position, std::min(position + bounce_step_, body_end_), true);
-    return {true, true, position, end - position, from, end - position};
+    return {true, true, false, position, end - position, from, end - position};
+  }
+
+  if (const uint64_t end = input_.rows && input_.cached ? end_of_cached_rows(*segments_, position) : 0;
+      end > position) {
+    return {false, false, true, position, end - position, from, nbytes_of_rows(*segments_, position, end)};
   }
 
   const uint64_t limit = input_.direct && position < body_begin_ ? body_begin_ : nbytes_;
-  if (const uint64_t nbytes = cached_nbytes(position, limit)) return {false, false, position, nbytes, from, nbytes};
+  if (const uint64_t nbytes = cached_nbytes(position, limit))
+    return {false, false, false, position, nbytes, from, nbytes};
   uint64_t end = std::min(position + bounce_step_, limit);
   end = end_of_bounced(position, verified_end(position, end, limit), false);
-  return {false, true, position, end - position, from, end - position};
+  return {false, true, false, position, end - position, from, end - position};
 }
 
 PlannedBlock Plan::buffered(const PlannedBlock& block) const {
   const auto rest = segments_->at(block.begin);
   const bool straight = rest.in_host() && rest.nbytes >= block.nbytes && !input_.verified_nbytes;
-  return {false, !straight, block.begin, block.nbytes, input_.offset + block.begin, block.nbytes};
+  return {false, !straight, false, block.begin, block.nbytes, input_.offset + block.begin, block.nbytes};
 }
 
 bool Plan::uses_buffered() const {

@@ -16,7 +16,8 @@
 // ways. A padded read takes the whole sectors and copies out what was asked for.
 //
 // A segment is used as it is where it has enough bytes to be worth a block; shorter neighbours share a bounce buffer.
-// A read passes over gaps that are worth it.
+// A read passes over gaps that are worth it. Rows of a table are far apart: of them it reads those pages that hold
+// something wanted, each once, and a row that is alone in its pages goes straight to its place where it may.
 //
 // Memory of a GPU cannot be given to the kernel: every block of it has a bounce buffer and a copy whichever way it
 // goes. With cuFile the body goes directly, wherever it begins in memory.
@@ -33,6 +34,7 @@ namespace tensorferry {
 struct PlannedBlock {
   bool direct = false;     // past the page cache
   bool bounced = false;    // through a bounce buffer; else straight from or to the caller's memory
+  bool rows = false;       // several of a table, which the page cache holds: each straight to its place
   uint64_t begin = 0;      // first byte of the transfer that this block carries
   uint64_t nbytes = 0;     // bytes of the transfer that it carries
   uint64_t io_offset = 0;  // what the kernel is asked to move: for a padded read more than nbytes
@@ -52,6 +54,8 @@ struct PlanInput {
   uint64_t verified_nbytes =
       0;                    // of the chunks that a read verifies; bounce_nbytes has room for one and two alignments
   bool all_wanted = false;  // gaps as well, for their checksums
+  bool rows = false;        // of a table: no page is read that holds nothing wanted
+  bool cached = false;      // the page cache holds all of it
 };
 
 class Plan {
@@ -82,6 +86,7 @@ class Plan {
   uint64_t end_of_bounced(uint64_t position, uint64_t limit, bool direct) const;
   uint64_t verified_end(uint64_t position, uint64_t end, uint64_t limit) const;
   bool is_passed_over(const Segments::Piece& rest) const;
+  bool is_alone(const Segments::Piece& rest) const;
 
   PlanInput input_;
   const Segments* segments_ = nullptr;

@@ -1,7 +1,7 @@
 // The memory of one transfer: segments, one after the other as their bytes are in the file.
 //
 // Each is a piece of host memory or of a GPU's, of any address and length, or a gap: bytes of the file that a read
-// passes over.
+// passes over. Of rows of a table a segment may have further places, to which its bytes are copied when they are there.
 #pragma once
 
 #include <algorithm>
@@ -30,6 +30,12 @@ class Segments {
     bool in_host() const { return gate == host && memory != nullptr; }
   };
 
+  // A further place of all of a segment's bytes, in host memory.
+  struct Copy {
+    size_t segment;
+    char* memory;
+  };
+
   Segments() = default;
   Segments(char* memory, uint64_t nbytes, std::shared_ptr<cuda::Gate> gate = nullptr) {
     add(memory, nbytes, std::move(gate));
@@ -40,6 +46,14 @@ class Segments {
   // At the end. Without bytes it counts all the same.
   void add(char* memory, uint64_t nbytes, std::shared_ptr<cuda::Gate> gate = nullptr);
   void add_gap(uint64_t nbytes) { add(nullptr, nbytes); }
+
+  // They are rows of a table, far apart; copies are in the order of segments.
+  void are_rows(std::vector<Copy> copies) {
+    rows_ = true;
+    copies_ = std::move(copies);
+  }
+  bool of_rows() const { return rows_; }
+  bool has_copies() const { return !copies_.empty(); }
 
   uint64_t nbytes() const { return nbytes_; }
   size_t count() const { return pieces_.size(); }
@@ -71,6 +85,15 @@ class Segments {
     }
   }
 
+  // Calls `action` with each further place of a piece.
+  template <typename Action>
+  void each_copy(const Piece& piece, Action action) const {
+    const uint64_t within = piece.begin - pieces_[piece.segment].begin;
+    auto copy = std::lower_bound(copies_.begin(), copies_.end(), piece.segment,
+                                 [](const Copy& one, size_t segment) { return one.segment < segment; });
+    for (; copy != copies_.end() && copy->segment == piece.segment; ++copy) action(copy->memory + within);
+  }
+
   // The segment of a byte: of those that begin there the last one, since the others have no bytes.
   size_t index_at(uint64_t position) const {
     if (pieces_.size() == 1) return 0;
@@ -81,6 +104,8 @@ class Segments {
 
  private:
   std::vector<Piece> pieces_;
+  std::vector<Copy> copies_;
+  bool rows_ = false;
   std::vector<std::shared_ptr<cuda::Gate>> gates_;
   uint64_t nbytes_ = 0;
 };

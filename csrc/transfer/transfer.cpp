@@ -8,6 +8,7 @@
 
 #include "base/limits.h"
 #include "memory/first_touch.h"
+#include "transfer/cached_rows.h"
 #include "transfer/scheduler.h"
 
 namespace tensorferry {
@@ -32,6 +33,9 @@ constexpr uint64_t min_touched_nbytes = uint64_t{256} << 10;
 // One system call's worth.
 constexpr uint64_t looked_at_nbytes = uint64_t{64} << 20;
 
+// Rows of a table that are asked for to tell what the page cache has of them.
+constexpr size_t sampled_rows = 32;
+
 // What cuFile asks of offsets and lengths, where the drive asks for less.
 constexpr uint32_t cufile_alignment = 4096;
 
@@ -39,6 +43,11 @@ int64_t move_by_cufile(const Block& block) {
   const auto& work = static_cast<const WorkBlock&>(block);
   cuda::Gpu& gpu = work.transfer->gates().front()->gpu();
   return cufile::transfer(work.operation == Operation::write, work.cufile, gpu, work.memory, work.nbytes, work.offset);
+}
+
+int64_t move_cached_rows(const Block& block) {
+  const auto& work = static_cast<const WorkBlock&>(block);
+  return work.transfer->move_rows(work, true);
 }
 
 const char* describe(Operation operation) { return operation == Operation::write ? "write" : "read"; }
@@ -101,7 +110,7 @@ bool Transfer::goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached) {
   }
   // What goes through the cache anyhow, several may copy if it is there.
   const bool matters = direct ? may_be_cached && file.direct_mode() == DirectMode::automatic : nbytes() > block_nbytes;
-  const auto found = matters ? file.residency(spec_.offset, nbytes()) : std::nullopt;
+  const auto found = matters ? residency() : std::nullopt;
   if (!found || found->cached_pages == 0) return direct;
   const bool whole = found->cached_pages >= found->total_pages;
   if (!direct) {
@@ -114,6 +123,25 @@ bool Transfer::goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached) {
   return !whole;
 }
 
+// What the cache holds of a read. Of rows of a table some stand for all: a call for each costs a third of reading it,
+// and one for all of a large table takes milliseconds. Where they are wrong, a row is read in the other way.
+std::optional<File::Residency> Transfer::residency() const {
+  const Segments& memory = spec_.memory;
+  if (!memory.of_rows()) return spec_.file->residency(spec_.offset, nbytes());
+  File::Residency all{0, 0};
+  const size_t count = std::min(memory.count(), sampled_rows);
+  for (size_t sample = 0; sample < count; ++sample) {
+    size_t index = sample * memory.count() / count;
+    while (index < memory.count() && memory[index].is_gap()) ++index;
+    if (index == memory.count()) break;
+    const auto found = spec_.file->residency(spec_.offset + memory[index].begin, memory[index].nbytes);
+    if (!found) return std::nullopt;
+    all.cached_pages += found->cached_pages;
+    all.total_pages += found->total_pages;
+  }
+  return all;
+}
+
 PlanInput Transfer::plan_input(uint64_t block_nbytes, bool direct) const {
   File& file = *spec_.file;
   PlanInput input;
@@ -124,6 +152,8 @@ PlanInput Transfer::plan_input(uint64_t block_nbytes, bool direct) const {
   input.offset_alignment = file.alignment().offset;
   input.page_nbytes = spec_.write && direct ? file.write_granularity() : page_nbytes();
   input.block_nbytes = block_nbytes;
+  input.rows = spec_.memory.of_rows();
+  input.cached = residency_ == Residency::whole;
   input.bounce_nbytes = std::min<uint64_t>(BouncePool::process_pool_nbytes() / 8, max_bounced_block_nbytes);
   if (pinned_pool_) {
     const uint64_t pool_nbytes = pinned_pool_->nbytes();
@@ -182,7 +212,7 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
     auto resident = file.residency(spec_.offset + planned.begin, planned.nbytes);
     block.resident = resident && resident->cached_pages >= resident->total_pages;
   }
-  if (block.resident) planned = plan_.buffered(planned);
+  if (block.resident && !planned.rows) planned = plan_.buffered(planned);
   block.offset = planned.io_offset;
   block.nbytes = planned.io_nbytes;
   if (!planned.direct && !use_buffered_descriptor(block)) return Step::done;
@@ -201,7 +231,9 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
   } else {
     const auto piece = spec_.memory.at(planned.begin);
     block.memory = piece.memory;
-    if (!piece.in_host()) {
+    if (planned.rows) {
+      block.call = &move_cached_rows;
+    } else if (!piece.in_host()) {
       block.cufile = file.cufile_handle();
       block.call = block.cufile ? &move_by_cufile : nullptr;
     }
@@ -217,7 +249,8 @@ Step Transfer::advance(WorkBlock& block, Statistics& statistics) {
     const Step step = (spec_.write ? writing : reading)[block.station];
     if (step == Step::copy_gpu && has_gpu_piece(block)) return step;  // as often as there are GPUs
     ++block.station;
-    if (step == Step::copy_gpu || (step == Step::copy && !block.bounce && !spec_.checksums)) continue;
+    const bool copies = block.bounce || spec_.checksums || spec_.memory.has_copies();
+    if (step == Step::copy_gpu || (step == Step::copy && !copies)) continue;
     if (step == Step::touch && !is_to_be_touched(block)) continue;
     if (step == Step::done) complete(block, statistics);
     return step;
@@ -286,7 +319,7 @@ Step Transfer::look_at_result(WorkBlock& block, Statistics& statistics) {
   auto advanced = static_cast<uint64_t>(result);
   if (block.cufile != nullptr) advanced -= advanced % cufile_alignment;  // it goes on where it may
   block.moved += advanced;
-  block.memory += advanced;
+  if (!block.planned.rows) block.memory += advanced;
   block.offset += advanced;
   block.nbytes -= std::min(advanced, block.nbytes);
   if (block.moved >= padding(block) + block.planned.nbytes) return advance(block, statistics);
@@ -322,7 +355,14 @@ Step Transfer::get_over(WorkBlock& block) {
   return use_buffered_descriptor(block) ? Step::move : Step::done;
 }
 
+int64_t Transfer::move_rows(const WorkBlock& block, bool wait) const {
+  const uint64_t begin = block.planned.begin;
+  return read_rows(spec_.memory, begin + block.moved, begin + block.planned.nbytes, block.descriptor, spec_.offset,
+                   wait);
+}
+
 int64_t Transfer::move_here(WorkBlock& block, int64_t (*call)(const Block&)) const {
+  if (block.planned.rows) return move_rows(block, call == &execute_now);
   if (spec_.write || !spec_.checksums || !block.resident || block.moved != 0) return call(block);
   Checksums::Block sums(*spec_.checksums, block.planned.begin);
   uint64_t done = 0;
@@ -368,6 +408,9 @@ Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
         }
         if (sums) sums->add(place, nbytes, piece.segment);
       }
+      spec_.memory.each_copy(piece, [&](char* further) {
+        std::memcpy(further, buffer ? buffer + (piece.begin - planned.begin) : piece.memory, piece.nbytes);
+      });
     });
     if (sums) (void)sums->keep();  // nothing is expected of a write
     return advance(block, statistics);
@@ -384,8 +427,8 @@ Step Transfer::copy(WorkBlock& block, Statistics& statistics) {
 }
 
 void Transfer::complete(WorkBlock& block, Statistics& statistics) {
-  const uint64_t nbytes = block.planned.nbytes;
-  moved_nbytes_.fetch_add(nbytes, std::memory_order_relaxed);
+  moved_nbytes_.fetch_add(block.planned.nbytes, std::memory_order_relaxed);
+  const uint64_t nbytes = block.planned.rows ? block.planned.io_nbytes : block.planned.nbytes;
   (spec_.write ? statistics.written_nbytes : statistics.read_nbytes).fetch_add(nbytes, std::memory_order_relaxed);
   auto& way = !block.direct_descriptor ? statistics.buffered_nbytes
               : block.planned.bounced  ? statistics.bounced_nbytes

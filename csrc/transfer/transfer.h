@@ -113,6 +113,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   // To its first result by this call, execute_now() or read_cached(). What the page cache holds is read a few steps at
   // a time, so that a checksum finds in the processor's cache what was read.
   int64_t move_here(WorkBlock& block, int64_t (*call)(const Block&)) const;
+  int64_t move_rows(const WorkBlock& block, bool wait) const;
 
   // Looks at block.result.
   Step look_at_result(WorkBlock& block, Statistics& statistics);
@@ -164,6 +165,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   Transfer(TransferSpec spec, std::shared_ptr<Request> request, size_t index);
 
   bool goes_past_the_cache(uint64_t block_nbytes, bool may_be_cached);
+  std::optional<File::Residency> residency() const;
   PlanInput plan_input(uint64_t block_nbytes, bool direct) const;
   bool verified() const { return spec_.checksums && spec_.checksums->verify(); }
   bool stopped() const { return stopped_.load(std::memory_order_relaxed) || request_->canceled(); }

@@ -140,7 +140,8 @@ void Worker::move(WorkBlock& block) {
     // Evicted since it was looked up: it has to be waited for.
   }
   if (first) scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
-  if (!block.direct_descriptor && engine_->blocks_on_buffered()) return hand_to_helper(block);
+  const bool blocks = engine_->blocks_on_buffered() || (block.planned.rows && !engine_->has_threads());
+  if (!block.direct_descriptor && blocks) return hand_to_helper(block);
   moving_nbytes_ += block.planned.io_nbytes;
   added_nbytes_ += block.planned.io_nbytes;
   engine_->add(block);

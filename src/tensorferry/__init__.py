@@ -16,6 +16,7 @@ from tensorferry.errors import (
     ShortReadError,
     StorageError,
 )
+from tensorferry.table import Table
 from tensorferry.transfer.calls import open, read, read_many, write, write_many
 from tensorferry.transfer.checksums import Checksums
 from tensorferry.transfer.files import File
@@ -38,6 +39,7 @@ __all__ = [
     "StorageError",
     "Stream",
     "StripedFile",
+    "Table",
     "aio_handle",
     "bounce_pool_nbytes",
     "empty",

@@ -22,8 +22,9 @@ from numpy.lib import format as npy_format
 import tensorferry
 from tensorferry._core import crc32_combine
 from tensorferry.base.checks import kept_path
-from tensorferry.base.ranges import read_plan, segments_of, strides_of
+from tensorferry.base.ranges import read_plan, strides_of
 from tensorferry.safetensors.slicing import select
+from tensorferry.transfer.arrays import collect_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -263,8 +264,11 @@ class Array:
         data = np.empty(math.prod(sizes) * self.dtype.itemsize, np.uint8)
         result: np.ndarray[Any, Any] = np.ndarray(sizes, self.dtype, data)
         if plan.exact:
-            segments, first = segments_of([*plan.windows], data)
-            file.read(segments, begin + first)
+            windows = [*plan.windows]
+            segments, first = collect_runs(
+                (window.begin for window in windows), windows[0].nbytes, self.nbytes, data
+            )
+            file.read(segments, begin + first)  # type: ignore[call-overload]
             return result
         split, strides = plan.split, strides_of(shape)
         rows = result.reshape(-1, *sizes[split:])

@@ -53,6 +53,8 @@ _EXACT = "an offloaded optimizer's result is that in memory, bit for bit, or it 
 
 _WRITTEN = "what users write into an offloaded optimizer's state, or into a parameter beside its master, counts"
 
+_ROWS = "rows of a table are those of the numbers that were given, or an error"
+
 MUTANTS = [
     _mutant(
         "what-depends-on-a-shape-is-cut",
@@ -353,7 +355,7 @@ MUTANTS = [
         "worker-blocks-on-the-page-cache",
         "nothing that may block runs on a thread that drives a queue",
         "csrc/transfer/worker.cpp",
-        "  if (!block.direct_descriptor && engine_->blocks_on_buffered()) return hand_to_helper(block);\n",
+        "  if (!block.direct_descriptor && blocks) return hand_to_helper(block);\n",
         "",
         "tests/transfers/test_meetings.py::"
         "test_a_write_that_hangs_in_the_page_cache_holds_up_no_other_transfer[libaio]",
@@ -1030,6 +1032,30 @@ MUTANTS = [
         "        _refuse(args, kwargs or {}, str(func))\n",
         "        return func(*[torch.zeros(one.shape) if type(one) is Absent else one for one in args])\n",
         "tests/offload/test_weights.py::test_an_absent_weight_is_refused_where_python_is_not_asked",
+    ),
+    _mutant(
+        "a-row-that-comes-twice-is-given-once",
+        _ROWS,
+        "csrc/transfer/gather.cpp",
+        "    for (size_t copy = index + 1; copied && copy < next; ++copy) {",
+        "    for (size_t copy = index + 2; copied && copy < next; ++copy) {",
+        "tests/cpp/gather_test.cpp::every wanted byte has its places, and gaps fill what lies between",
+    ),
+    _mutant(
+        "a-number-without-a-sign-counts-from-the-end",
+        _ROWS,
+        "csrc/transfer/gather.cpp",
+        "    const bool from_end = numbers[place] < 0 && !is_unsigned;",
+        "    const bool from_end = numbers[place] < 0;",
+        "tests/cpp/gather_test.cpp::numbers are sorted, count from the end, and are told where they are of no row",
+    ),
+    _mutant(
+        "a-row-straight-to-its-place-has-no-copies",
+        _ROWS,
+        "csrc/transfer/transfer.cpp",
+        "    const bool copies = block.bounce || spec_.checksums || spec_.memory.has_copies();",
+        "    const bool copies = block.bounce || spec_.checksums;",
+        "tests/table/test_table.py::test_rows_are_those_that_an_index_chooses",
     ),
     _mutant(
         "a-numpy-member-is-not-compared",

@@ -27,6 +27,7 @@ LEVELS = (
     ("streams",),  # where a name was in 0.1
     ("",),  # the package itself
     ("deepnvme.handles", "deepnvme.gds"),
+    ("table",),
     ("transfer.calls",),
     ("transfer.replacement",),
     ("transfer.new_file",),

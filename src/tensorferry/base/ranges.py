@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-# Runs of fewer bytes, with fewer bytes between them than the core passes over, are read together.
+# Runs of fewer bytes, with fewer bytes between them on average, are read together: about what a drive reads in the time
+# that another read takes.
 TINY_NBYTES = 16 << 10
-GAP_NBYTES = 64 << 10
+GAP_NBYTES = 8 << 10
+# The same for memory of a GPU, to which each run would be a copy of its own.
+GPU_GAP_NBYTES = 64 << 10
 # Of bytes that are read to pick some out of them, at a time.
 WINDOW_NBYTES = 8 << 20
 
@@ -248,18 +251,23 @@ class ReadPlan(NamedTuple):
 
 
 def read_plan(
-    positions: tuple[Sequence[int], ...], shape: tuple[int, ...], itemsize: int
+    positions: tuple[Sequence[int], ...],
+    shape: tuple[int, ...],
+    itemsize: int,
+    *,
+    on_host: bool = True,
 ) -> ReadPlan:
     """Return which bytes of a tensor have the positions, of which every dimension must have some."""
     strides = strides_of(shape, itemsize)
     leading, begin, unit = runs(positions, shape, itemsize)
+    gap_nbytes = GAP_NBYTES if on_host else GPU_GAP_NBYTES
     merged = (dim for dim in range(leading, len(shape)) if len(positions[dim]) > 1)
     split, exact = next(merged, len(shape)), True
     while leading > 0:
         chosen, stride = positions[leading - 1], strides[leading - 1]
         count, span = len(chosen), chosen[-1] - chosen[0]
         if count > 1:
-            if unit >= TINY_NBYTES or span * stride // (count - 1) - unit >= GAP_NBYTES:
+            if unit >= TINY_NBYTES or span * stride // (count - 1) - unit >= gap_nbytes:
                 break
             exact = False
             unit += span * stride

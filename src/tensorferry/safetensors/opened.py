@@ -29,6 +29,7 @@ from tensorferry.safetensors.loading import (
     path_of,
 )
 from tensorferry.safetensors.slicing import Selection, select
+from tensorferry.transfer.arrays import collect_runs
 from tensorferry.transfer.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
@@ -316,13 +317,19 @@ def _begin_chosen(
         data = aligned(framework.over(source.map(begin, end)), tensor)
         elements = framework.plain(data, itemsize, (last - first + 1,))
         return Coming(None, lambda: _picked(elements, positions, strides, 0, framework))
-    plan = read_plan(positions, shape, itemsize)
+    plan = read_plan(positions, shape, itemsize, on_host=framework.on_host)
     if not plan.exact:
         return Coming(
             None, lambda: _picked_from_file(source, tensor, shape, selection, plan, framework)
         )
     data = framework.empty(nbytes_of(chosen_shape, itemsize))
-    segments, begin = segments_of(list(plan.windows), data)
+    windows = list(plan.windows)
+    segments: Any
+    if framework.on_host:
+        begins = (window.begin for window in windows)
+        segments, begin = collect_runs(begins, windows[0].nbytes, tensor.nbytes, data)
+    else:
+        segments, begin = segments_of(windows, data)
     future = source.file.read_into(segments, tensor.begin + begin)
     return Coming(future, lambda: framework.plain(data, itemsize, chosen_shape))
 

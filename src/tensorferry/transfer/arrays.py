@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from array import array as array_of
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -134,6 +135,8 @@ def memory_or_segments(array: Any, *, writable: bool) -> tuple[Any, AnyMemory]:
         try:
             return array, memory_of(array, writable=writable)
         except TypeError:
+            if isinstance(array, _core.Segments):  # rows of a table
+                return array, (array, array.nbytes, None, None)
             if not is_several(array):
                 raise
         array = list(array)
@@ -150,6 +153,21 @@ def collect_segments(arrays: Sequence[Any], *, writable: bool) -> _core.Segments
         return memory_of(one, writable=writable, name=f"array[{index}]")
 
     return _core.collect_segments(arrays, writable, check)
+
+
+def collect_runs(
+    begins: Iterable[int], nbytes: int, end: int, data: Any
+) -> tuple[_core.Segments, int]:
+    """Return what a read of runs of ``nbytes`` each is given to fill host memory, and where the first one begins.
+
+    They begin at ``begins``, before ``end``. Of what lies between them only their own pages are read.
+    """
+    numbers = memory_of(array_of("q", begins), writable=False)
+    memory = memory_of(data, writable=True, host=True)
+    [(_, first, segments)] = _core.rows_of_table(
+        *(numbers[0], numbers[1] // 8, False, [end], nbytes, 1, memory[0], memory[2], False)
+    )
+    return segments, first
 
 
 def is_several(array: Any) -> bool:

@@ -24,7 +24,7 @@ from tensorferry.transfer.defaults import (
     MAX_QUEUE_DEPTH,
 )
 from tensorferry.transfer.futures import Pending
-from tensorferry.transfer.requests import set_size, start, transfer
+from tensorferry.transfer.requests import set_size, start, transfer, write_apart
 from tensorferry.transfer.runtime import (
     AnyScheduler,
     close_scheduler,
@@ -202,6 +202,10 @@ class Transferring(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Wait for transfers on their way, and close."""
+
+    @abc.abstractmethod
+    def _write_apart(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
+        """Write rows of a table, which are segments with gaps from ``offset`` on."""
 
     @abc.abstractmethod
     def _transfer(
@@ -437,6 +441,10 @@ class File(Transferring):
     def __repr__(self) -> str:
         state = "closed " if self.closed else ""
         return f"<{state}tensorferry.File {self._path!r}>"
+
+    def _write_apart(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
+        file = self._open_file(writing=True)
+        write_apart([(self._scheduler, file, segments, offset)], sync=sync)
 
     def _open_file(self, *, reading: bool = False, writing: bool = False) -> _core.File:
         if self._file is None:

@@ -171,6 +171,43 @@ def submit_one(
         raise refusal
 
 
+def write_apart(
+    parts: Sequence[tuple[AnyScheduler, _core.File, _core.Segments, int]], *, sync: bool
+) -> None:
+    """Write what is no gap of segments, each to its place from an offset of an open file on; return when it is done."""
+    requests: list[_core.Request] = []
+    try:
+        for scheduler, file, segments, offset in parts:
+            served = scheduler_of(scheduler, file, True)
+            served.check_usable()
+            requests.append(served.new_request(True, False, sync, False, False))
+            columns = segments.ranges(offset)
+            count = len(columns[0])
+            for begin in range(0, count, _CHUNK):
+                addresses, nbytes, offsets = (column[begin : begin + _CHUNK] for column in columns)
+                positions = range(begin, begin + len(addresses))
+                last = None if begin + _CHUNK >= count else [False] * len(addresses)
+                refused = served.submit(
+                    *(requests[-1], [file] * len(addresses), addresses, nbytes, offsets),
+                    *(positions, segments, None, last),
+                )
+                for _, refusal in refused:
+                    raise refusal
+        for request in requests:
+            request.wait(None)
+    except BaseException as error:
+        for request in requests:
+            request.cancel()
+            request.seal()
+        if isinstance(error, Exception):  # not for Ctrl-C: the rows stay referenced until the end
+            for request in requests:
+                request.wait(None)
+        raise
+    failures = [failure for request in requests for _, failure in request.failures()]
+    if failures:
+        raise first_of(failures, "of this call")
+
+
 def _told_of(memory: AnyMemory) -> tuple[int, _core.Segments | None, Location | None]:
     """Return what the core is told of memory: an address and its location, or segments, which have their own."""
     given, _, _, location = memory

@@ -29,7 +29,7 @@ from tensorferry.transfer.files import (
     in_background,
 )
 from tensorferry.transfer.futures import Future, Pending
-from tensorferry.transfer.requests import submit_one, transfer
+from tensorferry.transfer.requests import submit_one, transfer, write_apart
 from tensorferry.transfer.runtime import (
     automatic_scheduler,
     patiently,
@@ -301,7 +301,7 @@ class StripedFile(Transferring):
                     background=background,
                 )
             return array
-        parts = _FileRequests(self, nbytes)
+        parts = FileRequests(self._failure, nbytes)
         try:
             self._begin(parts, files, memory, offset, write, sync, background, memory)
             parts.wait()
@@ -324,12 +324,25 @@ class StripedFile(Transferring):
     ) -> Future[_Array]:
         files, array, memory, offset = self._prepared(array, offset, checksums, write)
         future = Future(array, memory)
-        parts = _FileRequests(self, memory[1])
+        parts = FileRequests(self._failure, memory[1])
         self._begin(parts, files, memory, offset, write, sync, in_background(priority), future)
         future._start(parts, lambda: self._failure_of_memory(memory, offset))
         future._is_about(write, ", ".join(self._paths), offset, memory[1])
         self._pending.add(future)
         return future
+
+    def _write_apart(self, segments: _core.Segments, offset: int, *, sync: bool) -> None:
+        files, layout = self._opened_core(writing=True), self._layout
+        parts = segments.split(offset, layout.stripe_nbytes, len(files))
+        with self._while_open():
+            write_apart(
+                [
+                    (self._files[at]._scheduler, files[at], part, layout.nbytes_in(at, offset))
+                    for at, part in enumerate(parts)
+                    if not part.all_gaps()
+                ],
+                sync=sync,
+            )
 
     def _prepared(
         self, array: _Array, offset: int, checksums: Checksums | None, write: bool
@@ -346,7 +359,7 @@ class StripedFile(Transferring):
 
     def _begin(
         self,
-        parts: _FileRequests,
+        parts: FileRequests,
         files: list[_core.File],
         memory: AnyMemory,
         offset: int,
@@ -384,7 +397,7 @@ class StripedFile(Transferring):
 
     def _submit(
         self,
-        parts: _FileRequests,
+        parts: FileRequests,
         at: int,
         file: _core.File,
         segments: _core.Segments,
@@ -549,11 +562,19 @@ def _at_once(step: Callable[[float], bool], *_: object) -> bool:
     return step(0.0)
 
 
-class _FileRequests:
-    """The requests of one transfer, looked at as one: done when all are."""
+class FileRequests:
+    """The requests of one transfer, looked at as one: done when all are.
 
-    def __init__(self, file: StripedFile, nbytes: int) -> None:
-        self._file = file
+    ``failure`` makes one of those of several files, given their places among the files, the bytes of all and those
+    moved.
+    """
+
+    def __init__(
+        self,
+        failure: Callable[[list[tuple[int, StorageError]], int, int], StorageError],
+        nbytes: int,
+    ) -> None:
+        self._failure = failure
         self._nbytes = nbytes
         self._parts: list[tuple[int, int, _core.Request]] = []  # which file, bytes, request
         self._requests: list[_core.Request] = []
@@ -570,31 +591,37 @@ class _FileRequests:
         self._parts.append((at, nbytes, request))
 
     def done(self) -> bool:
+        """Return whether all have ended."""
         return all(request.done() for request in self._requests)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait, and return whether all have ended."""
         if timeout_seconds is None:
             return all(request.wait(None) for request in self._requests)
         end = time.monotonic() + timeout_seconds
         return all(request.wait(max(end - time.monotonic(), 0.0)) for request in self._requests)
 
     def cancel(self) -> None:
+        """End all before their time."""
         for request in self._requests:
             request.cancel()
 
     def exception(self) -> StorageError | None:
+        """Return what went wrong; valid once done."""
         failed = self._failed()
         if not failed:
             return None
         # Of gaps that no file was asked for nothing was to be moved.
         asked = sum(nbytes for _, nbytes, _ in self._parts)
-        return self._file._failure(failed, self._nbytes, self._nbytes - asked + self.moved_nbytes())
+        return self._failure(failed, self._nbytes, self._nbytes - asked + self.moved_nbytes())
 
     def moved_nbytes(self) -> int:
+        """Return the bytes that those that have ended moved."""
         missing = sum(error.expected - error.transferred for _, error in self._failed())
         return sum(nbytes for _, nbytes, _ in self._parts) - missing
 
     def notify(self, queue: _core.CompletionQueue, token: int) -> None:
+        """Have a queue told when all, or one more of them, are done."""
         waited_for = (request for request in self._requests if not request.done())
         next(waited_for, self._requests[-1]).notify(queue, token)
 
