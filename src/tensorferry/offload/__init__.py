@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tensorferry.base.checks import Path
+    from tensorferry.offload.embedding import TableEmbedding, TableEmbeddingBag
     from tensorferry.offload.optimizer import Commit, StepDevice
 
 __all__ = [
@@ -27,11 +28,21 @@ __all__ = [
     "NotSeparableError",
     "OffloadError",
     "OffloadedOptimizer",
+    "TableEmbedding",
+    "TableEmbeddingBag",
     "WeightStream",
     "WeightsMap",
     "offload_optimizer",
     "stream_weights",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("TableEmbedding", "TableEmbeddingBag"):  # need NumPy, as nothing else here
+        from tensorferry.offload import embedding
+
+        return getattr(embedding, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -162,3 +162,21 @@ def _flat(values: Any) -> Any:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from _flat(value)
+
+
+def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that ``torch.compile`` does not look into."""
+    disable: Any = torch.compiler.disable
+    return disable(function)  # type: ignore[no-any-return]
+
+
+def recorded() -> bool:
+    """Return whether operations are recorded: by torch.jit.trace(), make_fx() or torch.export."""
+    jit: Any = torch.jit
+    if jit.is_tracing():
+        return True
+    modes: Any = torch.utils._python_dispatch
+    if not modes._len_torch_dispatch_stack():
+        return False
+    names = {type(mode).__name__ for mode in modes._get_current_dispatch_mode_stack()}
+    return bool(names & {"FakeTensorMode", "ProxyTorchDispatchMode"})

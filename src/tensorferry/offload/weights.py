@@ -15,6 +15,7 @@ from torch import nn
 import tensorferry
 from tensorferry.base.checks import checked_nbytes
 from tensorferry.offload import scan
+from tensorferry.offload.absent import outside_of_graphs, recorded
 from tensorferry.offload.errors import MemoryBudgetError
 from tensorferry.offload.matching import WHOLE, match, matched, told, users
 from tensorferry.offload.streaming import Streaming, Weight
@@ -348,18 +349,13 @@ class _Forward:
         self.forward: Callable[..., Any] = model.forward
         functools.update_wrapper(self, self.forward, updated=())
         self.__code__ = getattr(self.forward, "__code__", None)  # torch.export looks for it first
-        self._run = _outside_of_graphs(stream._run)
+        self._run = outside_of_graphs(stream._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self.forward, args, kwargs)
 
     def __reduce__(self) -> NoReturn:
         self.stream.__reduce__()
-
-
-def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    disable: Any = torch.compiler.disable
-    return disable(function)  # type: ignore[no-any-return]
 
 
 class _Use:
@@ -374,7 +370,7 @@ class _Use:
         def leave(*_: Any) -> None:
             stream._leave(step)
 
-        self._enter, self._leave = _outside_of_graphs(enter), _outside_of_graphs(leave)
+        self._enter, self._leave = outside_of_graphs(enter), outside_of_graphs(leave)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter(module, args, kwargs)
@@ -475,7 +471,7 @@ def _refuse_to_load(names: list[str], _: nn.Module, state: Any, prefix: str, *__
 
 def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
     """Refuse inputs with which torch would compute in vain; those with ``gradients`` may be allowed."""
-    if _recorded():
+    if recorded():
         raise RuntimeError(
             "a streamed model cannot be traced or exported: what is recorded would use its memory, and find other "
             "weights there"
@@ -491,18 +487,6 @@ def _check_inputs(args: Any, kwargs: Any, *, gradients: bool = False) -> None:
                 "streamed weights are for inference: an input requires gradients; run the model under "
                 "torch.no_grad() or torch.inference_mode()"
             )
-
-
-def _recorded() -> bool:
-    """Return whether operations are recorded: by torch.jit.trace(), make_fx() or torch.export."""
-    jit: Any = torch.jit
-    if jit.is_tracing():
-        return True
-    modes: Any = torch.utils._python_dispatch
-    if not modes._len_torch_dispatch_stack():
-        return False
-    names = {type(mode).__name__ for mode in modes._get_current_dispatch_mode_stack()}
-    return bool(names & {"FakeTensorMode", "ProxyTorchDispatchMode"})
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
