@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from tensorferry.offload.row_cache import Ids, Mask, Rows
     from tensorferry.transfer.futures import Future
 
-DEFAULT_CACHE_NBYTES = 64 << 20
-
 _WEIGHT = (
     "the weight of this embedding stays in its file: it is no parameter, and cannot be trained (remedy: a "
     "torch.nn.Embedding or EmbeddingBag with the weight that safetensors.torch.load_file gives)"
@@ -53,6 +51,7 @@ class _Batch(Read):
         self.rows = reading.new_rows(len(ids))
         self.due = 0  # the number of the pass that is expected to want it
         self.lent = False  # somebody copies from it
+        self._cached = reading.cache_nbytes > 0
         self._reading: _Reading | None = reading
         self._missing: Ids | None = None  # places of what the cache has not; None: all
         self._future: Future[torch.Tensor] | None = None
@@ -61,8 +60,8 @@ class _Batch(Read):
 
     @property
     def memory_nbytes(self) -> int:
-        """The rows, and beside them those that are read where the cache has others."""
-        return 2 * self.nbytes
+        """The rows, and with a cache those that are read beside them."""
+        return 2 * self.nbytes if self._cached else self.nbytes
 
     def begin(self) -> None:
         reading, self._reading = self._reading, None  # whose pipeline has this
@@ -93,7 +92,7 @@ class _Batch(Read):
                 _bytes(self.rows)[self._missing] = _bytes(read)
             with reading.using_cache() as cache:
                 cache.offer(ids, _bytes(read))
-            self._future = None
+            self._future, self.futures = None, ()
         return self.rows
 
     def find(self, ids: Ids) -> tuple[Mask, Ids, bool]:
@@ -116,7 +115,7 @@ class _Reading:
         self.table = table
         self.counts = {"rows": 0, "prefetched_rows": 0, "cached_rows": 0}
         self._dtype = dtype
-        self._cache_nbytes = cache_nbytes
+        self.cache_nbytes = cache_nbytes
         self._cache = RowCache(cache_nbytes, table.row_nbytes)
         self._passes = 0
         self._pipeline: Pipeline[_Batch] = Pipeline(memory_nbytes=read_ahead_nbytes())
@@ -136,7 +135,7 @@ class _Reading:
         """Have the cache alone; a new one where a use of it was interrupted, or is by a signal handler now."""
         with self._pipeline.lock:
             if self._cache.changing:
-                self._cache = RowCache(self._cache_nbytes, self.table.row_nbytes)
+                self._cache = RowCache(self.cache_nbytes, self.table.row_nbytes)
             cache = self._cache
             cache.changing = True
             yield cache
@@ -144,6 +143,8 @@ class _Reading:
 
     def prefetch(self, ids: Ids) -> bool:
         """Begin to read a batch, if there is room for it; late ones go."""
+        if not len(ids):
+            return True
         with self._pipeline.lock:
             batch = _Batch(self, ids)
             while not self._pipeline.has_room(batch):
@@ -169,6 +170,7 @@ class _Reading:
         if same is not None:
             with contextlib.suppress(StorageError):  # read again below, which may raise it again
                 rows = same.finish(self)
+                same.rows = self.new_rows(0)  # the pipeline may have the batch for a while
                 self.counts["prefetched_rows"] += len(ids)
                 return rows
         batch = _Batch(self, ids)
@@ -232,7 +234,8 @@ class TableEmbedding(nn.Module):
     padding_idx : int, optional
         An attribute as ``torch.nn.Embedding`` has it, where it stops the gradient only.
     cache_nbytes : int or str
-        Memory for rows that are wanted often: ``64 << 20``, or ``"64MiB"``; 0 for none.
+        Memory for rows that are wanted often: ``64 << 20``, or ``"64MiB"``. None by default: where the page cache has
+        the file, it serves rows as fast.
 
     Raises
     ------
@@ -245,12 +248,14 @@ class TableEmbedding(nn.Module):
     >>> model.embed.prefetch(next_ids)  # doctest: +SKIP
     """
 
+    stays_in_files = ("weight",)  # stream_weights() does not miss a place for it
+
     def __init__(
         self,
         table: Table,
         *,
         padding_idx: int | None = None,
-        cache_nbytes: int | str = DEFAULT_CACHE_NBYTES,
+        cache_nbytes: int | str = 0,
     ) -> None:
         super().__init__()
         if not isinstance(table, Table):
@@ -262,9 +267,9 @@ class TableEmbedding(nn.Module):
             padding_idx = integer(padding_idx, "padding_idx", -count, count - 1) % count
         if cache_nbytes != 0:
             cache_nbytes = checked_nbytes(cache_nbytes, "cache_nbytes")
-        dtype = table.gather(torch.empty(0, dtype=torch.int64, device="cpu")).dtype
+        dtype = table.dtype
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"table: torch has no dtype like its {dtype}")
+            dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         self.num_embeddings, self.embedding_dim = table.shape
         self.padding_idx = padding_idx
         self._dtype = dtype  # of what it returns
@@ -308,8 +313,8 @@ class TableEmbedding(nn.Module):
         """Begin to read the rows of a batch that comes later.
 
         A forward pass with the same ids finds its rows without a copy; one with some of them, or with others besides,
-        copies what is here and reads the rest. Batches may hold 64 MiB (``TENSORFERRY_READ_AHEAD``), two of them or one
-        larger one always.
+        copies what is here and reads the rest. All of them hold 64 MiB at most (``TENSORFERRY_READ_AHEAD``), or one
+        that is larger; with a cache each counts twice.
 
         Returns
         -------
@@ -321,7 +326,7 @@ class TableEmbedding(nn.Module):
         IndexError
             As for the forward pass.
         """
-        return _untraced(self._prefetch)(ids)  # type: ignore[no-any-return]
+        return bool(_untraced(self._prefetch)(ids))
 
     def stats(self) -> dict[str, int]:
         """Return what has been looked up so far.
@@ -377,7 +382,8 @@ class TableEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self._dtype = fn(torch.empty(0, dtype=self._dtype, device="cpu")).dtype
-        return super()._apply(fn, recurse)
+        applied: Any = super()._apply
+        return applied(fn, recurse)  # type: ignore[no-any-return]
 
     def _here(self) -> _Reading:
         reading = self._reading
@@ -393,14 +399,14 @@ class TableEmbedding(nn.Module):
             raise RuntimeError(
                 "a TableEmbedding cannot be traced or exported: its rows would be constants of what is recorded"
             )
-        numbers: Ids = ids.detach().cpu().reshape(-1).to(torch.int64).numpy()
+        # A copy: the caller may write other ids into the same memory.
+        numbers: Ids = np.array(ids.detach().cpu().reshape(-1).numpy(), np.int64)
         outside = (numbers < 0) | (numbers >= self.num_embeddings)
         if outside.any():
             raise IndexError(
                 f"ids: {numbers[outside.argmax()]} is outside of a table of {self.num_embeddings} rows"
             )
-        # The caller may write other ids into the same memory.
-        return numbers.copy() if np.shares_memory(numbers, ids) else numbers
+        return numbers
 
     def _rows_of(self, ids: torch.Tensor) -> torch.Tensor:
         return _untraced(self._look_up)(ids)  # type: ignore[no-any-return]
@@ -437,14 +443,14 @@ class TableEmbeddingBag(TableEmbedding):
         mode: str = "mean",
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-        cache_nbytes: int | str = DEFAULT_CACHE_NBYTES,
+        cache_nbytes: int | str = 0,
     ) -> None:
         super().__init__(table, padding_idx=padding_idx, cache_nbytes=cache_nbytes)
         one_of(mode, "mode", ("sum", "mean", "max"))
         self.mode = mode
         self.include_last_offset = include_last_offset
 
-    def forward(  # type: ignore[override]  # as torch's two classes
+    def forward(
         self,
         ids: torch.Tensor,
         offsets: torch.Tensor | None = None,

@@ -149,4 +149,5 @@ def _ranks(groups: Ids) -> Ids:
     place = np.arange(len(groups))
     first = np.ones(len(groups), np.bool_)
     first[1:] = groups[1:] != groups[:-1]
-    return place - np.maximum.accumulate(np.where(first, place, 0))
+    ranks: Ids = place - np.maximum.accumulate(np.where(first, place, 0))
+    return ranks

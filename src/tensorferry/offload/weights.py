@@ -139,10 +139,13 @@ class WeightStream:
                 f"memory_budget: {budget_nbytes} bytes are not enough: {name} needs {needed} at the same time",
                 needed,
             )
-        if matches.unexpected:
-            warnings.warn(
-                f"files: the model has no place for {told(matches.unexpected)}", stacklevel=3
-            )
+        left = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for name in getattr(module, "stays_in_files", ())
+        }
+        if unexpected := [name for name in matches.unexpected if name not in left]:
+            warnings.warn(f"files: the model has no place for {told(unexpected)}", stacklevel=3)
         if differing := [
             f"{one.name} and {other.name}" for one, other in matches.rivals if _differ(one, other)
         ]:
