@@ -120,10 +120,9 @@ class _Reading:
         self._passes = 0
         self._pipeline: Pipeline[_Batch] = Pipeline(memory_nbytes=read_ahead_nbytes())
 
-    @property
-    def is_parents(self) -> bool:
-        """Whether fork() has come between."""
-        return self._pipeline.is_parents
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child, which has neither the table's workers nor, perhaps, the lock."""
+        self._pipeline._check_process()
 
     def new_rows(self, count: int) -> torch.Tensor:
         """Return memory for rows, for a pass in whatever mode and with whatever default device."""
@@ -153,8 +152,9 @@ class _Reading:
                     return False
                 self._drop(late)
             batch.due = self._passes + len(self._ahead()) + 1
-            self._pipeline.begin(batch)
-        return True
+            with contextlib.suppress(StorageError):  # the pass is told
+                self._pipeline.begin(batch)
+        return batch.begun
 
     def rows(self, ids: Ids) -> torch.Tensor:
         """Return the rows of a batch, in memory of the caller's."""
@@ -223,9 +223,9 @@ class TableEmbedding(nn.Module):
     The rows of a batch are read when it comes, or ahead of it by :meth:`prefetch`, and those that are wanted often stay
     in memory. The weight is taken for one that does not change. There is no gradient to it: for training it is frozen.
 
-    Any number of threads may call it. A copy (``copy.deepcopy``) has the same table and a cache of its own; pickling is
-    refused. ``state_dict()`` has nothing of it, and ``load_state_dict()`` no place for a weight. Conversions
-    (``model.half()``) convert what it returns, which is on the device of the ids.
+    Any number of threads may call it. A copy (``copy.deepcopy``) has the same table and a cache of its own. Pickling is
+    refused, and so is use in a forked child. ``state_dict()`` has nothing of it, and ``load_state_dict()`` no place for
+    a weight. Conversions (``model.half()``) convert what it returns, which is on the device of the ids.
 
     Parameters
     ----------
@@ -319,7 +319,7 @@ class TableEmbedding(nn.Module):
         Returns
         -------
         bool
-            Whether it has begun. If there is no room, nothing is done: the forward pass will read.
+            Whether it has begun. If there is no room, or the read fails at once, the forward pass will read.
 
         Raises
         ------
@@ -337,11 +337,11 @@ class TableEmbedding(nn.Module):
             ``rows`` of all forward passes, and how many of them had been prefetched (``prefetched_rows``); and how many
             rows the cache had, for forward passes or prefetches (``cached_rows``).
         """
-        return dict(self._here().counts)
+        return dict(self._reading.counts)
 
     def close(self) -> None:
         """Cancel prefetches and close the table, also for copies."""
-        self._here().close()
+        self._reading.close()
 
     def extra_repr(self) -> str:
         """Return what ``repr()`` shows."""
@@ -385,13 +385,8 @@ class TableEmbedding(nn.Module):
         applied: Any = super()._apply
         return applied(fn, recurse)  # type: ignore[no-any-return]
 
-    def _here(self) -> _Reading:
-        reading = self._reading
-        if reading.is_parents:  # locks, reads and the cache were anybody's at fork()
-            reading = self._reading = _Reading(*self._how)
-        return reading
-
     def _checked(self, ids: torch.Tensor) -> Ids:
+        self._reading.check_process()
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
             given = getattr(ids, "dtype", type(ids).__name__)
             raise TypeError(f"ids: {given} is not a tensor of torch.int64 or torch.int32")
@@ -412,10 +407,10 @@ class TableEmbedding(nn.Module):
         return _untraced(self._look_up)(ids)  # type: ignore[no-any-return]
 
     def _prefetch(self, ids: torch.Tensor) -> bool:
-        return self._here().prefetch(self._checked(ids))
+        return self._reading.prefetch(self._checked(ids))
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = self._here().rows(self._checked(ids))
+        rows = self._reading.rows(self._checked(ids))
         return rows.to(device=ids.device, dtype=self._dtype)
 
 

@@ -141,7 +141,8 @@ class RowCache:
 def _spread(ids: Ids, multiplier: np.uint64, count: int) -> Ids:
     """Return a number below ``count`` for each id."""
     upper = (ids.astype(np.uint64) * multiplier) >> _HALF
-    return ((upper * np.uint64(count)) >> _HALF).astype(np.int64)
+    found: Ids = ((upper * np.uint64(count)) >> _HALF).astype(np.int64)
+    return found
 
 
 def _ranks(groups: Ids) -> Ids:
