@@ -43,6 +43,7 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "offload_drives": offload.two_drives,
     "offload_deepspeed": offload.beside_deepspeed,
     "stream_weights": offload.streamed_weights,
+    "embedding": offload.table_embedding,
     "gpu": gpu.run,
     "gpu_tmpfs": gpu.run_on_tmpfs,
 }

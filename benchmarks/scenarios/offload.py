@@ -9,6 +9,7 @@ to the end of its third step, above parameters and gradients.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -21,10 +22,15 @@ import torch
 from torch import nn
 
 import tensorferry
-from benchmarks.bench import GIB, MIB, Config, measured, scenario
+from benchmarks.bench import GIB, MIB, Config, measured, scenario, seeds
 from benchmarks.memory import Stopwatch, drive_nbytes, touch_memory, write_pattern
 from benchmarks.peers import async_io
-from tensorferry.offload import OffloadedOptimizer, offload_optimizer, stream_weights
+from tensorferry.offload import (
+    OffloadedOptimizer,
+    TableEmbedding,
+    offload_optimizer,
+    stream_weights,
+)
 from tensorferry.tuning import fio
 from tensorferry.tuning.offload import Traffic
 from tensorferry.tuning.rounds import GB, Contender, MeasurementError, Sample
@@ -714,3 +720,99 @@ def _over_the_slower(comparison: Comparison) -> float | None:
     if len(values) < len(rows):
         return None
     return statistics.median(a / max(b, c) for a, b, c in zip(*values, strict=True))
+
+
+# An embedding on the drive before a pass that takes as long as its reads: the time for both, beside the same in memory.
+#
+# Rows of 320 bytes of a cold file, 4,096 random ones a batch, without a cache of ours: so each row is read. The pass is
+# products of matrices by one thread, as many as take as long as the rows of a batch do when they are read alone.
+
+PREFETCHED, NOT_PREFETCHED = "TableEmbedding, prefetched", "TableEmbedding"
+_ROW_ELEMENTS = 80
+_BATCH_IDS = 4096
+_BATCHES = 24
+
+
+class Embedder:
+    """Looks up the rows of batches, and computes after each."""
+
+    def __init__(self, path: Path) -> None:
+        torch.set_num_threads(1)
+        self.shape = path.stat().st_size // (4 * _ROW_ELEMENTS), _ROW_ELEMENTS
+        self.path, self.matrix = path, torch.randn(256, 256)
+        self.weight: nn.Embedding | None = None
+
+    def calibrate(self) -> int:
+        """Return how many products take as long as a batch is read."""
+        seconds = self.on_drive(0, prefetched=False, seed=0)["value"]
+        with Stopwatch() as watch:
+            self._compute(200)
+        return math.ceil(200 * seconds / watch.seconds)
+
+    def on_drive(self, products: int, prefetched: bool, seed: int) -> dict[str, Any]:
+        """Do passes with the weight on the drive."""
+        with tensorferry.Table(self.path, self.shape, torch.float32, direct=True) as table:
+            return self._passes(TableEmbedding(table), products, prefetched, seed)
+
+    def in_memory(self, products: int, seed: int) -> dict[str, Any]:
+        """Do the same passes with the weight in memory."""
+        if self.weight is None:
+            weight = torch.empty(self.shape)
+            tensorferry.read(self.path, weight)
+            self.weight = nn.Embedding.from_pretrained(weight)
+        return self._passes(self.weight, products, False, seed)
+
+    def _passes(self, module: Any, products: int, prefetched: bool, seed: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seed)
+        batches = [
+            torch.randint(self.shape[0], (_BATCH_IDS,), generator=generator)
+            for _ in range(_BATCHES + 1)
+        ]
+        if prefetched:  # the first batch is before the clock, and after it there is one more
+            module.prefetch(batches[0])
+            module._reading._ahead()[0].wait()
+        with Stopwatch() as watch:
+            for ids, following in itertools.pairwise(batches):
+                if prefetched:
+                    module.prefetch(following)
+                rows = module(ids)
+                self._compute(products)
+        with open(self.path, "rb") as file:
+            file.seek(int(batches[-2][-1]) * 4 * _ROW_ELEMENTS)
+            if rows[-1].numpy().tobytes() != file.read(4 * _ROW_ELEMENTS):
+                raise MeasurementError("a row is not that of the file")
+        return watch.as_value(watch.seconds / _BATCHES)
+
+    def _compute(self, products: int) -> None:
+        for _ in range(products):
+            torch.mm(self.matrix, self.matrix)
+
+
+@scenario
+def table_embedding(bench: Bench) -> None:
+    path = bench.directory / "table"
+    write_pattern(path, bench.nbytes, 5)
+
+    def worker() -> Worker:
+        return bench.worker(Embedder, path=path)
+
+    make_cold(path)
+    calibrating = worker()
+    products: int = calibrating.call("calibrate")
+    calibrating.close()
+
+    def passes(call: str, **options: Any) -> Measure:
+        options |= {"products": products, "seed": seeds(7)}
+        return measured(worker(), call, make_cold, [path], **options)
+
+    comparison = bench.compare(
+        "embedding",
+        f"{_BATCH_IDS:,} rows of {4 * _ROW_ELEMENTS} bytes of {bench.nbytes >> 20} MiB, cold, and a pass that takes as "
+        "long as they are read",
+        ours={PREFETCHED: passes("on_drive", prefetched=True)},
+        limit={ALL_IN_MEMORY: passes("in_memory")},
+        peer={NOT_PREFETCHED: passes("on_drive", prefetched=False)},
+        unit="s a batch",
+    )
+    over = comparison.over(PREFETCHED, comparison.row(ALL_IN_MEMORY))
+    bench.at_most("embedding: prefetched, time over in memory", 1.05, over)

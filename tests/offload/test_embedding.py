@@ -266,6 +266,11 @@ def test_prefetches_are_bounded_and_those_that_nobody_came_for_go(
     assert same(made(batches[5]), weight[50:60])
     assert made.prefetch(ids_of())
     made.close()
+    many = TableEmbedding(table_at(directory / "table", weight))
+    assert [many.prefetch(ids_of(at)) for at in range(20)] == [True] * 16 + [False] * 4
+    assert same(many(torch.arange(20)), weight[:20])
+    assert many.prefetch(ids_of(20))
+    many.close()
     larger = TableEmbedding(table_at(directory / "table", weight))
     assert larger.prefetch(torch.arange(ROWS))  # a single one may be
     assert same(larger(torch.arange(ROWS)), weight)
@@ -496,6 +501,29 @@ def test_a_pass_after_an_interruption_anywhere_is_right(rows: Any) -> None:
             made(one)
         for wanted in (one, other, ids(), torch.arange(40)):
             assert same(made(wanted), weight[wanted]), at.happened_in
+        if at.happened_in is None:
+            break
+    assert number > 50
+
+
+def test_a_signal_handler_may_look_up_rows_at_any_moment(rows: Any) -> None:
+    made, weight = rows
+    sources = embedding.__file__.rsplit("/", 1)[0]
+    draw = random.Random(2)
+
+    def check(low: int, high: int) -> None:
+        ids = ids_of(*(draw.randrange(low, high) for _ in range(60)))
+        assert same(made(ids), weight[ids])
+
+    def handle() -> None:
+        for _ in range(3):  # so often that others' rows go
+            check(0, ROWS)
+
+    for number in itertools.count(1, 5):
+        made.prefetch(torch.arange(60, 70))
+        with interrupts.At(number, sources, handle) as at:
+            check(0, 60)
+            check(0, 70)
         if at.happened_in is None:
             break
     assert number > 50

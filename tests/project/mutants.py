@@ -51,6 +51,10 @@ _AHEAD = (
 
 _EXACT = "an offloaded optimizer's result is that in memory, bit for bit, or it is refused"
 
+_ROWS = (
+    "an embedding on a drive gives the rows of its table, in memory of the caller's own, or raises"
+)
+
 _WRITTEN = "what users write into an offloaded optimizer's state, or into a parameter beside its master, counts"
 
 _ROWS = "rows of a table are those of the numbers that were given, or an error"
@@ -1072,5 +1076,21 @@ MUTANTS = [
         "        if self.is_parents:\n",
         "        if False:\n",
         "tests/store/test_lasting.py::test_a_forked_child_leaves_everything_alone",
+    ),
+    _mutant(
+        "two-passes-get-one-batch",
+        _ROWS,
+        "src/tensorferry/offload/embedding.py",
+        "                self._pipeline.release(same)\n",
+        "                pass\n",
+        "tests/offload/test_embedding.py::test_rows_are_those_of_torchs_whatever_was_prefetched",
+    ),
+    _mutant(
+        "a-cache-that-is-being-changed-is-used",
+        _ROWS,
+        "src/tensorferry/offload/embedding.py",
+        "            if self._cache.changing:\n",
+        "            if False:\n",
+        "tests/offload/test_embedding.py::test_a_signal_handler_may_look_up_rows_at_any_moment",
     ),
 ]

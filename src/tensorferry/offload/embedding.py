@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from tensorferry.offload.row_cache import Ids, Mask, Rows
     from tensorferry.transfer.futures import Future
 
+# Prefetches that wait, however small they are: each pass looks at all of them.
+_MAX_AHEAD = 16
+
 _WEIGHT = (
     "the weight of this embedding stays in its file: it is no parameter, and cannot be trained (remedy: a "
     "torch.nn.Embedding or EmbeddingBag with the weight that safetensors.torch.load_file gives)"
@@ -146,12 +149,12 @@ class _Reading:
             return True
         with self._pipeline.lock:
             batch = _Batch(self, ids)
-            while not self._pipeline.has_room(batch):
-                late = next((one for one in self._ahead() if one.due <= self._passes), None)
+            while len(ahead := self._ahead()) == _MAX_AHEAD or not self._pipeline.has_room(batch):
+                late = next((one for one in ahead if one.due <= self._passes), None)
                 if late is None:
                     return False
                 self._drop(late)
-            batch.due = self._passes + len(self._ahead()) + 1
+            batch.due = self._passes + len(ahead) + 1
             with contextlib.suppress(StorageError):  # the pass is told
                 self._pipeline.begin(batch)
         return batch.begun
@@ -313,8 +316,8 @@ class TableEmbedding(nn.Module):
         """Begin to read the rows of a batch that comes later.
 
         A forward pass with the same ids finds its rows without a copy; one with some of them, or with others besides,
-        copies what is here and reads the rest. All of them hold 64 MiB at most (``TENSORFERRY_READ_AHEAD``), or one
-        that is larger; with a cache each counts twice.
+        copies what is here and reads the rest. There are 16 at most, which hold 64 MiB (``TENSORFERRY_READ_AHEAD``), or
+        one that is larger; with a cache each counts twice.
 
         Returns
         -------
