@@ -51,7 +51,7 @@ _AHEAD = (
 
 _EXACT = "an offloaded optimizer's result is that in memory, bit for bit, or it is refused"
 
-_ROWS = (
+_EMBEDDED = (
     "an embedding on a drive gives the rows of its table, in memory of the caller's own, or raises"
 )
 
@@ -1079,7 +1079,7 @@ MUTANTS = [
     ),
     _mutant(
         "two-passes-get-one-batch",
-        _ROWS,
+        _EMBEDDED,
         "src/tensorferry/offload/embedding.py",
         "                self._pipeline.release(same)\n",
         "                pass\n",
@@ -1087,7 +1087,7 @@ MUTANTS = [
     ),
     _mutant(
         "a-cache-that-is-being-changed-is-used",
-        _ROWS,
+        _EMBEDDED,
         "src/tensorferry/offload/embedding.py",
         "            if self._cache.changing:\n",
         "            if False:\n",

@@ -237,8 +237,8 @@ class TableEmbedding(nn.Module):
     padding_idx : int, optional
         An attribute as ``torch.nn.Embedding`` has it, where it stops the gradient only.
     cache_nbytes : int or str
-        Memory for rows that are wanted often: ``64 << 20``, or ``"64MiB"``. None by default: where the page cache has
-        the file, it serves rows as fast.
+        Memory for rows that are wanted often: ``64 << 20``, or ``"64MiB"``. None by default: what the
+        page cache serves gets slower by it.
 
     Raises
     ------
