@@ -66,7 +66,6 @@ class Future(_core.Future, Generic[_T_co]):
     __slots__ = ()
 
     if TYPE_CHECKING:
-
         # Their docstrings are the core's.
         def __init__(self, array: _T_co, keep: object) -> None: ...
         def result(self, timeout: float | None = None) -> _T_co: ...  # noqa: D102
