@@ -197,13 +197,21 @@ def test_pythons_unpickler_reads_metadata_and_what_it_reads_is_the_same() -> Non
             continue
         read += 1
         try:
-            found = repr(parse_metadata(data, "m"))
+            found = shown(parse_metadata(data, "m"))
         except CheckpointError:
             continue
         slowly, _ = pickles.loads(data, _NAMES, older=OLDER_MODULES)
         if not found.count(".Maker object") and "<class" not in found:
-            assert found == repr(slowly), (SEED, number)
+            assert found == shown(slowly), (SEED, number)
     assert read
+
+
+def shown(metadata: object) -> str:
+    """Return what it is; an object that lost a field when its pickle was rearranged has no repr."""
+    try:
+        return repr(metadata)
+    except AttributeError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize(

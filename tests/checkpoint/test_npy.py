@@ -131,6 +131,7 @@ def test_only_the_bytes_that_are_wanted_are_read(
             assert same(file[""][index], array[index])
         assert read[0] == array[rows].nbytes
         assert max(read) < array.nbytes // 2 or order == "F"
+        monkeypatch.undo()
         out = np.empty(array.shape, np.float32)
         if order == "C":
             assert file[""].read(out) is out

@@ -70,7 +70,7 @@ def test_files_that_are_open_already_wait_for_nobodys_descriptors(
     program = f"{PROGRAMS}:files_already_open"
     with faultfs.released_by(directory / "over"):
         ended = child.call(program, timeout_s=120, engine=engine, directory=directory, held=held)
-    assert ended.result == 50
+    assert ended.result == 150
 
 
 @pytest.mark.covers("fd_exhaustion")
