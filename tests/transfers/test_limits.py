@@ -69,8 +69,8 @@ def test_files_that_are_open_already_wait_for_nobodys_descriptors(
     faultfs.order(Fault("read", hold=True))
     program = f"{PROGRAMS}:files_already_open"
     with faultfs.released_by(directory / "over"):
-        ended = child.call(program, timeout_s=120, engine=engine, directory=directory, held=held)
-    assert ended.result == 150
+        ended = child.call(program, timeout_s=60, engine=engine, directory=directory, held=held)
+    assert ended.result == 50
 
 
 @pytest.mark.covers("fd_exhaustion")
