@@ -1,11 +1,10 @@
 #include "bindings/scheduler.h"
 
-#include "bindings/future.h"
-
 #include <errno.h>
 
 #include <algorithm>
 
+#include "bindings/future.h"
 #include "device/driver.h"
 #include "engine/engine.h"
 #include "transfer/reservation.h"
@@ -205,23 +204,8 @@ nb::object PyScheduler::start_plain(const PyFile& file, nb::handle array, nb::ha
   nb::object future = PyFuture::of_plain(array, *found);
   auto& core = *nb::inst_ptr<PyFuture>(future);
   core.is_about(write, nb::cast(file).attr("path"), *begin, found->nbytes);
-  Admitted admitted(*this, find_lanes(items, *core_));
-  auto prepared = [&] {
-    WithoutGil release;
-    return prepare(items, *core_, request.core);
-  }();
-  if (prepared.fault) refuse(*prepared.fault);
-  if (!prepared.refused.empty()) raise(prepared.refused.front().second);
-  if (core_->try_cached(prepared.transfers.front())) {
-    admitted.handed_over();
-  } else {
-    owners_->keep(request.core->id(), future);
-    admitted.handed_over();
-    if (prepared.transfers.front()->is_shared()) request.cached = prepared.transfers.front();
-    WithoutGil release;
-    core_->submit(request.core, prepared.transfers, {file.core});
-    request.core->seal();
-  }
+  const nb::list refused = submit(request, std::move(items), future, std::nullopt);
+  if (refused.size() > 0) raise(nb::object(refused[0][1]));
   core.start(std::move(request));
   return future;
 }

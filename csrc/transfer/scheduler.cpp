@@ -329,7 +329,7 @@ Step Scheduler::run_on(WorkBlock& block, Step step) {
   return step;
 }
 
-bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& taken) {
+bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& taken, bool only_cached) {
   if (transfer->nbytes() > max_inline_nbytes || transfer->has_many_blocks()) return false;
   for (const auto& gate : transfer->gates()) {
     auto passed = gate->passed();
@@ -344,7 +344,7 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
   bool exhausted;
   if (transfer->next_block(taken.block, exhausted)) {
     taken.step = transfer->prepare(taken.block, nullptr, statistics_);
-    if (taken.step == Step::wait_for_memory) {
+    if (taken.step == Step::wait_for_memory || (only_cached && !move_cached(taken))) {
       taken.block.transfer.reset();
       transfer->rewind();  // a worker can wait for it
       for (const auto& write : order) WriteOrder::leave(*write);
@@ -362,35 +362,27 @@ bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& ta
 }
 
 bool Scheduler::try_cached(const std::shared_ptr<Transfer>& transfer) {
-  if (transfer->is_write() || transfer->nbytes() > max_cached_nbytes || transfer->has_many_blocks()) return false;
+  if (transfer->is_write() || transfer->nbytes() > max_cached_nbytes) return false;
   if (!transfer->is_shared() || !transfer->gates().empty()) return false;
   if (transfer->spec().checksums || transfer->joined()) return false;
-  const bool in_memory = transfer->file()->in_memory();
-  WorkBlock block;
-  bool exhausted;
-  if (transfer->next_block(block, exhausted)) {
-    Step step = transfer->prepare(block, nullptr, statistics_);
-    // A file in memory never waits for a device, and need not promise it, which tmpfs cannot.
-    if (step == Step::move) block.result = transfer->move_here(block, in_memory ? &execute_now : &read_cached);
-    // A worker reads it again, and tells of a fault.
-    if (step != Step::move || block.result != static_cast<int64_t>(block.nbytes)) {
-      block.transfer.reset();
-      transfer->rewind();
-      return false;
-    }
-    statistics_.inline_blocks.fetch_add(1, std::memory_order_relaxed);
-    step = transfer->look_at_result(block, statistics_);
-    (void)run_on(block, step);
-    (void)transfer->count_down();  // for the block; the cursor still keeps it going
-  }
-  Request& request = transfer->request();
-  if (request.uses_files()) request.leave_to_caller();  // who opened it, and closes it in as little time
-  request.add({transfer});
-  request.seal(*transfer->file());
-  request.seal();
-  statistics_.requests.fetch_add(1, std::memory_order_relaxed);
-  end_transfer(transfer);
-  if (request.uses_files()) (void)request.settle_files();
+  Inline taken;
+  if (!try_inline(transfer, taken, true)) return false;
+  (void)go_on(taken);
+  (void)transfer->request().settle_files();  // the caller opened the file, and closes it in as little time
+  return true;
+}
+
+// Reads a block without waiting for a device. False if that is not possible, or not all of it came: then a worker reads
+// it again, and reports the fault if there is one.
+bool Scheduler::move_cached(Inline& taken) {
+  if (taken.step != Step::move) return false;
+  WorkBlock& block = taken.block;
+  // tmpfs does not support RWF_NOWAIT, but never waits for a device either.
+  const bool in_memory = block.transfer->file()->in_memory();
+  block.result = block.transfer->move_here(block, in_memory ? &execute_now : &read_cached);
+  if (block.result != static_cast<int64_t>(block.nbytes)) return false;
+  statistics_.inline_blocks.fetch_add(1, std::memory_order_relaxed);
+  taken.step = block.transfer->look_at_result(block, statistics_);
   return true;
 }
 

@@ -120,7 +120,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
     WorkBlock block;
     Step step = Step::done;
   };
-  bool try_inline(const std::shared_ptr<Transfer>& transfer, Inline& taken);
+  // `only_cached`: what would wait for a device is not taken on.
+  bool try_inline(const std::shared_ptr<Transfer>& transfer, Inline& taken, bool only_cached = false);
 
   // Does all of it, and returns true; false where a signal came: see InterruptionsReturned.
   bool go_on(Inline& taken);
@@ -176,6 +177,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void end_if_abandoned();  // with mutex_ held: what was left behind has come back
   bool is_idle() const { return outstanding_ == 0 && requests_.empty(); }  // with mutex_ held
 
+  bool move_cached(Inline& taken);
   void drop(WorkBlock& block);  // settled or abandoned
   Step run_now(WorkBlock& block, Step step);
   Step run_on(WorkBlock& block, Step step);  // to its end, unless a signal came
