@@ -19,8 +19,6 @@ from tensorferry.transfer.arrays import memory_of
 from tensorferry.transfer.calls import open as open_file
 from tensorferry.transfer.files import File, in_background
 from tensorferry.transfer.futures import Future
-from tensorferry.transfer.requests import submit_one
-from tensorferry.transfer.runtime import scheduler_of
 from tensorferry.transfer.striped import FileRequests
 
 if TYPE_CHECKING:
@@ -261,9 +259,8 @@ class Table:
             try:
                 self._begin(requests, parts, background, target)
                 requests.wait()
-            except (
-                BaseException
-            ):  # Ctrl-C: the rows' memory stays referenced until what has begun is done
+            except BaseException:
+                # Ctrl-C: the core keeps the rows' memory until what has begun is done.
                 requests.cancel()
                 raise
             if failure := requests.exception() or _failure_of_memory(target, parts):
@@ -447,16 +444,11 @@ class Table:
             for at, (file, segments, offset) in enumerate(parts):
                 assert isinstance(file, File)  # only one file can be over several drives
                 core = file._open_file(reading=True)
-                served = scheduler_of(file._scheduler, core, False)
-                served.check_usable()
-                request = served.new_request(False, False, False, False, background)
-                with requests.having(at, segments.nbytes, request):
-                    memory = segments, segments.nbytes, None, None
-                    submit_one(served, request, core, memory, offset, owner)
+                requests.submit(
+                    *(at, file._scheduler, core, segments, offset, owner), background=background
+                )
         except BaseException as error:
-            requests.cancel()
-            if isinstance(error, Exception):  # not for Ctrl-C: the rows' memory stays referenced
-                requests.wait()
+            requests.give_up(error)
             raise
 
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensorferry
+from tensorferry.transfer.striped import FileRequests
 from tests.support import forks
 from tests.support.data import aligned
 from tests.support.effort import examples
@@ -421,14 +422,14 @@ def test_a_write_that_meets_a_close_is_whole_or_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = random_bytes(1 << 20)
-    submit = tensorferry.StripedFile._submit
+    submit = FileRequests.submit
 
-    def slowly(self: tensorferry.StripedFile, *arguments: Any) -> Any:
-        submitted = submit(self, *arguments)
+    def slowly(self: FileRequests, *arguments: Any, **options: Any) -> Any:
+        submitted = submit(self, *arguments, **options)
         time.sleep(0.002)  # in which the file is closed
         return submitted
 
-    monkeypatch.setattr(tensorferry.StripedFile, "_submit", slowly)
+    monkeypatch.setattr(FileRequests, "submit", slowly)
     for number in range(20):
         paths = [directory / f"{number}.{index}" for index in range(3)]
         file = tensorferry.open(paths, "w", stripe_nbytes=65536, engine=engine)

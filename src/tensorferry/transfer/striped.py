@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tensorferry.transfer.arrays import Location
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.files import Priority
+    from tensorferry.transfer.runtime import AnyScheduler
 
 _Array = TypeVar("_Array")
 
@@ -383,42 +384,19 @@ class StripedFile(Transferring):
             at = 0
             try:
                 for at in wanted or [self._layout.file_of(offset)]:
-                    self._submit(
-                        *(parts, at, files[at], segments[at], offset, memory[3]),
-                        *(write, sync, background, owner),
+                    begin = self._layout.nbytes_in(at, offset)
+                    parts.submit(
+                        *(at, self._files[at]._scheduler, files[at], segments[at], begin, owner),
+                        location=memory[3],
+                        write=write,
+                        sync=sync,
+                        background=background,
                     )
             except BaseException as error:
-                parts.cancel()
-                if isinstance(error, Exception):  # not for Ctrl-C: the arrays stay referenced
-                    parts.wait()
+                parts.give_up(error)
                 if isinstance(error, StorageError):
                     raise self._failure([(at, error)], memory[1], parts.moved_nbytes()) from None
                 raise
-
-    def _submit(
-        self,
-        parts: FileRequests,
-        at: int,
-        file: _core.File,
-        segments: _core.Segments,
-        offset: int,
-        location: Location | None,
-        write: bool,
-        sync: bool,
-        background: bool,
-        owner: object,
-    ) -> None:
-        scheduler = scheduler_of(self._files[at]._scheduler, file, write, location)
-        scheduler.check_usable()
-        begin = self._layout.nbytes_in(at, offset)
-
-        def submit() -> None:
-            request = scheduler.new_request(write, False, sync, False, background)
-            with parts.having(at, segments.nbytes, request):
-                memory = segments, segments.nbytes, None, None
-                submit_one(scheduler, request, file, memory, begin, owner)
-
-        with_descriptors(scheduler, submit, opens=False)
 
     @contextlib.contextmanager
     def _while_open(self) -> Iterator[None]:
@@ -579,16 +557,43 @@ class FileRequests:
         self._parts: list[tuple[int, int, _core.Request]] = []  # which file, bytes, request
         self._requests: list[_core.Request] = []
 
-    @contextlib.contextmanager
-    def having(self, at: int, nbytes: int, request: _core.Request) -> Iterator[None]:
-        """Know a request before it is submitted, so that who is interrupted can cancel it; not one that is refused."""
-        self._requests.append(request)
-        try:
-            yield
-        except Exception:
-            self._requests.remove(request)
-            raise
-        self._parts.append((at, nbytes, request))
+    def submit(
+        self,
+        at: int,
+        scheduler: AnyScheduler,
+        file: _core.File,
+        segments: _core.Segments,
+        offset: int,
+        owner: object,
+        *,
+        location: Location | None = None,
+        write: bool = False,
+        sync: bool = False,
+        background: bool = False,
+    ) -> None:
+        """Begin a part: what an open file, of that place, moves from ``offset`` on; or raise what is against it."""
+        served = scheduler_of(scheduler, file, write, location)
+        served.check_usable()
+
+        def submit() -> None:
+            request = served.new_request(write, False, sync, False, background)
+            # Known before it is submitted, so that an interrupted call can cancel it; not one that is refused.
+            self._requests.append(request)
+            try:
+                memory = segments, segments.nbytes, None, None
+                submit_one(served, request, file, memory, offset, owner)
+            except Exception:
+                self._requests.remove(request)
+                raise
+            self._parts.append((at, segments.nbytes, request))
+
+        with_descriptors(served, submit, opens=False)
+
+    def give_up(self, error: BaseException) -> None:
+        """Cancel all, and wait, but not after Ctrl-C: the core keeps the arrays' owners until the end."""
+        self.cancel()
+        if isinstance(error, Exception):
+            self.wait()
 
     def done(self) -> bool:
         """Return whether all have ended."""
