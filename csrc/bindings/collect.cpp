@@ -374,7 +374,7 @@ std::vector<std::tuple<size_t, uint64_t, PySegments>> rows_of_table(uintptr_t nu
   return found;
 }
 
-// Addresses, bytes and offsets in the file of all that is no gap.
+// Addresses, bytes and offsets in the file of all pieces that are not gaps.
 std::tuple<std::vector<uintptr_t>, std::vector<uint64_t>, std::vector<uint64_t>> ranges(const PySegments& segments,
                                                                                         uint64_t offset) {
   std::tuple<std::vector<uintptr_t>, std::vector<uint64_t>, std::vector<uint64_t>> found;

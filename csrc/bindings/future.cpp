@@ -9,7 +9,7 @@
 namespace tensorferry {
 namespace {
 
-// Objects of Python that are looked up once, and never freed: a destructor would run when there is no interpreter.
+// Looks up a Python object once. It is never freed: its destructor would run after the interpreter has ended.
 nb::object& kept(const char* module, const char* name) {
   return *new nb::object(nb::module_::import_(module).attr(name));
 }
@@ -114,7 +114,7 @@ PyCompletionQueue::PyCompletionQueue() {
   if (core->error_number()) raise(Fault{.error_number = core->error_number(), .operation = "eventfd"});
 }
 
-// Futures that nobody has asked about yet: the interpreter may end before they do.
+// Futures whose outcome has not been asked for: the interpreter may end before they are freed.
 struct PyFuture::Unseen {
   nb::ft_mutex mutex;
   PyFuture* first = nullptr;
@@ -204,12 +204,16 @@ bool PyFuture::done() {
 bool PyFuture::cancel() {
   if (done()) return false;
   cancelling_ = true;
+  cancel_request();
+  return true;
+}
+
+void PyFuture::cancel_request() {
   if (request_) {
     request_->core->cancel();
   } else {
     several_.attr("cancel")();
   }
-  return true;
 }
 
 bool PyFuture::cancelled() { return done() && was_cancelled(settle()); }
@@ -223,7 +227,7 @@ nb::object PyFuture::failure() const {
   return request_ ? request_->exception() : nb::object(several_.attr("exception")());
 }
 
-// How the transfer, which has ended, went: one outcome for all who ask, whoever comes first.
+// Returns the outcome of a transfer that has ended. All callers, of any thread, get the same one.
 nb::object PyFuture::settle() {
   nb::object found, keep, check, deliver;
   std::optional<PlainArray> plain;
@@ -315,11 +319,7 @@ nb::object PyFuture::waiter() {
 }
 
 void PyFuture::abandon() {
-  if (request_) {
-    request_->core->cancel();
-  } else {
-    several_.attr("cancel")();
-  }
+  cancel_request();
   seen();
 }
 
@@ -507,7 +507,6 @@ RuntimeError
       .def("_abandon", &PyFuture::abandon)
       .def("_settle", &PyFuture::settle, nb::sig("def _settle(self) -> tensorferry.errors.StorageError | None"))
       .def("_waiter", &PyFuture::waiter, nb::sig("def _waiter(self) -> asyncio.Future[None]"))
-      .def("_notify", &PyFuture::notify, "queue"_a, "token"_a)
       .def("_check_process", &PyFuture::check_process)
       .def_prop_ro("_request", &PyFuture::request, nb::sig("def _request(self) -> typing.Any"))
       .def_prop_ro("_about", &PyFuture::about, nb::sig("def _about(self) -> tuple[str, str, int, int] | None"))

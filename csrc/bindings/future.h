@@ -86,6 +86,7 @@ class PyFuture {
   };
 
   bool is_over() const;
+  void cancel_request();
   nb::object failure() const;
   bool was_cancelled(nb::handle exception) const;
   nb::object awaited();

@@ -300,7 +300,6 @@ class Pipeline(Owned, Generic[_Read]):
 
 def _advance(pipeline: Pipeline[Any] | None) -> None:
     if pipeline is not None:
-        with contextlib.suppress(
-            Exception
-        ):  # the next call of first() or advance() raises it again
+        # The next call of first() or advance() raises it again.
+        with contextlib.suppress(Exception):
             pipeline.advance()
