@@ -119,6 +119,27 @@ def needed_at_most(tensor: torch.Tensor, index: Any) -> int:
     return span - between + (int(apart.sum()) + 1) * 2 * PAGE
 
 
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("deep", (..., slice(None, 3, 2))),
+        ("deep", (..., [0, 5])),
+        ("wide", (..., slice(0, 9, 4))),
+        ("deep", (slice(None), slice(0, 40, 2), slice(100, 4000, 7))),
+    ],
+    ids=str,
+)
+def test_few_bytes_of_rows_far_apart_read_their_pages_only(
+    path: pathlib.Path, tensors: dict[str, torch.Tensor], name: str, index: Any
+) -> None:
+    make_cold(path)
+    with safe_open(path, "pt", direct="always") as file, counting(path) as read:
+        found = file.get_slice(name)[index]
+    expected = tensors[name].view(torch.uint8) if name == "deep" else tensors[name]
+    assert_same(found, expected[index].view(tensors[name].dtype))
+    assert read.nbytes <= needed_at_most(tensors[name], index)
+
+
 def torch_checks_no_lists(expected: torch.Tensor, index: Any) -> bool:
     """Return whether torch gives something for any positions in lists, since it has no elements; we check them."""
     parts = index if isinstance(index, tuple) else (index,)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from tensorferry.safetensors.header import Tensor
+    from tensorferry.transfer.futures import Future
 
 # What a prefetch reads at a time: neighbours of so many bytes, or one tensor.
 _LOAD_NBYTES = 32 << 20
@@ -323,14 +324,7 @@ def _begin_chosen(
             None, lambda: _picked_from_file(source, tensor, shape, selection, plan, framework)
         )
     data = framework.empty(nbytes_of(chosen_shape, itemsize))
-    windows = list(plan.windows)
-    segments: Any
-    if framework.on_host:
-        begins = (window.begin for window in windows)
-        segments, begin = collect_runs(begins, windows[0].nbytes, tensor.nbytes, data)
-    else:
-        segments, begin = segments_of(windows, data)
-    future = source.file.read_into(segments, tensor.begin + begin)
+    future = _begin_windows(source, tensor, list(plan.windows), data, framework)
     return Coming(future, lambda: framework.plain(data, itemsize, chosen_shape))
 
 
@@ -377,8 +371,23 @@ class _Slab(Read):
 
     def begin(self) -> None:
         self.data = self._framework.empty(self.nbytes)
-        segments, begin = segments_of(self.windows, self.data)
-        self.futures = (self._source.file.read_into(segments, self._tensor.begin + begin),)
+        self.futures = (
+            _begin_windows(self._source, self._tensor, self.windows, self.data, self._framework),
+        )
+
+
+def _begin_windows(
+    source: SourceFile, tensor: Tensor, windows: list[Window], data: Any, framework: Framework
+) -> Future:
+    """Begin to read windows, one behind the other, into ``data``."""
+    segments: Any
+    sizes = {window.nbytes for window in windows}
+    if framework.on_host and len(sizes) == 1:
+        begins = (window.begin for window in windows)
+        segments, begin = collect_runs(begins, sizes.pop(), tensor.nbytes, data)
+    else:
+        segments, begin = segments_of(windows, data)
+    return source.file.read_into(segments, tensor.begin + begin)
 
 
 def _batches(windows: Iterator[Window]) -> Iterator[list[Window]]:
