@@ -205,3 +205,40 @@ def _configuration(
         config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}
         config["zero_force_ds_cpu_optimizer"] = False  # torch's Adam: nothing else to compile
     return config
+
+
+class Kept:
+    """An engine with states in memory: under ZeRO-2 of a model in bfloat16, or without ZeRO in float32.
+
+    Parameters
+    ----------
+    parameters : int
+        How many there are, about.
+    stage : int
+        ZeRO's: 2, with 14 bytes to keep of each parameter; or 0, with 12.
+    writer : dict, optional
+        DeepSpeed's section "checkpoint": {"writer": ...}.
+    """
+
+    def __init__(self, parameters: int, stage: int, writer: dict[str, Any] | None) -> None:
+        width = 1024
+        torch.manual_seed(1)
+        model = Sum([(width, width)] * max(parameters // width**2, 1))
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}},
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": stage > 0},
+            "checkpoint": {"writer": writer},
+        }
+        self.engine = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )[0]
+        self.step()
+
+    def step(self) -> None:
+        """Learn."""
+        self.engine.backward(self.engine())
+        self.engine.step()

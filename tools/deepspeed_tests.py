@@ -1,4 +1,4 @@
-"""Runs DeepSpeed's own tests of async I/O, pinned memory and NVMe offload with its engine and with ours, and compares.
+"""Runs DeepSpeed's own tests of checkpoints, async I/O, pinned memory and NVMe offload, on its engines and on ours.
 
 Needs a checkout of DeepSpeed for its tests; what is tested is the DeepSpeed that is installed. A test that passes with
 DeepSpeed's engine must pass with tensorferry, and none may be skipped that ran: else the exit status is 1.
@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 # Files below tests/unit, of newer and of older checkouts, and what of them concerns us (all of it where empty).
 SUITES = {
+    "checkpoint": "",
     "v1/nvme": "",
     "v1/pin_memory": "",
     "ops/aio": "",

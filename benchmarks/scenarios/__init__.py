@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.scenarios import checkpoint, files, gpu, offload, safetensors, small
+from benchmarks.scenarios import checkpoint, files, gpu, offload, safetensors, small, zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,7 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "import": small.import_time,
     "tune": files.tune,
     "zero3": offload.zero3,
+    "zero_checkpoint": zero.checkpoint,
     "checkpoint": checkpoint.save,
     "checkpoint_load": checkpoint.load,
     "checkpoint_loop": checkpoint.loop,

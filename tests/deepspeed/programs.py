@@ -81,6 +81,23 @@ def installed_twice_at_once() -> list[bool]:
     return [*found, tensorferry.deepspeed.installed()]
 
 
+def checkpoints_variable(given: bool | None) -> Any:
+    """Install; return whether checkpoints are ours, the variable then and when it is undone; or what is refused."""
+    import deepspeed.runtime.engine
+
+    import tensorferry.deepspeed
+
+    name = tensorferry.deepspeed.CHECKPOINTS_VARIABLE
+    try:
+        tensorferry.deepspeed.install(checkpoints=given)
+    except ValueError as error:
+        return str(error)
+    made = deepspeed.runtime.engine.create_checkpoint_engine
+    found = [made.__globals__["__name__"].startswith("tensorferry"), os.environ[name]]
+    tensorferry.deepspeed.uninstall()
+    return [*found, os.environ.get(name)]
+
+
 NAMES = [
     "aio_handle",
     "gds_handle",
@@ -121,6 +138,7 @@ def restored(look_at_the_table_first: bool) -> dict[str, Any]:
 
 def _state() -> dict[str, str]:
     import deepspeed.git_version_info
+    from deepspeed.runtime import engine
 
     builders = {
         f"{module}.{name}.{method}": repr(getattr(kind, method))
@@ -133,7 +151,12 @@ def _state() -> dict[str, str]:
     return builders | {
         "installed": repr(deepspeed.git_version_info.installed_ops),
         "compatible": repr(vars(deepspeed.ops).get("__compatible_ops__")),
-        "variable": repr(os.environ.get("TENSORFERRY_DEEPSPEED")),
+        "variables": repr({k: v for k, v in os.environ.items() if k.startswith("TENSORFERRY_D")}),
+        "engine": repr(
+            {k: v for k, v in vars(engine.DeepSpeedEngine).items() if "checkpoint" in k}
+        ),
+        "made": repr(engine.create_checkpoint_engine),
+        "files": repr(vars(engine.TorchCheckpointEngine)),
     }
 
 

@@ -85,7 +85,7 @@ def _replace_methods(stack: ExitStack, builder: Any, op: str) -> None:
         def load_utils(self: Any, verbose: bool = False) -> Any:
             return _Utils(lambda: own_load(self, verbose))
 
-        _set(stack, builder, "load", load_utils)
+        set_attribute(stack, builder, "load", load_utils)
         return
 
     def load(_: Any, verbose: bool = False) -> Any:
@@ -99,8 +99,8 @@ def _replace_methods(stack: ExitStack, builder: Any, op: str) -> None:
             self.warning(f"{op}: {reason}")
         return reason is None
 
-    _set(stack, builder, "load", load)
-    _set(stack, builder, "is_compatible", is_compatible)
+    set_attribute(stack, builder, "load", load)
+    set_attribute(stack, builder, "is_compatible", is_compatible)
 
 
 class _Utils(types.ModuleType):
@@ -164,7 +164,8 @@ def _warn_of_loaded_ops(base: Any) -> None:
         )
 
 
-def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def set_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Give an attribute another value; the stack puts back what was there."""
     before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     if before is _MISSING:

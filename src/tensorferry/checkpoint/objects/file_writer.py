@@ -90,8 +90,23 @@ class FileWriter(io.RawIOBase):
             only the new file's name that could not be made durable.
         """
         if not self.closed:
-            super().close()
-            self._replacement.commit()
+            self.finish().commit()
+
+    def finish(self) -> Replacement:
+        """Close, and return the file, all of whose data is on the drive: it has yet to take its place.
+
+        Raises
+        ------
+        StorageError, OSError
+            Not everything could be written or made durable: the file is given up.
+        """
+        super().close()
+        try:
+            self._replacement.finish()
+        except BaseException:
+            self._replacement.abort()
+            raise
+        return self._replacement
 
     def abort(self) -> None:
         """Give the file up, and close: what was there stays."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from tensorferry.base.checks import Path
+    from tensorferry.transfer.replacement import Target
 
 
 def save(obj: object, path: Path, *, sync: bool = True) -> None:
@@ -68,20 +69,25 @@ def save(obj: object, path: Path, *, sync: bool = True) -> None:
     torch.load reads it. It needs about 60 MiB of memory, whatever the object's size; tensors on NVIDIA GPUs pass
     through that, and for one on another device its own bytes come on top.
     """
+    written(obj, path, sync=sync).commit()
+
+
+def written(obj: object, path: Path, *, sync: bool, as_archive: bool = True) -> Target:
+    """Write a file as :func:`save` does, and return it: all is on the drive, and it has yet to take its place.
+
+    Without ``as_archive`` it has the format before torch 1.6.
+    """
     try:
+        if not as_archive:
+            raise UnknownArchiveError("no archive is wanted")
         archive, storages = _archive_and_storages(obj)
     except (UnknownArchiveError, RuntimeError):
         # There is no way without payloads in this torch, or for this object (quantized tensors). What is wrong with
         # the object itself is raised here.
-        try:
-            with FileWriter(path, sync=sync) as file:
-                torch.save(obj, file)  # type: ignore[arg-type]
-        except RuntimeError as error:
-            raise cause_of(error) from None
-        return
+        return _written_by_torch(obj, path, sync=sync, as_archive=as_archive)
     sums = tensorferry.Checksums(segments=True)
     new = Replacement(path, sync=sync, reserve_nbytes=archive.nbytes, checksums=sums)
-    with new, new.named():
+    with _given_up_if_it_fails(new), new.named():
         segments: list[int] = []
         for index, piece in enumerate(archive.pieces):
             new.file.write_bytes(piece, archive.fields(index, segments))
@@ -90,6 +96,27 @@ def save(obj: object, path: Path, *, sync: bool = True) -> None:
                 kept = storage.device.type in ("cpu", "cuda")
                 segments.append(new.file.segment_count)
                 new.file.write(bytes_of(storage if kept else storage.cpu()), kept=kept)
+        new.finish()
+    return new
+
+
+def _written_by_torch(obj: object, path: Path, *, sync: bool, as_archive: bool) -> Target:
+    file = FileWriter(path, sync=sync)
+    with _given_up_if_it_fails(file):
+        try:
+            torch.save(obj, file, _use_new_zipfile_serialization=as_archive)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise cause_of(error) from None
+        return file.finish()
+
+
+@contextlib.contextmanager
+def _given_up_if_it_fails(new: Target | FileWriter) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        new.abort()
+        raise
 
 
 def load(

@@ -1,0 +1,554 @@
+"""DeepSpeed's checkpoints: files of torch's own format, written and read by us, with DeepSpeed's names.
+
+``engine.save_checkpoint`` is put into a :class:`_Save`. Its steps end on all ranks alike, for they agree on each by a
+process group of their own (:class:`tensorferry.checkpoint.together.Ranks`):
+
+1. Every rank has its files on the drive. A file whose name was free has it then; one that takes another's place waits.
+2. Those that wait take their places, and the directories are on the drive.
+3. The first rank, with node-local storage that of each node, writes which files belong to the checkpoint (`LIST_NAME`)
+   into its folder, and only then its tag into `latest`. Both are replaced at one stroke.
+
+A rank that cannot write its files says so in the first step, and all raise its failure. A new folder has a list from
+the beginning that says the checkpoint is unfinished.
+
+A decoupled save copies the states (:class:`tensorferry.checkpoint.Stager`), and a thread takes the steps. What fails
+there is logged at once, and raised by the next save or by ``engine.destroy()``.
+
+Loading verifies the checksums in the files, and that they are those of the list: after a crash in the middle of step 2
+a folder has files of two saves with one tag. Checkpoints without a list, DeepSpeed's own, are loaded as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import inspect
+import json
+import os
+import platform
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import checkpoint_engine as engines
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.checkpoint_engine import utils as engine_utils
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.utils import logger
+
+import tensorferry
+from tensorferry import _core
+from tensorferry.checkpoint import Stager, load
+from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.objects.file_writer import FileWriter
+from tensorferry.checkpoint.objects.save_load import written
+from tensorferry.checkpoint.together import Ranks
+from tensorferry.deepnvme.builders import set_attribute
+from tensorferry.transfer.publication import make_directory, sync_directory, sync_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import ExitStack
+
+    from tensorferry.transfer.replacement import Target
+
+LIST_NAME = "tensorferry.json"
+_VERSION = 1
+_LATEST = "latest"
+_OFFLOADED = "offloaded_tensors"
+_UNFINISHED = "unfinished"
+# Of an archive: its directory, with the checksum of the record that torch makes of all others, is at its end.
+_END_NBYTES = 64 << 10
+_READ_NBYTES = 8 << 20
+# A rank that lives waits so long for one that does not answer; of one that is killed it hears at once.
+_PATIENCE = datetime.timedelta(hours=1)
+# Keys of "checkpoint": {"writer": ...} that only DeepSpeed's writer has a use for, and their defaults.
+_WITHOUT_EFFECT = {
+    "io_buffer_size": 64 << 20,
+    "io_buffer_double": True,
+    "io_multiplier": 1,
+    "data_parallel": None,
+}
+
+_Entries = dict[str, dict[str, int]]  # what files are, by their names in the folder
+
+
+def replace(stack: ExitStack) -> None:
+    """Have DeepSpeed save and load checkpoints by us; the stack puts back what was there."""
+    set_attribute(stack, TorchCheckpointEngine, "save", _save_file)
+    set_attribute(stack, TorchCheckpointEngine, "load", _load_file)
+    create = _creating(engine_utils.create_checkpoint_engine)
+    for module in (engine_utils, engines, engine_module):
+        set_attribute(stack, module, "create_checkpoint_engine", create)
+    owner = engine_module.DeepSpeedEngine
+    set_attribute(stack, owner, "save_checkpoint", _saving(owner.save_checkpoint))
+    set_attribute(stack, owner, "load_checkpoint", _loading(owner.load_checkpoint))
+
+
+class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
+    """What DeepSpeed's engine saves and loads its files by."""
+
+    def __init__(self, config_params: Any = None) -> None:
+        super().__init__(config_params)
+        self.name = type(self).__name__
+        writer = None if config_params is None else config_params.checkpoint_config["writer"]
+        self._decoupled = bool(writer and writer["decoupled"])
+        self._shows_statistics = bool(writer and writer["show_statistics"])
+        self._stagers: list[Stager] = []
+        self._save: _Save | None = None
+        self._info: Any = None
+        self._behind: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        unused = [
+            key for key, default in _WITHOUT_EFFECT.items() if writer and writer[key] != default
+        ]
+        if unused:
+            logger.warning(
+                f"[{self.name}] {', '.join(unused)}: without effect on tensorferry's writer"
+            )
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a directory whose name would survive a power cut."""
+        if not exist_ok and Path(path).exists():
+            raise FileExistsError(f"{path!r} exists")
+        make_directory(Path(path))
+
+    def create(self, info: Any) -> None:
+        """Begin to save what :class:`CheckpointCommitInfo` says."""
+        super().create(info)
+        if self._save is not None:
+            self._save.begin(Path(info.save_dir), info.tag)
+        else:
+            self._info = info
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Save a file; within ``engine.save_checkpoint`` what fails is raised by all ranks, at its end."""
+        if self._save is None:
+            _save_file(self, state_dict, path)
+        elif self._decoupled:
+            self._save.attempt(lambda: self._stage(state_dict, path))
+        else:
+            self._save.attempt(lambda: self._save.write(state_dict, path))  # type: ignore[union-attr]
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Load a file.
+
+        Raises
+        ------
+        CheckpointError
+            It is damaged, or of another save than the files beside it.
+        StorageError, OSError
+            It could not be read.
+        """
+        return _load_file(self, path, map_location)
+
+    def commit(self, *_: Any) -> bool:
+        """End a save that is not decoupled: the checkpoint is the newest one then."""
+        self._info = None
+        if self._save is not None:
+            self._save.end()
+        return True
+
+    def is_decoupled(self) -> bool:
+        """Return whether saves are written while training goes on."""
+        return self._decoupled
+
+    def get_commit_info(self) -> Any:
+        """Return None where nothing is left for DeepSpeed to commit."""
+        return self._info
+
+    def cleanup(self) -> None:
+        """Wait for a decoupled save, and raise what it failed by."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    @contextlib.contextmanager
+    def saving(self, engine: Any, *, save_latest: bool) -> Iterator[None]:
+        """Have the files that are saved in the block be one checkpoint."""
+        self.cleanup()  # all ranks have the same failure
+        self._save = save = _Save(engine, save_latest, self.zipfile_serialization)
+        try:
+            yield
+            if self._decoupled:
+                self._behind = threading.Thread(
+                    target=self._write_behind, args=(save,), name="tensorferry-checkpoint"
+                )
+                self._behind.start()
+        except BaseException:
+            save.abort()
+            raise
+        finally:
+            self._save = None
+        if self._shows_statistics and not self._decoupled:
+            print(f"[{self.name}] {save.statistics()}", flush=True)
+
+    def _stage(self, state: Any, path: str) -> None:
+        assert self._save is not None
+        staged = self._save.staged
+        if len(staged) == len(self._stagers):
+            self._stagers.append(Stager())
+        staged.append((self._stagers[len(staged)].stage(state), path))
+
+    def _write_behind(self, save: _Save) -> None:
+        try:
+            while save.staged:
+                state, path = save.staged.pop(0)
+                save.attempt(functools.partial(save.write, state, path))
+                del state  # its memory is wanted for the next save
+            save.end()
+            if self._shows_statistics:
+                print(f"[{self.name}] {save.statistics()}", flush=True)
+        except BaseException as error:
+            save.abort()
+            logger.error(f"[{self.name}] the checkpoint {str(save.folder)!r} is not saved: {error}")
+            self._failure = error
+
+
+class _Save:
+    """A checkpoint that is being saved: this rank's part of it."""
+
+    def __init__(self, engine: Any, save_latest: bool, as_archive: bool) -> None:
+        self.folder = self._latest = Path()
+        self._tag = ""
+        self.staged: list[tuple[Any, str]] = []
+        self._save_latest = save_latest
+        self._as_archive = as_archive
+        self._is_local = bool(engine.use_node_local_storage())
+        rank = engine.local_rank if self._is_local else engine.global_rank
+        self._is_first = rank == 0
+        self._offloads = bool(engine.zero_nvme_offload_optimizer())
+        self._rank_folder = _rank_folder(rank)
+        self._ranks = Ranks(_group())
+        self._names: list[str] = []
+        self._new: list[Path] = []
+        self._waiting: list[Target] = []
+        self._failure: BaseException | None = None
+        self._begin = time.monotonic()
+        self._nbytes = 0
+
+    def begin(self, directory: Path, tag: str) -> None:
+        """Save to a folder, which may have what an earlier save left there."""
+        self._latest, self._tag = directory / _LATEST, tag
+        self.folder = directory / tag
+        self.attempt(self._begin_folder)
+
+    def attempt(self, function: Callable[[], object]) -> None:
+        """Do a part of it; what fails is raised by all ranks, when they agree."""
+        if self._failure is None:
+            try:
+                function()
+            except Exception as error:
+                self._failure = error
+
+    def write(self, state: Any, path: str) -> None:
+        """Write a file of this rank."""
+        is_new = not os.path.lexists(path)
+        new = written(state, path, sync=True, as_archive=self._as_archive)
+        self._names.append(os.path.relpath(path, self.folder))
+        if is_new:
+            self._new.append(Path(path))
+            new.commit(sync_names=False)
+        else:
+            self._waiting.append(new)
+
+    def end(self) -> None:
+        """Make it the newest checkpoint."""
+        self._ranks.call(self._sync_offloaded)
+        entries: _Entries = {}
+        for node, own in self._ranks.call(self._take_places):
+            if not self._is_local or node == platform.node():
+                entries |= own
+        self._new.clear()
+        self._ranks.call(lambda: self._publish(entries))
+
+    def abort(self) -> None:
+        """Give up what is not yet a part of a checkpoint."""
+        self.staged.clear()
+        while self._waiting:
+            self._waiting.pop().abort()
+        # They would keep the space that the next save wants.
+        for path in self._new:
+            path.unlink(missing_ok=True)
+        if self._new and self._offloads:
+            shutil.rmtree(self.folder / self._rank_folder, ignore_errors=True)
+
+    def statistics(self) -> str:
+        """Return what was written in what time."""
+        seconds = time.monotonic() - self._begin
+        return f"{self._nbytes / 1e9:.3f} GB in {seconds:.3f} s: {self._nbytes / 1e9 / seconds:.3f} GB/s"
+
+    def _begin_folder(self) -> None:
+        make_directory(self.folder.parent)
+        if _content_of(self.folder).get(_UNFINISHED):
+            # DeepSpeed would refuse to copy to where a save has done so that was killed.
+            shutil.rmtree(self.folder / self._rank_folder, ignore_errors=True)
+        elif self._is_first and not (self.folder.exists() and any(self.folder.iterdir())):
+            make_directory(self.folder)
+            _write_text(
+                self.folder / LIST_NAME, json.dumps({"version": _VERSION, _UNFINISHED: True})
+            )
+
+    def _sync_offloaded(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._offloads:
+            copied = self.folder / self._rank_folder
+            sync_directory(copied.parent)
+            for folder, _, names in os.walk(copied):
+                for name in names:
+                    path = Path(folder, name)
+                    sync_file(path)
+                    self._names.append(os.path.relpath(path, self.folder))
+                sync_directory(Path(folder))
+
+    def _take_places(self) -> tuple[str, _Entries]:
+        while self._waiting:
+            self._waiting.pop(0).commit(sync_names=False)
+        for folder in {(self.folder / name).parent for name in self._names}:
+            sync_directory(folder)
+        entries = {name: _described(self.folder / name) for name in self._names}
+        self._nbytes = sum(entry["nbytes"] for entry in entries.values())
+        return platform.node(), entries
+
+    def _publish(self, entries: _Entries) -> None:
+        if self._is_first:
+            _write_text(
+                self.folder / LIST_NAME,
+                json.dumps({"version": _VERSION, "files": entries}, indent=1),
+            )
+            if self._save_latest:
+                _write_text(self._latest, self._tag)
+
+
+def _save_file(engine: Any, state_dict: Any, path: str) -> None:
+    written(state_dict, path, sync=True, as_archive=engine.zipfile_serialization).commit()
+
+
+def _load_file(_: Any, path: str, map_location: Any = None) -> Any:
+    place = Path(path)
+    entry = _listed(place.parent).get(place.name)
+    if entry is not None:
+        _compare(place, entry)
+    return load(path, weights_only=False, map_location=map_location)
+
+
+def _creating(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def create_checkpoint_engine(config_params: Any, *arguments: Any, **options: Any) -> Any:
+        writer = None if config_params is None else config_params.checkpoint_config["writer"]
+        if writer is None:
+            made = create(config_params, *arguments, **options)
+            if type(made) is not TorchCheckpointEngine:  # one that the configuration asks for
+                return made
+        elif writer["type"] == "MOCK":
+            return create(config_params, *arguments, **options)
+        return TensorferryCheckpointEngine(config_params)
+
+    return create_checkpoint_engine
+
+
+def _saving(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(save_checkpoint)
+
+    @functools.wraps(save_checkpoint)
+    def save(self: Any, *arguments: Any, **options: Any) -> Any:
+        if type(self.checkpoint_engine) is TorchCheckpointEngine:  # made before install()
+            self.checkpoint_engine = TensorferryCheckpointEngine(self._config)
+        ours = self.checkpoint_engine
+        given = signature.bind(self, *arguments, **options)
+        given.apply_defaults()
+        if not isinstance(ours, TensorferryCheckpointEngine) or not given.arguments["save_dir"]:
+            return save_checkpoint(*given.args, **given.kwargs)
+        with ours.saving(self, save_latest=bool(given.arguments["save_latest"])):
+            # DeepSpeed's own way would cut `latest`, and write it when only rank 0 has saved its files.
+            given.arguments["save_latest"] = False
+            return save_checkpoint(*given.args, **given.kwargs)
+
+    return save
+
+
+def _loading(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(load_checkpoint)
+
+    @functools.wraps(load_checkpoint)
+    def load_whole(self: Any, *arguments: Any, **options: Any) -> Any:
+        given = signature.bind(self, *arguments, **options)
+        given.apply_defaults()
+        wanted = given.arguments
+        if isinstance(self.checkpoint_engine, TensorferryCheckpointEngine):
+            self.checkpoint_engine.cleanup()
+        if self.load_universal_checkpoint():
+            return load_checkpoint(*given.args, **given.kwargs)
+        directory = Path(wanted["load_dir"])
+        tag = _latest_tag(directory) if wanted["tag"] is None else str(wanted["tag"])
+        if tag is None:  # DeepSpeed says so
+            return load_checkpoint(*given.args, **given.kwargs)
+        with_optimizer = bool(wanted["load_optimizer_states"] and not wanted["load_module_only"])
+        wanted["tag"] = tag
+        _check_whole(self, directory / tag, with_optimizer)
+        loaded = load_checkpoint(*given.args, **given.kwargs)
+        if with_optimizer and loaded[0] is not None and self.zero_nvme_offload_optimizer():
+            _restore_optimizer(self, directory, tag)
+        return loaded
+
+    return load_whole
+
+
+def _latest_tag(directory: Path) -> str | None:
+    latest = directory / _LATEST
+    if not latest.is_file():
+        return None
+    tag = latest.read_text().strip()
+    if not tag or not (directory / tag).is_dir():
+        raise CheckpointError(f"it names the checkpoint {tag!r}, which is not there", str(latest))
+    return tag
+
+
+def _check_whole(engine: Any, folder: Path, with_optimizer: bool) -> None:
+    """Check that what is to be loaded is there, and what DeepSpeed copies without looking at it."""
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    for name, entry in _listed(folder).items():
+        if not with_optimizer and not name.endswith("model_states.pt"):
+            continue
+        path = folder / name
+        if rank == 0 and not path.exists():  # others find that of what they load
+            raise CheckpointError("it is missing: the checkpoint is not whole", str(path))
+        if name.startswith(f"{_rank_folder(rank)}/") and engine.zero_nvme_offload_optimizer():
+            _compare(path, entry)
+
+
+def _rank_folder(rank: int) -> str:
+    """Return where DeepSpeed copies a rank's tensors to that are on NVMe."""
+    return f"{_OFFLOADED}/rank{rank:02d}"
+
+
+def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
+    """Load what DeepSpeed saves and does not load where the optimizer is on NVMe.
+
+    DeepSpeed copies the files of tensors there, and uses those of parameters: a new optimizer has no other states yet,
+    and begins with zeros. Nor does it load what is in memory: how many steps were taken, groups' values, loss scales,
+    and all of those parameters that are too small to be on NVMe.
+    """
+    saved_ranks, own_ranks = engine.loaded_checkpoint_dp_world_size, engine.seq_dp_world_size
+    if saved_ranks != own_ranks:
+        raise CheckpointError(
+            f"{saved_ranks} ranks have saved it, and {own_ranks} load: tensors on NVMe are each rank's own",
+            str(directory / tag),
+        )
+    optimizer = engine.optimizer
+    states = engine._get_all_zero_checkpoints(str(directory), tag)
+    saved = states[dist.get_rank(group=optimizer.dp_process_group)]
+    for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
+        setattr(optimizer, name, saved[name])
+    optimizer.checkpoint_event_prologue()  # parameters that all ranks have whole are made of the partitions again
+    own, given = optimizer.optimizer, saved["optimizer_state_dict"]
+    saved_states: dict[Any, dict[str, Any]] = {}
+    optimizer._set_fp32_optimizer_param_groups()
+    for group, values in zip(own.param_groups, given["param_groups"], strict=True):
+        for param, key in zip(group["params"], values["params"], strict=True):
+            saved_states[param] = given["state"].get(key, {})
+        group.update({name: value for name, value in values.items() if name != "params"})
+    optimizer._clear_fp32_optimizer_param_groups()
+    params = zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)
+    for number, (param, value) in enumerate(params):
+        is_swapped = optimizer._swappable_optimizer_subgroup(number)
+        if is_swapped:
+            optimizer._prepare_sub_group(number, set())
+        else:
+            param.data.copy_(value.data)
+        for name, state in saved_states.get(param, {}).items():
+            _restore_state(own.state[param], name, state, param, optimizer)
+        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        if is_swapped:
+            optimizer._release_sub_group(number, set())
+    optimizer.checkpoint_event_epilogue()
+
+
+def _restore_state(states: Any, name: str, saved: Any, param: Any, optimizer: Any) -> None:
+    own = states.get(name)
+    if not isinstance(saved, torch.Tensor):
+        states[name] = saved
+    elif saved.numel() == 0:  # it is on NVMe, and an optimizer that has it finds it there
+        if own is None:
+            folder = Path(optimizer.optimizer_swapper.swap_folder)
+            path = folder / f"{name}-{param.ds_id}.tensor.swp"
+            states[name] = tensorferry.read(path, torch.empty_like(param.data))
+    elif isinstance(own, torch.Tensor) and own.shape == saved.shape:
+        own.copy_(saved)
+    else:
+        states[name] = saved
+
+
+def _content_of(folder: Path) -> dict[str, Any]:
+    """Return what a folder's list says, nothing where there is none."""
+    path = folder / LIST_NAME
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        version = content["version"]
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"it is damaged ({error})", str(path)) from None
+    if version != _VERSION:
+        raise CheckpointError(f"a newer tensorferry wrote it (version {version!r})", str(path))
+    return content
+
+
+def _listed(folder: Path) -> _Entries:
+    """Return which files belong to a checkpoint, as far as that is known."""
+    content = _content_of(folder)
+    if content.get(_UNFINISHED):
+        raise CheckpointError("the save of this checkpoint did not come to its end", str(folder))
+    return dict(content.get("files", {}))
+
+
+def _described(path: Path) -> dict[str, int]:
+    """Return a file's size, and a checksum that tells it from others."""
+    with path.open("rb", buffering=0) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        is_archive = file.read(4) == b"PK\3\4"
+        file.seek(max(nbytes - _END_NBYTES, 0) if is_archive else 0)
+        crc = 0
+        while data := file.read(_READ_NBYTES):
+            crc = _core.crc32(data, crc)
+    return {"nbytes": nbytes, "end_crc32" if is_archive else "crc32": crc}
+
+
+def _compare(path: Path, entry: dict[str, int]) -> None:
+    found = _described(path)
+    if found != entry:
+        what = f"it has {found['nbytes']} bytes, and {entry['nbytes']} were saved"
+        if found["nbytes"] == entry["nbytes"]:
+            what = "its bytes are not those that were saved"
+        raise CheckpointError(
+            f"{what}: it is damaged, or of another save (remedy, if it was changed on purpose: remove "
+            f"{str(path.parent / LIST_NAME)!r})",
+            str(path),
+        )
+
+
+def _write_text(path: Path, text: str) -> None:
+    with FileWriter(path) as file:
+        file.write(text.encode())
+
+
+_own_group: tuple[Any, Any] | None = None
+
+
+def _group() -> Any:
+    """Return a group of all ranks that only saves use, in any thread; None where there is one rank."""
+    global _own_group
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if _own_group is None or _own_group[0] is not dist.group.WORLD:
+        _own_group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return _own_group[1]
