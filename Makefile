@@ -37,7 +37,7 @@ PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo docs test test-cpp test-torch test-gpu bench-gpu test-deepspeed mutants lint format stub sanitize sanitize-address sanitize-thread bench wheel clean
+.PHONY: help setup build demo docs test test-cpp test-torch test-gpu bench-gpu test-deepspeed test-vllm test-sglang mutants lint format stub sanitize sanitize-address sanitize-thread bench wheel clean
 
 help: ## List these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' \
@@ -73,6 +73,12 @@ bench-gpu: $(if $(GPU_PYTHON),,$(VENV)/.core.stamp) ## Run the benchmarks that n
 test-deepspeed: $(VENV)/.core.stamp deepspeed ## Run DeepSpeed's own I/O tests against us: DEEPSPEED_SOURCE=checkout
 	@test -d "$(DEEPSPEED_SOURCE)" || { echo "make $@ DEEPSPEED_SOURCE=path of a DeepSpeed checkout"; exit 2; }
 	$(BIN)/python tools/deepspeed_tests.py "$(DEEPSPEED_SOURCE)"
+
+test-vllm: $(VENV)/.core.stamp ## Load a model by the real vLLM, from PyPI; no GPU is needed
+	$(call test_serving,vllm)
+
+test-sglang: $(VENV)/.core.stamp ## The same by the real SGLang
+	$(call test_serving,sglang)
 
 mutants: $(VENV)/.core.stamp ## See that tests notice known defects; MUTANTS=name for one of them
 	$(BIN)/python -m tools.mutants $(MUTANTS)
@@ -131,11 +137,19 @@ $(CMAKE) --build build/$(1) --parallel
 $(CTEST) --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 600
 endef
 
+PIP_CORE = --quiet --no-build-isolation --no-deps \
+	--config-settings=build-dir=build/core-{cache_tag} --config-settings=cmake.define.TENSORFERRY_WERROR=ON
+
 define install_core
-$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps \
-	--config-settings=build-dir=build/core-{cache_tag} --config-settings=cmake.define.TENSORFERRY_WERROR=ON \
-	--editable .
+$(BIN)/python -m pip install $(PIP_CORE) --editable .
 touch $(VENV)/.core.stamp
+endef
+
+# test_serving: (program). It finds us by the wheel's entry points.
+define test_serving
+rm -rf build/serving
+$(BIN)/python -m pip wheel $(PIP_CORE) --wheel-dir build/serving .
+PYTHON=$(BIN)/python tools/test_serving.sh $(1) build/serving/*.whl "$(TORCH)" $(PYTEST_ARGS)
 endef
 
 # write_stub: (file)

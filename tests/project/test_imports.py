@@ -21,7 +21,7 @@ LEVELS = (
     ("__main__",),
     ("cli",),
     ("tuning",),
-    ("deepspeed", "checkpoint", "offload"),
+    ("deepspeed", "checkpoint", "offload", "serving"),
     ("deepnvme.builders", "deepnvme.ops"),
     ("safetensors", "store", "npy"),
     ("streams",),  # where a name was in 0.1

@@ -1,0 +1,1 @@
+"""Programs that serve models, reading weights by tensorferry; each has a module that imports it."""

@@ -1,0 +1,18 @@
+"""What SGLang imports of others and cannot without CUDA. Imported before SGLang; loading calls none of it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("sglang"):
+    import torch
+
+    # torchvision's wheel is for CUDA. Without that it lacks its operators, and its import misses these two.
+    OPERATORS = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        OPERATORS.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+    # SGLang sees no GPU, and its engine for the CPU has kernels that are not on PyPI: it would import one of vLLM's.
+    from sglang.srt.layers.rotary_embedding import base
+
+    base._is_cpu = True
