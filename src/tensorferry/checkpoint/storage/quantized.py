@@ -31,6 +31,8 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
     QuantizedHuggingFaceStorageReader as TorchsReader,
 )
 
+from tensorferry._core import write_values_of_codes
+from tensorferry.base import openmp
 from tensorferry.base.checks import positive
 from tensorferry.base.ranges import slabs
 from tensorferry.checkpoint.errors import CheckpointError
@@ -54,8 +56,11 @@ _WEIGHT, _SCALE_OF_WEIGHT = ".weight", ".weight_scale_inv"
 _BLOCKS, _SCALES_OF_BLOCKS = "_blocks", "_scales"
 
 # Of codes whose scales are read at a time, and of these scales.
-_PIECE_NBYTES = 32 << 20
-_SCALES_NBYTES = 4 << 20
+_PIECE_NBYTES = 16 << 20
+_SCALES_NBYTES = 1 << 20
+
+# Of codes whose values are made at a time: they stay in a processor's cache.
+_VALUED_NUMEL = 256 << 10
 
 # The format MXFP4: what four bits mean, the last of them the sign; and a scale is a power of two, with this bias.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -82,7 +87,8 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
     nbytes_read : int
         Bytes that the last load has read from files, without headers.
     last_load : Throughput or None
-        How many bytes of files, without scales, the last load has given to tensors, and in what time; None if it failed.
+        How many bytes of files, without scales, the last load has given to tensors, and in what time; None if it
+        failed.
 
     Raises
     ------
@@ -222,14 +228,17 @@ class _QuantizedTensors(PlacedTensors):
         payload, reader = plain.payload, self._reader
         assert payload is not None
         sizes, dtype = payload.sizes, payload.dtype
-        kind, block = _Blockwise, (reader.block_size,) * 2
+        kind: type[_Blockwise] = _Blockwise
+        block: tuple[int, ...] = (reader.block_size,) * 2
         if name.endswith(_BLOCKS):
             kind, block = _Mxfp4, (1,) * (len(sizes) - 1)
             is_known = _is_mxfp4(name, dtype, sizes)
         else:
             is_known = len(sizes) == 2 and _has_values(dtype)
         if not is_known:
-            raise _error(plain, f"no blocks with scales are known that are {dtype} of {list(sizes)}")
+            raise _error(
+                plain, f"no blocks with scales are known that are {dtype} of {list(sizes)}"
+            )
         scales = MetadataIndex(self._names[name], torch.Size([0] * len(block)))
         item = kind(
             plain.request,
@@ -365,15 +374,9 @@ class _Blockwise(Item):
             end = map(operator.add, begin, slab.lengths)
             first = [at // each for at, each in zip(begin, self.block, strict=False)]
             last = [-(-at // each) for at, each in zip(end, self.block, strict=False)]
+            place, size = torch.Size(first), torch.Size(map(operator.sub, last, first))
             index = self.scales_index
-            scales = ReadItem(
-                LoadItemType.TENSOR,
-                index,
-                index.offset,
-                index,
-                torch.Size(first),
-                torch.Size(map(operator.sub, last, first)),
-            )
+            scales = ReadItem(LoadItemType.TENSOR, index, place, index, place, size)
             self.scales.want(scales)
             self.pieces.append(_Piece(begin, slab.lengths, scales))
 
@@ -400,9 +403,14 @@ class _Blockwise(Item):
         box: torch.Tensor,
     ) -> None:
         """Put the values of some codes into their place."""
-        begin = [*map(operator.add, piece.offsets, offsets)]
-        place, values = self._values(begin, box, piece.scales.storage_offsets, scales)
-        delivery.copy_box(target, place, values.to(self.target_dtype))
+        size, origin = box.shape, [0] * box.dim()
+        for part in slabs(size, origin, size, max_span=_VALUED_NUMEL, max_gap=box.numel()):
+            begin = [*map(sum, zip(piece.offsets, offsets, part.offsets, strict=True))]
+            chosen = map(operator.add, part.offsets, part.lengths)
+            codes = box[tuple(map(slice, part.offsets, chosen))]
+            with openmp.limited(1):  # many short steps
+                place, values = self._values(begin, codes, piece.scales.storage_offsets, scales)
+                delivery.copy_box(target, place, values.to(self.target_dtype))
 
     @property
     def _run(self) -> int:
@@ -413,21 +421,28 @@ class _Blockwise(Item):
         self, begin: list[int], box: torch.Tensor, first: Sequence[int], scales: torch.Tensor
     ) -> tuple[list[int], torch.Tensor]:
         """Return the values of codes, and where in the item they belong; ``first`` is the place of the scales."""
-        (top, left), (height, width), side = begin, box.shape, self.block[0]
-        rows = range(top // side, -(-(top + height) // side))
-        columns = torch.arange(left, left + width, device="cpu") // side - first[1]
-        factors = scales[rows.start - first[0] : rows.stop - first[0]].float()[:, columns]
-        heights = [min(top + height, (row + 1) * side) - max(top, row * side) for row in rows]
-        values = _looked_up(box, _values_of(box.dtype)) if _is_float8(box.dtype) else box.float()
-        for part, factor in zip(values.split(heights), factors, strict=True):
-            part.mul_(factor)
+        side = self.block[0]
+        chosen = tuple(
+            slice(at // side - origin, -(-(at + length) // side) - origin)
+            for at, origin, length in zip(begin, first, box.shape, strict=True)
+        )
+        factors = scales[chosen].float()
+        within = [at % side for at in begin]
+        if box.dtype.itemsize == 1:
+            values = _scaled(box, _values_of(box.dtype), factors, (side, side), within)
+        else:  # of these there are more than tables can have
+            rows, columns = (
+                torch.arange(at, at + length, device="cpu") // side
+                for at, length in zip(within, box.shape, strict=True)
+            )
+            values = box.float() * factors[rows][:, columns]
         return [*map(operator.sub, begin, self.request.storage_offsets)], values
 
 
 class _Mxfp4(_Blockwise):
-    """A slice of values of four bits: of a stored tensor's last dimension all have a scale, and of a byte there are two.
+    """A slice of values of four bits, two in a byte. What the stored tensor's last dimension has shares a scale.
 
-    Of the values the last dimension is the two last ones of the stored tensor.
+    The last dimension of the values is the last two of the stored tensor.
     """
 
     __slots__ = ()
@@ -461,11 +476,15 @@ class _Mxfp4(_Blockwise):
             slice(at - origin, at - origin + length)
             for at, origin, length in zip(leading, first, lengths, strict=True)
         )
-        factors = _powers()[scales[chosen].view(torch.uint8).long()]
-        values = _looked_up(box, _pairs()).view(torch.float32)
-        if self.target_dtype == torch.float64:
-            values = values.double()
-        values = values.mul_(factors.unsqueeze(-1)).flatten(-2)
+        is_double = self.target_dtype == torch.float64
+        factors = _powers()[scales[chosen].view(torch.uint8).long()].view(-1, lengths[-1])
+        if is_double:  # of the largest scales some values are beyond fp32
+            factors /= 8
+        codes = box.reshape(len(factors), -1)
+        values = _scaled(codes, _pairs(), factors, (1, box.shape[-1]), (0, 0))
+        values = values.view(*lengths[:-1], -1)
+        if is_double:
+            values = values.double().mul_(8)
         *offsets, origin = self.request.storage_offsets
         # Of groups at either end not all values may be wanted.
         at = 2 * (leading[-1] * self._run + byte) - origin
@@ -497,33 +516,54 @@ def _has_values(dtype: torch.dtype) -> bool:
     return not dtype.is_complex
 
 
-def _looked_up(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return what a table of 256 has for codes of one byte."""
-    indices = codes.view(torch.uint8).long()
-    # torch shares rows among its threads.
-    rows = indices.view(math.gcd(indices.numel(), 16), -1)
-    return torch.gather(table.expand(len(rows), -1), 1, rows).view(codes.shape)
+def _scaled(
+    codes: torch.Tensor,
+    table: torch.Tensor,
+    scales: torch.Tensor,
+    block: tuple[int, int],
+    begin: Sequence[int],
+) -> torch.Tensor:
+    """Return what a table has for the codes of a matrix, times the scales of its blocks.
+
+    The matrix begins at ``begin`` of the first block.
+    """
+    codes, scales = codes.contiguous(), scales.contiguous()
+    count = table.numel() // 256
+    rows, columns = codes.shape
+    values = torch.empty(rows, columns * count, dtype=torch.float32, device="cpu")
+    addresses = (each.data_ptr() for each in (table, scales, values))
+    write_values_of_codes(
+        codes.data_ptr(),
+        rows,
+        columns,
+        block,
+        (begin[0], begin[1]),
+        scales.shape[1],
+        count,
+        *addresses,
+    )
+    return values
 
 
 @functools.cache
 def _values_of(dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of all codes of a dtype, in fp32; torch converts one at a time, and float8_e4m3fn slowly."""
+    """Return the values of all codes of a dtype of one byte."""
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
 
 
 @functools.cache
 def _pairs() -> torch.Tensor:
-    """Return the two values of each byte of MXFP4, both in fp32, as one integer."""
-    values = [*_E2M1, *(-value for value in _E2M1)]
+    """Return the two values of each byte of MXFP4, times 8."""
+    values = [8 * value for value in (*_E2M1, *(-value for value in _E2M1))]
     pairs = [(values[byte & 15], values[byte >> 4]) for byte in range(256)]
-    return torch.tensor(pairs, dtype=torch.float32, device="cpu").view(torch.int64).flatten()
+    return torch.tensor(pairs, dtype=torch.float32, device="cpu")
 
 
 @functools.cache
 def _powers() -> torch.Tensor:
-    """Return the scales that bytes mean in MXFP4. As in torch's reader the last one is infinite."""
-    exponents = torch.arange(256, dtype=torch.float64, device="cpu") - _E8M0_BIAS
-    return torch.exp2(exponents).float()
+    """Return the scales that bytes mean in MXFP4, divided by 8, so that fp32 has the largest one, too."""
+    scales = [2.0 ** (byte - _E8M0_BIAS - 3) for byte in range(256)]
+    return torch.tensor(scales, dtype=torch.float32, device="cpu")
 
 
 def _error(item: Item, reason: str) -> CheckpointError:
