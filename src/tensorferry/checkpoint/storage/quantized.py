@@ -60,7 +60,7 @@ _PIECE_NBYTES = 16 << 20
 _SCALES_NBYTES = 1 << 20
 
 # Of codes whose values are made at a time: they stay in a processor's cache.
-_VALUED_NUMEL = 256 << 10
+_VALUED_NUMEL = 128 << 10
 
 # The format MXFP4: what four bits mean, the last of them the sign; and a scale is a power of two, with this bias.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
