@@ -2,9 +2,11 @@
 // GIL, calls, and turns a Fault into the exception that tensorferry.errors builds.
 #include <Python.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 
 #include <cassert>
 #include <iterator>
+#include <utility>
 
 #include "base/after_fork.h"
 #include "base/limits.h"
@@ -16,6 +18,7 @@
 #include "bindings/scheduler.h"
 #include "bindings/stream.h"
 #include "checksum/checksum.h"
+#include "codes/values.h"
 #include "pickle/screen.h"
 
 namespace tensorferry {
@@ -36,6 +39,17 @@ uint32_t crc32_of(nb::handle exporter, uint32_t crc) {
   }
   PyBuffer_Release(&buffer);
   return crc;
+}
+
+// Addresses of memory of the sizes that the other arguments say: the caller's tensors.
+void write_values_of_codes(uintptr_t codes, size_t rows, size_t columns, std::pair<size_t, size_t> block,
+                           std::pair<size_t, size_t> begin, size_t scales_in_row, size_t values_per_code,
+                           uintptr_t table, uintptr_t scales, uintptr_t values) {
+  WithoutGil release;
+  const CodeBlocks blocks{rows, columns, block.first, block.second, begin.first, begin.second, scales_in_row};
+  values_of_codes(reinterpret_cast<const uint8_t*>(codes), blocks, values_per_code,
+                  reinterpret_cast<const float*>(table), reinterpret_cast<const float*>(scales),
+                  reinterpret_cast<float*>(values));
 }
 
 size_t pickle_end(nb::bytes data) {
@@ -65,6 +79,8 @@ NB_MODULE(_core, module) {
   module.def("crc32", &crc32_of, "buffer"_a, "crc"_a = 0);
   module.def("crc32_combine", &crc32_combine, "crc"_a, "next_crc"_a, "nbytes"_a);
   module.def("screened_pickle_end", &pickle_end, "data"_a);
+  module.def("write_values_of_codes", &write_values_of_codes, "codes"_a, "rows"_a, "columns"_a, "block"_a, "begin"_a,
+             "scales_in_row"_a, "values_per_code"_a, "table"_a, "scales"_a, "values"_a);
   module.def("fork_generation", &fork_generation);
   module.def("why_no_thread", &why_no_thread);
 }

@@ -57,6 +57,8 @@ _EMBEDDED = (
 
 _WRITTEN = "what users write into an offloaded optimizer's state, or into a parameter beside its master, counts"
 
+_DEQUANTISED = "a quantised tensor's values are those of its codes, each with its own block's scale, or an error"
+
 _ROWS = "rows of a table are those of the numbers that were given, or an error"
 
 MUTANTS = [
@@ -886,6 +888,31 @@ MUTANTS = [
         "            Model(self.path, sync=False).commit(None, files)\n",
         "tests/checkpoint/test_huggingface.py::"
         "test_shards_of_ranks_that_are_no_more_do_not_come_back_after_a_power_cut[ext4]",
+    ),
+    _mutant(
+        "mxfp4-is-planned-as-it-is-stored",
+        _DEQUANTISED,
+        "src/tensorferry/checkpoint/storage/quantized.py",
+        "                described.chunks = [ChunkStorageMetadata(origin, size)]\n",
+        "                described.chunks = [ChunkStorageMetadata(origin, chunk.sizes)]\n",
+        "tests/checkpoint/test_quantized.py::test_mxfp4_is_loaded_whole[(3, 5, 7, 16)]",
+    ),
+    _mutant(
+        "scales-of-other-blocks-are-taken",
+        _DEQUANTISED,
+        "src/tensorferry/checkpoint/storage/quantized.py",
+        "        if place is None or [*place.shape] != needed:\n",
+        "        if place is None:\n",
+        "tests/checkpoint/test_quantized.py::"
+        "test_what_cannot_be_dequantised_is_refused_by_name[scales of smaller blocks]",
+    ),
+    _mutant(
+        "blocks-begin-where-a-slice-does",
+        _DEQUANTISED,
+        "src/tensorferry/checkpoint/storage/quantized.py",
+        "        within = [at % side for at in begin]\n",
+        "        within = [0 for at in begin]\n",
+        "tests/checkpoint/test_quantized.py::test_a_slice_that_begins_within_blocks_has_the_scale_of_each",
     ),
     _mutant(
         "damaged-chunks-are-delivered",

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from tensorferry.checkpoint.storage.huggingface import (
         HuggingFaceStorageWriter as HuggingFaceStorageWriter,
     )
+    from tensorferry.checkpoint.storage.quantized import (
+        QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
+    )
     from tensorferry.checkpoint.storage.reader import FileSystemReader as FileSystemReader
     from tensorferry.checkpoint.storage.writer import FileSystemWriter as FileSystemWriter
     from tensorferry.checkpoint.tools import verify as verify
@@ -39,6 +42,7 @@ _MODULES = {
     "FileWriter": "objects.file_writer",
     "HuggingFaceStorageReader": "storage.huggingface",
     "HuggingFaceStorageWriter": "storage.huggingface",
+    "QuantizedHuggingFaceStorageReader": "storage.quantized",
     "Stager": "staging",
     "install": "storage.default",
     "installed": "storage.default",

@@ -75,6 +75,29 @@ class Item:
         return math.prod(self.request.lengths) * self.payload.dtype.itemsize
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of what it is a slice of."""
+        assert self.payload is not None
+        return self.payload.sizes
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the elements that are delivered, if that is known."""
+        return None if self.payload is None else self.payload.dtype
+
+    def deliver(
+        self,
+        whole: delivery.Delivery,
+        target: torch.Tensor,
+        gap_nbytes: int,
+        boxes: delivery.Boxes,
+    ) -> Iterator[Want]:
+        """Return what puts it into a plain tensor."""
+        assert self.payload is not None
+        offsets, lengths = self.request.storage_offsets, self.request.lengths
+        return delivery.deliver(whole, self.payload, offsets, lengths, target, gap_nbytes, boxes)
+
+    @property
     def is_whole(self) -> bool:
         """Whether all elements of the payload are asked for."""
         return self.payload is not None and tuple(self.request.lengths) == self.payload.sizes
@@ -421,11 +444,11 @@ def _is_tensor(request: ReadItem) -> bool:
 
 def _check_slice(item: Item, file: DataFile) -> None:
     """Check that the plan asks for something that is there."""
-    payload, request = item.payload, item.request
-    if payload is None or is_inside(payload.sizes, request.storage_offsets, request.lengths):
+    request = item.request
+    if item.payload is None or is_inside(item.sizes, request.storage_offsets, request.lengths):
         return
     raise CheckpointError(
-        f"it has the size {list(payload.sizes)}, in which there are no {list(request.lengths)} at "
+        f"it has the size {list(item.sizes)}, in which there are no {list(request.lengths)} at "
         f"{list(request.storage_offsets)}",
         file.path,
         names=(request.storage_index.fqn,),

@@ -22,7 +22,15 @@ from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
 
 _PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint._storage_utils")
-_HUGGING_FACE_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.hf_storage")
+# By modules of ours: torch's module, and what ours calls the classes of torch's. The first one imports both of torch's:
+# its classes derive from what they find at its import, and are to go on with torch's.
+_HUGGING_FACE = {
+    "quantized": ("quantized_hf_storage", {"QuantizedHuggingFaceStorageReader": "TorchsReader"}),
+    "huggingface": (
+        "hf_storage",
+        {"HuggingFaceStorageWriter": "TorchsWriter", "HuggingFaceStorageReader": "TorchsReader"},
+    ),
+}
 _SAVER_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict_saver")
 
 _torchs_async_save: Any = state_dict_saver.async_save
@@ -56,10 +64,7 @@ def install(**reading: Any) -> None:
     """
     FileSystemReader("", **reading)  # which refuses what is wrong
     _set_defaults(reading)
-    # Its classes derive from what they find at its import, and are to go on with torch's.
-    with contextlib.suppress(ImportError):
-        ours: Any = importlib.import_module("tensorferry.checkpoint.storage.huggingface")
-        _put_hugging_face(ours.HuggingFaceStorageWriter, ours.HuggingFaceStorageReader)
+    _put_hugging_face(ours=True)
     _put(FileSystemWriter, FileSystemReader, _async_save)
 
 
@@ -68,9 +73,7 @@ def uninstall() -> None:
     global _stager
     _set_defaults({})
     _put(filesystem.FileSystemWriter, filesystem.FileSystemReader, _torchs_async_save)
-    with contextlib.suppress(ImportError):
-        ours: Any = importlib.import_module("tensorferry.checkpoint.storage.huggingface")
-        _put_hugging_face(ours.TorchsWriter, ours.TorchsReader)
+    _put_hugging_face(ours=False)
     if _stager is not None:
         _stager.close()
         _stager = None
@@ -99,11 +102,15 @@ def _async_save(*arguments: Any, **options: Any) -> Any:
     return _torchs_async_save(*arguments, **options)
 
 
-def _put_hugging_face(writer: Any, reader: Any) -> None:
-    for name in _HUGGING_FACE_PLACES:
-        module: Any = importlib.import_module(name)
-        if hasattr(module, "HuggingFaceStorageWriter"):
-            module.HuggingFaceStorageWriter, module.HuggingFaceStorageReader = writer, reader
+def _put_hugging_face(*, ours: bool) -> None:
+    for name, (torchs, classes) in _HUGGING_FACE.items():
+        with contextlib.suppress(ImportError):  # this torch has none
+            module = importlib.import_module(f"tensorferry.checkpoint.storage.{name}")
+            for place in (_PLACES[0], f"{_PLACES[0]}.{torchs}"):
+                there = importlib.import_module(place)
+                for public, original in classes.items():
+                    if hasattr(there, public):
+                        setattr(there, public, getattr(module, public if ours else original))
 
 
 def _set_defaults(reading: dict[str, Any]) -> None:

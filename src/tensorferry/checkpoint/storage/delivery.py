@@ -7,8 +7,9 @@ converts and lays out as the destination wants it; by the thread that loads, as 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
     from tensorferry.base.ranges import Slab
     from tensorferry.checkpoint.zipformat.blobs import Payload
+
+Put: TypeAlias = "Callable[[Sequence[int], torch.Tensor], None]"
+"""What takes a box of a slice, and where in the slice that begins; the box is used again once it returns."""
 
 _SLAB_NBYTES = 1 << 20
 # Shorter rows are collected in slabs: to copy them costs less than to ask for each.
@@ -143,16 +147,10 @@ class Boxes:
 
 
 class _SlabSink:
-    """A slab on its way into a tensor."""
+    """A slab on its way to who puts it into a tensor."""
 
     def __init__(
-        self,
-        delivery: Delivery,
-        slab: Slab,
-        begin: int,
-        payload: Payload,
-        target: torch.Tensor,
-        boxes: Boxes,
+        self, delivery: Delivery, slab: Slab, begin: int, payload: Payload, put: Put, boxes: Boxes
     ) -> None:
         self.takes_crc = delivery.takes_crc
         self._delivery = delivery
@@ -160,7 +158,7 @@ class _SlabSink:
         self._begin = begin
         self._missing_nbytes = slab.span * payload.dtype.itemsize
         self._payload = payload
-        self._target = target
+        self._put = put
         self._boxes = boxes
         self._box: torch.Tensor | None = None
 
@@ -171,24 +169,18 @@ class _SlabSink:
         return self._box[begin - self._begin : end - self._begin]
 
     def arrived(self, begin: int, end: int, crc: int) -> None:
-        """Copy the slab when all are there."""
+        """Pass the slab on when all are there."""
         self._delivery.add_crc(begin, end, crc)
         self._missing_nbytes -= end - begin
         if self._missing_nbytes == 0:
-            self._copy()
+            self._pass_on()
 
-    def _copy(self) -> None:
+    def _pass_on(self) -> None:
         assert self._box is not None
-        _, _, offsets, lengths = self._slab
-        place = tuple(
-            slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)
-        )
         dtype = self._payload.dtype
         box = self._box[: self._slab.span * dtype.itemsize].view(dtype)
-        box = box.as_strided(lengths, strides_of(self._payload.ordered_sizes))
-        # Views of inference tensors may be changed in that mode only.
-        with torch.inference_mode() if self._target.is_inference() else torch.no_grad():
-            (self._target[place] if place else self._target).copy_(box)
+        box = box.as_strided(self._slab.lengths, strides_of(self._payload.ordered_sizes))
+        self._put(self._slab.offsets, box)
         self._boxes.give_back(self._box)
         self._box = None
         self._delivery.arrived(box.numel() * box.element_size())
@@ -221,10 +213,35 @@ def deliver(
             memory = tensor_bytes(target[index])
             yield Want(begin, begin + memory.numel(), Memory(delivery, begin, memory))
         return
+    put = functools.partial(copy_box, target)
+    yield from in_boxes(delivery, payload, offsets, lengths, put, gap_nbytes, boxes)
+
+
+def in_boxes(
+    delivery: Delivery,
+    payload: Payload,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    put: Put,
+    gap_nbytes: int,
+    boxes: Boxes,
+) -> Iterator[Want]:
+    """Return what has a slice, its dimensions in the payload's order, passed on in slabs to ``put``."""
+    itemsize = payload.dtype.itemsize
     for slab in _slabs(payload, offsets, lengths, gap_nbytes):
         begin = payload.begin + slab.begin * itemsize
-        sink = _SlabSink(delivery, slab, begin, payload, target, boxes)
+        sink = _SlabSink(delivery, slab, begin, payload, put, boxes)
         yield Want(begin, begin + slab.span * itemsize, sink)
+
+
+def copy_box(target: torch.Tensor, offsets: Sequence[int], box: torch.Tensor) -> None:
+    """Copy a box of values to its place in a tensor."""
+    place = tuple(
+        slice(offset, offset + length) for offset, length in zip(offsets, box.shape, strict=True)
+    )
+    # Views of inference tensors may be changed in that mode only.
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
+        (target[place] if place else target).copy_(box)
 
 
 def collected(

@@ -436,17 +436,21 @@ class HuggingFaceStorageReader(TorchsReader):
             meter.add(sum(_nbytes_read(self.storage_data, item) for item in plan.items))
             self.last_load = meter.finish()
             return done(None)
-        contents: Any = PlacedTensors(self._places(plan.items))
+        contents: Any = self._contents(plan.items)
         by_file = contents.locate(plan.items)
         meter.expect(sum(item.nbytes for items in by_file.values() for item in items), len(by_file))
         with Reading(lambda: meter.add(0, files=1)) as reading:
             narrowed = Narrowed()
             load = ItemLoad(contents, reading, planner, meter.add, converts=True, narrowed=narrowed)
             contents.read(reading, by_file, load.begin)
-            self.nbytes_read = reading.nbytes_read
+            self.nbytes_read += reading.nbytes_read
         self.last_load = meter.finish()
         narrowed.warn()
         return done(None)
+
+    def _contents(self, requests: list[ReadItem]) -> PlacedTensors:
+        """Return the data of the tensors that are asked for."""
+        return PlacedTensors(self._places(requests))
 
     def _places(self, requests: Iterable[ReadItem]) -> Mapping[MetadataIndex, PartPlace]:
         """Return where all lies that is asked for, looked up in headers where metadata of torch's does not say it."""

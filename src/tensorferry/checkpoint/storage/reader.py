@@ -424,8 +424,9 @@ class ItemLoad:
             self._reading.drain()
         if request.type == LoadItemType.BYTE_IO:
             return self._blob(item, file, functools.partial(self._checked.load_bytes, request))
-        stored = None if payload is None else payload.dtype
-        target = _resolved(self._planner, self._narrowed, request, stored, converts=self._converts)
+        target = _resolved(
+            self._planner, self._narrowed, request, item.dtype, converts=self._converts
+        )
         if payload is None:
             return self._blob(
                 item, file, lambda data: self._copy_by_torch(item, file, data, target)
@@ -444,7 +445,7 @@ class ItemLoad:
         request = item.request
         inner = target
         if not plain:
-            inner = torch.empty(request.lengths, dtype=payload.dtype, device="cpu")
+            inner = torch.empty(request.lengths, dtype=item.dtype, device="cpu")
         takes_crc = item.is_whole and self._contents.has_only_payload_crc(item, file)
 
         def finish() -> None:
@@ -459,10 +460,7 @@ class ItemLoad:
             self._planner.commit_tensor(request, target)
 
         whole = delivery.Delivery(item.nbytes, finish, self._count, takes_crc=takes_crc)
-        offsets, lengths = request.storage_offsets, request.lengths
-        return whole.begin(
-            delivery.deliver(whole, payload, offsets, lengths, inner, file.gap_nbytes, self._boxes)
-        )
+        return whole.begin(item.deliver(whole, inner, file.gap_nbytes, self._boxes))
 
     def _blob(
         self, item: Item, file: DataFile, use: Callable[[io.BytesIO], None]
