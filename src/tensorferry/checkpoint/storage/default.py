@@ -26,7 +26,7 @@ _HUGGING_FACE_PLACES = ("torch.distributed.checkpoint", "torch.distributed.check
 _SAVER_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict_saver")
 
 _torchs_async_save: Any = state_dict_saver.async_save
-_defaults: dict[str, Any] = dict(FileSystemReader.__init__.__kwdefaults__ or {})
+_defaults: dict[Any, dict[str, Any]] = {}  # of keyword arguments, by class
 # Of all asynchronous saves that name only a folder: the memory for the copy is kept from one to the next.
 _stager: Stager | None = None
 
@@ -39,6 +39,7 @@ def install(**reading: Any) -> None:
     **reading
         Keyword arguments of :class:`FileSystemReader`, as ``trust_pickle``, ``verify``, ``broadcast`` and ``progress``,
         for readers that are not given them: Lightning, accelerate and others make readers by themselves.
+        :class:`HuggingFaceStorageReader` has those of them that it knows.
 
     Raises
     ------
@@ -56,9 +57,8 @@ def install(**reading: Any) -> None:
     """
     FileSystemReader("", **reading)  # which refuses what is wrong
     _set_defaults(reading)
-    # Its classes derive from what they find at its import, and are to go on with torch's.
     with contextlib.suppress(ImportError):
-        ours: Any = importlib.import_module("tensorferry.checkpoint.storage.huggingface")
+        ours = _hugging_face()
         _put_hugging_face(ours.HuggingFaceStorageWriter, ours.HuggingFaceStorageReader)
     _put(FileSystemWriter, FileSystemReader, _async_save)
 
@@ -69,7 +69,7 @@ def uninstall() -> None:
     _set_defaults({})
     _put(filesystem.FileSystemWriter, filesystem.FileSystemReader, _torchs_async_save)
     with contextlib.suppress(ImportError):
-        ours: Any = importlib.import_module("tensorferry.checkpoint.storage.huggingface")
+        ours = _hugging_face()
         _put_hugging_face(ours.TorchsWriter, ours.TorchsReader)
     if _stager is not None:
         _stager.close()
@@ -99,6 +99,12 @@ def _async_save(*arguments: Any, **options: Any) -> Any:
     return _torchs_async_save(*arguments, **options)
 
 
+def _hugging_face() -> Any:
+    """Return the module of ours; ImportError before torch 2.7 has one."""
+    # Its classes derive from what they find at its import, and are to go on with torch's.
+    return importlib.import_module("tensorferry.checkpoint.storage.huggingface")
+
+
 def _put_hugging_face(writer: Any, reader: Any) -> None:
     for name in _HUGGING_FACE_PLACES:
         module: Any = importlib.import_module(name)
@@ -108,7 +114,13 @@ def _put_hugging_face(writer: Any, reader: Any) -> None:
 
 def _set_defaults(reading: dict[str, Any]) -> None:
     """Let keyword arguments have other defaults, which help() and inspect show."""
-    FileSystemReader.__init__.__kwdefaults__ = _defaults | reading
+    kinds: list[Any] = [FileSystemReader]
+    with contextlib.suppress(ImportError):
+        kinds.append(_hugging_face().HuggingFaceStorageReader)
+    for kind in kinds:
+        own = _defaults.setdefault(kind, dict(kind.__init__.__kwdefaults__))
+        known = {name: value for name, value in reading.items() if name in own}
+        kind.__init__.__kwdefaults__ = own | known
     FileSystemWriter._warns_of_refusals = not reading.get("trust_pickle", False)
 
 
