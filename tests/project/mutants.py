@@ -984,8 +984,8 @@ MUTANTS = [
         "each-rank-raises-its-own",
         "ranks load the same step, and fail together",
         "src/tensorferry/base/ranks.py",
-        "            if failure is not None:",
-        "            if failure is not None and rank == self.rank:",
+        "            if failure is not None:\n                raise own if",
+        "            if failure is not None and rank == self.rank:\n                raise own if",
         "tests/checkpoint/test_manager.py::test_what_fails_on_one_rank_is_raised_on_all",
     ),
     _mutant(
