@@ -258,14 +258,6 @@ MUTANTS = [
         "tests/safetensors/test_ranks.py::test_damage_that_one_rank_reads_is_not_handed_on",
     ),
     _mutant(
-        "rank-leaves-the-others-waiting",
-        "ranks that share reads hand on nothing that is damaged, and fail together",
-        "src/tensorferry/safetensors/ranks.py",
-        "            self._relay.leave()\n",
-        "            pass\n",
-        "tests/safetensors/test_ranks.py::test_a_rank_that_stops_early_ends_the_load_of_the_others",
-    ),
-    _mutant(
         "ranks-share-what-they-have-read-of-different-files",
         "ranks that share reads hand on nothing that is damaged, and fail together",
         "src/tensorferry/safetensors/ranks.py",
