@@ -38,6 +38,7 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "safetensors_files": safetensors.four_files,
     "safetensors_loop": safetensors.loop,
     "safetensors_plans": safetensors.plans,
+    "safetensors_ranks": safetensors.ranks,
     "safetensors_save": safetensors.save,
     "safetensors_storage": safetensors.storage,
     "offload": offload.steps,

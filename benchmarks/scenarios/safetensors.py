@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import tempfile
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tensorferry.safetensors.torch
@@ -36,17 +38,18 @@ from benchmarks.scenarios.checkpoint import state_of, tensors
 from tensorferry import _core, checkpoint
 from tensorferry.safetensors.plans import load_files, tensor_parallel_plan
 from tensorferry.safetensors.saving import save_file
+from tensorferry.safetensors.sharded import save_sharded
 from tensorferry.transfer.publication import sync_directory, sync_file
-from tensorferry.tuning.rounds import MeasurementError
+from tensorferry.tuning.rounds import MeasurementError, throughput
 from tensorferry.tuning.scratch import make_cold, make_warm, remove
-from tensorferry.tuning.workers import UnavailableError
+from tensorferry.tuning.workers import UnavailableError, call_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from benchmarks.bench import Bench
-    from tensorferry.tuning.rounds import Comparison
+    from benchmarks.bench import Bench, Measure
+    from tensorferry.tuning.rounds import Comparison, Sample
 
 _TENSOR_NBYTES = 32 * MIB
 
@@ -160,6 +163,15 @@ class Planner:
             model[f"layers.{layer}.norm"] = torch.ones(width, dtype=torch.bfloat16)
         safetensors.torch.save_file(model, path)
 
+    def save_sharded(self, path: Path, nbytes: int) -> None:
+        """Write a model in four files."""
+        each = min(_TENSOR_NBYTES, nbytes // 8)
+        model = {}
+        for layer in range(nbytes // each):
+            model[f"layers.{layer}.weight"] = torch.empty(each // 2, dtype=torch.bfloat16).random_()
+            model[f"layers.{layer}.norm"] = torch.ones(1024)
+        save_sharded(model, path, nbytes // 4)
+
     def load(self, path: Path, ranks: int) -> dict[str, Any]:
         """Load each rank's part, and say how much more was read for all than they need."""
         needed, before = 0, drive_nbytes("read")
@@ -179,6 +191,40 @@ class Planner:
         return watch.result(nbytes)
 
 
+class Sharer:
+    """One of the ranks that load the same model."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        torch.set_num_threads(1)
+
+    def meet(self, store: str, world: int) -> None:
+        """Make a process group; all do so at the same time."""
+        met = dist.FileStore(store, world)
+        dist.init_process_group("gloo", store=met, rank=self._rank, world_size=world)
+
+    def load(self, path: Path, by_reader: bool, broadcast: bool) -> dict[str, Any]:
+        """Load all of it, and keep nothing of what comes one after the other."""
+        reader = checkpoint.HuggingFaceStorageReader(path, broadcast=broadcast)
+        described = reader.read_metadata().state_dict_metadata if by_reader else {}
+        state = {
+            name: torch.zeros(tensor.size, dtype=tensor.properties.dtype)
+            for name, tensor in described.items()
+        }
+        before, nbytes = drive_nbytes("read"), sum(tensor.nbytes for tensor in state.values())
+        dist.barrier()
+        with Stopwatch() as watch:
+            if by_reader:
+                dcp.load(state, storage_reader=reader)
+                asked = reader.nbytes_read
+            else:
+                with load_files(path, broadcast=broadcast) as loaded:
+                    nbytes = sum(tensor.nbytes for _, tensor in loaded)
+                asked = loaded.nbytes_read
+        # Not all file systems tell what they fetch.
+        return watch.result(nbytes, read_nbytes=max(asked, drive_nbytes("read") - before))
+
+
 # The scenarios
 
 OURS = "tensorferry load_file"
@@ -191,6 +237,7 @@ THEIR_STORAGE = "torch HuggingFaceStorageWriter/Reader"
 RANKS = 8
 _WAYS = {OURS: "ours", MAP: "map", PREAD: "pread"}
 _BUDGET_NBYTES, _BUDGET_ALLOWANCE_NBYTES = 256 * MIB, 32 * MIB
+_SHARERS = 2
 _SAVE_ROUNDS_MAX = 3  # torch's storage takes 10 seconds for each
 _FIO_NBYTES = GIB  # fio starts at once, and goes on as it starts
 # The best of those that `large` tries.
@@ -310,6 +357,41 @@ def plans(bench: Bench) -> None:
     bench.at_most("bytes read by eight ranks over needed", 1.1, shares.median(name))
     most = _BUDGET_NBYTES + _BUDGET_ALLOWANCE_NBYTES
     bench.peak("memory of load_files", most, passed, "load_files")
+
+
+@scenario
+def ranks(bench: Bench) -> None:
+    """Two ranks that load one model, each by itself and together."""
+    path = bench.directory / "model"
+    bench.worker(Planner).call("save_sharded", path=path, nbytes=bench.nbytes)
+    files = sorted(path.glob("*.safetensors"))
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [bench.worker(Sharer, rank=rank) for rank in range(_SHARERS)]
+        call_all(workers, "meet", f"{folder}/store", _SHARERS)
+        shares: dict[str, list[float]] = {}
+
+        def measure(label: str, *way: bool) -> Measure:
+            def load(_: int) -> Sample:
+                for file in files:
+                    make_cold(file)
+                answers = call_all(workers, "load", path, *way)
+                read = sum(answer.pop("read_nbytes") for answer in answers)
+                slowest = max(answers, key=lambda answer: float(answer["seconds"]))
+                shares.setdefault(label, []).append(read / slowest["nbytes"])
+                return throughput(**slowest)
+
+            return load
+
+        ways = {
+            f"{name}(broadcast={broadcast})": (by_reader, broadcast)
+            for name, by_reader in (("load_files", False), ("HuggingFaceStorageReader", True))
+            for broadcast in (False, True)
+        }
+        ours = {label: measure(label, *way) for label, way in ways.items()}
+        bench.compare("safetensors, two ranks load one model", "cold, to each of them", ours=ours)
+    for label, found in shares.items():
+        most = 1.1 if ways[label][1] else 1.1 * _SHARERS
+        bench.at_most(f"bytes that two ranks read over the model's, {label}", most, max(found))
 
 
 @scenario

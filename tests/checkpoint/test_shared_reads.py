@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,16 +14,22 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from tensorferry import checkpoint
 from tensorferry.checkpoint import FileSystemReader, FileSystemWriter
 from tensorferry.checkpoint.storage import sharing
+from tensorferry.safetensors.dtypes import DTYPES
+from tensorferry.safetensors.sharded import save_sharded
 from tests.checkpoint.damage import flip
 from tests.checkpoint.states import assert_same, empty_like, metadata_of, mixed_state, save
+from tests.safetensors.files import written
 from tests.support.ranks import call_on_ranks
 
 if TYPE_CHECKING:
-    import pathlib
-
     from tests.support.faultfs import FaultFS
+
+needs_hugging_face = pytest.mark.skipif(
+    not hasattr(dcp, "HuggingFaceStorageReader"), reason="this torch has no such storage"
+)
 
 MIB = 1 << 20
 
@@ -40,30 +48,38 @@ def nbytes_of(state: dict[str, Any]) -> int:
     return sum(each.nbytes for each in state.values())
 
 
-def load_replicated(rank: int, path: str, **options: Any) -> int:
+def load_replicated(rank: int, path: str, kind: str = "FileSystemReader", **options: Any) -> int:
     torch.manual_seed(rank)
     loaded = {key: torch.zeros_like(value) for key, value in replicated().items()}
-    reader = FileSystemReader(path, **options)
+    reader = getattr(checkpoint, kind)(path, **options)
     dcp.load(loaded, storage_reader=reader)
     assert_same(loaded, replicated())
     assert reader.last_load is not None
     assert reader.last_load.nbytes == nbytes_of(loaded)
-    return reader.nbytes_read
+    read: int = reader.nbytes_read
+    return read
 
 
-def load_in_each_way(rank: int, path: str) -> list[int]:
+def load_in_each_way(rank: int, path: str, kind: str) -> list[int]:
     ways: list[Any] = [{"broadcast": way} for way in (True, False, "auto")]
-    return [load_replicated(rank, path, **options) for options in [*ways, {}]]
+    return [load_replicated(rank, path, kind, **options) for options in [*ways, {}]]
 
 
+READERS = ["FileSystemReader", pytest.param("HuggingFaceStorageReader", marks=needs_hugging_face)]
+
+
+@pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_byte_of_a_replicated_state_is_read_once(
-    directory: pathlib.Path, world_size: int
+    directory: Path, world_size: int, kind: str
 ) -> None:
-    save(replicated(), directory)
+    if kind == "FileSystemReader":
+        save(replicated(), directory)
+    else:
+        save_sharded(replicated(), directory, "30MB")
     nbytes = nbytes_of(replicated())
     shared, alone, auto, default = zip(
-        *call_on_ranks(world_size, load_in_each_way, str(directory)), strict=True
+        *call_on_ranks(world_size, load_in_each_way, str(directory), kind), strict=True
     )
     assert nbytes <= sum(shared) <= 1.1 * nbytes
     assert max(shared) <= 1.3 * nbytes / world_size
@@ -89,7 +105,7 @@ def load_mixed(rank: int, path: str, verify: Any, size: int) -> int:
 @pytest.mark.parametrize("size", [sharing.PART_NBYTES, 100000], ids=["large", "small"])
 @pytest.mark.parametrize("writer", [FileSystemWriter, dcp.FileSystemWriter], ids=["ours", "torch"])
 def test_ranks_that_want_different_things_get_all_of_them(
-    directory: pathlib.Path, writer: Any, size: int, verify: str
+    directory: Path, writer: Any, size: int, verify: str
 ) -> None:
     dcp.save(mixed_state(3), storage_writer=writer(directory), no_dist=True)
     call_on_ranks(3, load_mixed, str(directory), verify, size)
@@ -113,9 +129,158 @@ def load_hybrid(rank: int, path: str) -> int:
     return reader.nbytes_read
 
 
-def test_replicas_of_shards_are_read_once(directory: pathlib.Path) -> None:
+def test_replicas_of_shards_are_read_once(directory: Path) -> None:
     read = call_on_ranks(4, load_hybrid, str(directory))
     assert sum(read) <= 1.1 * 16 * MIB
+
+
+def zeros(size: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros of any dtype: torch fills not all of them."""
+    *outer, inner = size
+    return torch.zeros((*outer, inner * dtype.itemsize), dtype=torch.uint8).view(dtype)
+
+
+def load_of_all_kinds(rank: int, path: str, alone: list[str], size: int) -> list[int]:
+    """Load tensors of all dtypes, and some of them into another one, as they are loaded without sharing."""
+    sharing.PART_NBYTES = size
+    read = []
+    for into in (None, torch.float64):
+        states: list[dict[str, Any]] = []
+        for broadcast in (False, True):
+            reader: Any = checkpoint.HuggingFaceStorageReader(path, broadcast=broadcast)
+            described = reader.read_metadata().state_dict_metadata
+            state: dict[str, Any] = {
+                key: zeros(each.size, into or each.properties.dtype)
+                for key, each in described.items()
+                if into is None or each.properties.dtype in (torch.float32, torch.bfloat16)
+                if rank == 0 or key not in alone
+            }
+            dcp.load(state, storage_reader=reader)
+            read.append(reader.nbytes_read)
+            states.append(state)
+        for key, value in states[0].items():
+            assert value.reshape(-1).view(torch.uint8).any()
+            assert torch.equal(
+                states[1][key].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
+            )
+    return read
+
+
+@needs_hugging_face
+@pytest.mark.parametrize("size", [sharing.PART_NBYTES, 100000], ids=["large", "small"])
+def test_tensors_of_all_dtypes_are_those_without_sharing(directory: Path, size: int) -> None:
+    nbytes = 1 << 20
+    kinds = [each for each in DTYPES.values() if each.torch and hasattr(torch, each.torch)]
+    data = bytes(1 + k % 63 for k in range(nbytes))
+    for number in range(2):
+        entries = {
+            f"{kind.name}.{number}": (
+                kind.name,
+                [64, nbytes // 64 * 8 // kind.bits],
+                data if kind.name != "BOOL" else bytes([0, 1]) * (nbytes // 2),
+            )
+            for kind in kinds
+        }
+        written(directory / f"{number}.safetensors", entries)
+    alone = ["F32.0", "I8.1"]  # of rank 0
+    read = call_on_ranks(2, load_of_all_kinds, str(directory), alone, size)
+    total = 2 * nbytes * len(kinds)
+    assert sum(rank[0] for rank in read) == 2 * total - len(alone) * nbytes
+    assert total <= sum(rank[1] for rank in read) <= 1.05 * total
+
+
+def load_parts(rank: int, path: str) -> int:
+    """Save shards of ranks, and load replicas of them and all of it."""
+    writer = checkpoint.HuggingFaceStorageWriter(path, save_distributed=True)
+    dcp.save({"a": hybrid(1)}, storage_writer=writer)
+    loaded = {"a": hybrid(2)}
+    whole = {"a": torch.zeros(4096, 1024)}
+    read = 0
+    for state in (loaded, whole):
+        reader: Any = checkpoint.HuggingFaceStorageReader(path, broadcast=True)
+        dcp.load(state, storage_reader=reader)
+        read += reader.nbytes_read
+    assert torch.equal(loaded["a"].to_local(), hybrid(1).to_local())
+    assert torch.equal(whole["a"], hybrid(1).full_tensor())
+    return read
+
+
+@needs_hugging_face
+def test_parts_of_ranks_are_read_once(directory: Path) -> None:
+    assert sum(call_on_ranks(4, load_parts, str(directory))) <= 1.1 * 2 * 16 * MIB
+
+
+def load_what_changes(rank: int, path: str, of_header: bool) -> list[str]:
+    """Load while a file is replaced: for rank 1 before it reads the header, or for both after that."""
+    (file,) = Path(path).glob("*.safetensors")
+
+    def replace() -> None:
+        if rank == 1:
+            content = file.read_bytes()
+            file.unlink()
+            file.write_bytes(content)
+
+    class Late(checkpoint.HuggingFaceStorageReader):
+        def read_metadata(self, *arguments: Any, **options: Any) -> Any:
+            if of_header and rank == 1:
+                dist.barrier()
+                replace()
+            metadata = super().read_metadata(*arguments, **options)
+            if of_header and rank == 0:
+                dist.barrier()
+            return metadata
+
+        def read_data(self, *arguments: Any) -> Any:
+            if not of_header:
+                dist.barrier()
+                replace()
+                dist.barrier()
+            return super().read_data(*arguments)
+
+    loaded = {key: torch.zeros_like(value) for key, value in twelve().items()}
+    try:
+        dcp.load(loaded, storage_reader=Late(path, broadcast=True))
+    except CheckpointException as error:
+        assert not any(value.any() for value in loaded.values())
+        return [f"{type(each).__name__}: {each}" for _, (each, _) in sorted(error.failures.items())]
+    raise AssertionError("loaded")
+
+
+@needs_hugging_face
+@pytest.mark.parametrize("of_header", [True, False])
+def test_what_ranks_have_read_of_different_files_is_not_mixed(
+    directory: Path, of_header: bool
+) -> None:
+    save_sharded(twelve(), directory)
+    first, second = call_on_ranks(2, load_what_changes, str(directory), of_header)
+    assert first == second
+    wanted = "ValueError: path: ranks of a node" if of_header else "CheckpointError: "
+    assert all(each.startswith(wanted) for each in first)
+    assert len(first) == (1 if of_header else 2)
+
+
+def load_by_what_is_installed(rank: int, path: str) -> int:
+    checkpoint.install(broadcast=True)
+    try:
+        reader: Any = dcp.HuggingFaceStorageReader(path)
+        loaded = {key: torch.zeros_like(value) for key, value in twelve().items()}
+        dcp.load(loaded, storage_reader=reader)
+        assert_same(loaded, twelve())
+    finally:
+        checkpoint.uninstall()
+    read: int = reader.nbytes_read
+    return read
+
+
+@needs_hugging_face
+def test_readers_that_libraries_make_share_once_that_is_installed(directory: Path) -> None:
+    save_sharded(twelve(), directory)
+    read = call_on_ranks(2, load_by_what_is_installed, str(directory))
+    assert sum(read) == nbytes_of(twelve())
+    checkpoint.install(broadcast=True)
+    checkpoint.uninstall()
+    options = inspect.signature(checkpoint.HuggingFaceStorageReader.__init__).parameters
+    assert options["broadcast"].default is False
 
 
 class Moving(DefaultLoadPlanner):
@@ -146,7 +311,7 @@ def load_by_planner(rank: int, path: str) -> None:
         assert torch.equal(planner.found[key], replicated()[key])
 
 
-def test_planner_may_lend_the_same_memory_again(directory: pathlib.Path) -> None:
+def test_planner_may_lend_the_same_memory_again(directory: Path) -> None:
     save(replicated(), directory)
     call_on_ranks(2, load_by_planner, str(directory))
 
@@ -196,9 +361,7 @@ def load_quantized(rank: int, path: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("writer", [FileSystemWriter, dcp.FileSystemWriter], ids=["ours", "torch"])
-def test_quantized_tensors_are_loaded_as_without_sharing(
-    directory: pathlib.Path, writer: Any
-) -> None:
+def test_quantized_tensors_are_loaded_as_without_sharing(directory: Path, writer: Any) -> None:
     quantized = Scaled(torch.full((MIB,), 3, dtype=torch.int8), torch.tensor(0.25))
     state = {"a": quantized, "plain": torch.ones(5 * MIB)}
     dcp.save(state, storage_writer=writer(directory), no_dist=True)
@@ -229,7 +392,7 @@ def failures_of(rank: int, path: str, planner: Any = None) -> list[str]:
 
 
 def test_damage_that_one_rank_reads_is_raised_on_all_before_it_is_handed_on(
-    directory: pathlib.Path,
+    directory: Path,
 ) -> None:
     save(twelve(), directory)
     (file,) = directory.glob("*.distcp")
@@ -241,7 +404,7 @@ def test_damage_that_one_rank_reads_is_raised_on_all_before_it_is_handed_on(
     assert first[0] == first[1]
 
 
-def test_ctrl_c_in_a_planner_of_one_rank_ends_the_load_on_all(directory: pathlib.Path) -> None:
+def test_ctrl_c_in_a_planner_of_one_rank_ends_the_load_on_all(directory: Path) -> None:
     save(twelve(), directory)
     first, second = call_on_ranks(2, failures_of, str(directory), Failing)
     assert first == second
@@ -268,7 +431,7 @@ def own_failures(rank: int, path: str) -> tuple[list[str], int]:
 
 
 def test_failure_with_what_one_rank_alone_wants_ends_the_load_on_all_and_the_next_one_works(
-    directory: pathlib.Path,
+    directory: Path,
 ) -> None:
     state = {"shared": torch.ones(MIB), "own": torch.ones(MIB)}
     save(state, directory, single_file_per_rank=False)
@@ -311,7 +474,7 @@ def other_options(rank: int, path: str) -> list[str]:
     return found
 
 
-def test_ranks_that_could_not_meet_are_told(directory: pathlib.Path) -> None:
+def test_ranks_that_could_not_meet_are_told(directory: Path) -> None:
     save({"shared": torch.ones(MIB)}, directory)
     first, second, _ = call_on_ranks(3, other_options, str(directory))
     assert first == second
@@ -319,10 +482,17 @@ def test_ranks_that_could_not_meet_are_told(directory: pathlib.Path) -> None:
     assert first[1].startswith("process_group: the load is by 2 ranks")
 
 
-def test_what_broadcast_may_be(directory: pathlib.Path) -> None:
+def test_what_broadcast_may_be(directory: Path) -> None:
     for wrong in ("yes", 1, None):
         with pytest.raises(ValueError, match="broadcast: "):
             FileSystemReader(directory, broadcast=wrong)  # type: ignore[arg-type]
+
+
+@needs_hugging_face
+def test_what_it_may_be_for_files_of_hugging_faces(directory: Path) -> None:
+    for wrong in ("yes", 1, None):
+        with pytest.raises(ValueError, match="broadcast: "):
+            checkpoint.HuggingFaceStorageReader(directory, broadcast=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("max_numel", [1, 2, 3, 7, 24, 100])
@@ -350,7 +520,7 @@ def peak_of_load(rank: int, path: str) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_shared_load_takes_little_memory(directory: pathlib.Path, world_size: int) -> None:
+def test_a_shared_load_takes_little_memory(directory: Path, world_size: int) -> None:
     # Of another dtype than those it is loaded into.
     save({str(k): torch.full((16 * MIB,), float(k)) for k in range(10)}, directory)
     peaks = call_on_ranks(world_size, peak_of_load, str(directory))

@@ -253,10 +253,27 @@ MUTANTS = [
     _mutant(
         "rank-hides-its-failure-from-those-it-reads-for",
         "ranks that share reads hand on nothing that is damaged, and fail together",
-        "src/tensorferry/checkpoint/storage/sharing.py",
-        "self._flag.fill_(self._failure is not None)",
-        "self._flag.fill_(False)",
+        "src/tensorferry/base/ranks.py",
+        "vote.fill_(_FINE if failure is None else _FAILED)",
+        "vote.fill_(_FINE)",
         "tests/checkpoint/test_shared_reads.py::test_damage_that_one_rank_reads_is_raised_on_all_before_it_is_handed_on",
+        "tests/safetensors/test_ranks.py::test_damage_that_one_rank_reads_is_not_handed_on",
+    ),
+    _mutant(
+        "ranks-share-what-they-have-read-of-different-files",
+        "ranks that share reads hand on nothing that is damaged, and fail together",
+        "src/tensorferry/safetensors/ranks.py",
+        "(each.node, each.versions) for each",
+        "each.node for each",
+        "tests/safetensors/test_ranks.py::test_files_that_look_alike_are_not_mixed",
+    ),
+    _mutant(
+        "readers-share-what-they-have-read-of-different-files",
+        "ranks that share reads hand on nothing that is damaged, and fail together",
+        "src/tensorferry/checkpoint/storage/sharing.py",
+        "    _check_versions(offers)\n",
+        "",
+        "tests/checkpoint/test_shared_reads.py::test_what_ranks_have_read_of_different_files_is_not_mixed",
     ),
     _mutant(
         "hooks-of-subclasses-are-passed-over",
@@ -985,9 +1002,9 @@ MUTANTS = [
     _mutant(
         "each-rank-raises-its-own",
         "ranks load the same step, and fail together",
-        "src/tensorferry/checkpoint/together.py",
-        "            if failure is not None:",
-        "            if failure is not None and rank == self.rank:",
+        "src/tensorferry/base/ranks.py",
+        "            if failure is not None:\n                raise own if",
+        "            if failure is not None and rank == self.rank:\n                raise own if",
         "tests/checkpoint/test_manager.py::test_what_fails_on_one_rank_is_raised_on_all",
     ),
     _mutant(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tensorferry.safetensors.plans import load_files
 from tensorferry.safetensors.saving import save_file
 from tensorferry.safetensors.sharded import save_sharded
 from tests.support.child import ROOT
@@ -68,6 +69,12 @@ def save_numpy(path: str) -> bool:
     save_file({"a": np.arange(5)}, path)
     save_sharded({"a": np.arange(5)}, path + ".sharded")
     return "torch" in sys.modules
+
+
+def load_numpy(path: str) -> bool:
+    """Load, and return whether that has taken torch."""
+    list(load_files(path, framework="np"))
+    return "torch" in sys.modules or "tensorferry.safetensors.ranks" in sys.modules
 
 
 def peak_of_save(path: str, nbytes: int) -> int:

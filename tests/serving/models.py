@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 INDEX = "model.safetensors.index.json"
 
@@ -44,6 +44,30 @@ def index_of(folder: pathlib.Path) -> dict[str, str]:
 def weights_of(model: Any) -> Iterator[tuple[str, Any]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def assert_read_once(folder: pathlib.Path, load: Callable[[], None]) -> None:
+    """Have two ranks load a model, and compare what both have read with the size of its files."""
+    import torch
+
+    from tensorferry.safetensors.plans import Tensors
+
+    read = []
+    close = Tensors.close
+
+    def counting(self: Tensors) -> None:
+        read.append(self.nbytes_read)
+        close(self)
+
+    Tensors.close = counting  # type: ignore[method-assign]
+    try:
+        load()
+    finally:
+        Tensors.close = close  # type: ignore[method-assign]
+    parts: list[Any] = [None, None]
+    torch.distributed.all_gather_object(parts, max(read))
+    size = sum(path.stat().st_size for path in files(folder))
+    assert 0.9 * size < sum(parts) < 1.1 * size
 
 
 def assert_equal(model: Any, other: Any) -> None:

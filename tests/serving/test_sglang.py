@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.serving import no_cuda  # noqa: F401  # before sglang
-from tests.serving.models import INDEX, assert_equal, files, index_of, save_llama
+from tests.serving.models import INDEX, assert_equal, assert_read_once, files, index_of, save_llama
 
 pytest.importorskip("sglang", reason="`make test-sglang` installs it")
 
@@ -113,6 +113,7 @@ def load_on_rank(rank: int, model: pathlib.Path, store: pathlib.Path) -> None:
     ours = load(model)
     assert ours.lm_head.weight.shape == (256, 128)
     assert_equal(load(model, "safetensors"), ours)
+    assert_read_once(model, lambda: assert_equal(ours, load(model, broadcast=True)))
 
 
 def test_draft_weights_get_their_names(tmp_path: pathlib.Path) -> None:

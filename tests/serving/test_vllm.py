@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.models import INDEX, assert_equal, files, index_of, save_llama
+from tests.serving.models import INDEX, assert_equal, assert_read_once, files, index_of, save_llama
 
 pytest.importorskip("vllm", reason="`make test-vllm` installs it")
 
@@ -99,6 +99,10 @@ def load_on_rank(rank: int, model: pathlib.Path, store: pathlib.Path) -> None:
     ours = load(model, tensor_parallel_size=2)
     assert ours.lm_head.weight.shape == (256, 128)
     assert_equal(load(model, "safetensors", tensor_parallel_size=2), ours)
+    assert_read_once(
+        model,
+        lambda: assert_equal(ours, load(model, tensor_parallel_size=2, **extra(broadcast=True))),
+    )
 
 
 def test_weights_are_loaded_again_into_the_same_model(model: pathlib.Path) -> None:

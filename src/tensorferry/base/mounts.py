@@ -8,6 +8,10 @@ from pathlib import Path
 
 Mount = dict[str, str]
 
+LOCAL_FILE_SYSTEMS = frozenset(
+    ["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"]
+)
+
 
 def mounts(process: Path = Path("/proc/self")) -> list[Mount]:
     """Return all mounts that a process sees, as its mountinfo lists them."""
@@ -41,6 +45,12 @@ def mount_if_seen(path: Path) -> Mount | None:
         return mount_of(path)
     except (OSError, LookupError, StopIteration):
         return None
+
+
+def is_remote(path: Path) -> bool:
+    """Return whether a path is known to lie on no local drive: on NFS, Lustre, FUSE and others."""
+    mount = mount_if_seen(path)
+    return mount is not None and mount["type"] not in LOCAL_FILE_SYSTEMS
 
 
 def mount_of_open(descriptor: int) -> Mount:

@@ -1,6 +1,6 @@
 """Checkpoints: those of one training, a folder for each step: saved behind it, thinned out, restored from.
 
-A save copies the state, and a thread saves the copy. Ranks act together (:mod:`tensorferry.checkpoint.together`), in a
+A save copies the state, and a thread saves the copy. Ranks act together (:mod:`tensorferry.base.ranks`), in a
 process group of their own, which nobody else uses while a save is on its way in its thread: each call waits for that
 first. What is done to the folder (:mod:`tensorferry.checkpoint.folder`) is done by the first rank alone.
 """
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from tensorferry.base.checks import integer, kept_path
+from tensorferry.base.ranks import Ranks, plain_failures
 from tensorferry.base.reprs import once_made
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.folder import Folder
@@ -29,7 +30,6 @@ from tensorferry.checkpoint.staging import Stager
 from tensorferry.checkpoint.storage import plain_objects
 from tensorferry.checkpoint.storage.reader import FileSystemReader
 from tensorferry.checkpoint.storage.writer import FileSystemWriter
-from tensorferry.checkpoint.together import Ranks, plain_failures
 
 if TYPE_CHECKING:
     import types

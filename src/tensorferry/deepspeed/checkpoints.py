@@ -1,7 +1,7 @@
 """DeepSpeed's checkpoints: files of torch's own format, written and read by us, with DeepSpeed's names.
 
 ``engine.save_checkpoint`` is put into a :class:`_Save`. Its steps end on all ranks alike, for they agree on each by a
-process group of their own (:class:`tensorferry.checkpoint.together.Ranks`):
+process group of their own (:class:`tensorferry.base.ranks.Ranks`):
 
 1. Every rank has its files on the drive. A file whose name was free has it then; one that takes another's place waits.
 2. Those that wait take their places, and the directories are on the drive.
@@ -43,11 +43,11 @@ from deepspeed.utils import logger
 
 import tensorferry
 from tensorferry import _core
+from tensorferry.base.ranks import Ranks
 from tensorferry.checkpoint import Stager, load
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.objects.file_writer import FileWriter
 from tensorferry.checkpoint.objects.save_load import written
-from tensorferry.checkpoint.together import Ranks
 from tensorferry.deepnvme.builders import set_attribute
 from tensorferry.transfer.publication import make_directory, sync_directory, sync_file
 

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorferry
 from tensorferry import _core
@@ -37,7 +37,11 @@ from tensorferry.transfer.checksums import Checksums
 from tensorferry.transfer.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tensorferry.base.ranks import Broadcast
     from tensorferry.safetensors.checksums import FileChecksums
+    from tensorferry.safetensors.ranks import Share, Sharers
     from tensorferry.safetensors.sources import Source, Stored
     from tensorferry.transfer.files import File
 
@@ -63,6 +67,8 @@ def load_files(
     memory_budget: int | str = "1GiB",
     framework: str = "pt",
     verify: bool = False,
+    broadcast: Broadcast = False,
+    process_group: ProcessGroup | None = None,
 ) -> Tensors:
     """Return an iterator over tensors of safetensors files, in the order in which they lie there.
 
@@ -86,6 +92,12 @@ def load_files(
     verify : bool
         Compare what is read with the checksums kept beside the files, before a tensor is given. Whole chunks are read
         for that, 256 KiB by default.
+    broadcast : False, True or "auto"
+        Whether ranks that load the same read it together: each rank of a node reads a part, and the process group hands
+        it on. "auto": where tensors go to GPUs and the group moves their memory (NCCL), or the files are on no local
+        drive. All ranks of the group call this, want the same tensors, and take as many of them.
+    process_group : ProcessGroup, optional
+        Of torch.distributed; by default that of all ranks.
 
     Returns
     -------
@@ -97,7 +109,8 @@ def load_files(
     SafetensorError
         A header is wrong; a name of the plan is in no file; an index does not fit a tensor, or a dtype the framework.
     ValueError, TypeError
-        An argument is not usable, or a tensor is larger than the budget: the message says what it needs.
+        An argument is not usable, or a tensor is larger than the budget: the message says what it needs. Or ranks that
+        are to share differ in what they want.
     StorageError
         A file cannot be read.
     ChecksumError
@@ -106,11 +119,61 @@ def load_files(
     FileNotFoundError
         There are no checksums to verify by.
 
+    With ``broadcast``, what fails on one rank is raised on all; RuntimeError where another rank takes fewer tensors.
+
     Examples
     --------
     >>> for name, tensor in load_files("model/", memory_budget="2GiB"):  # doctest: +SKIP
     ...     model.get_parameter(name).data.copy_(tensor)
     """
+
+    def prepare() -> Loading:
+        return _prepared(files, plan, device, memory_budget, framework, verify=verify)
+
+    sharers: Sharers | None = None
+    if broadcast is False:
+        loading = prepare()
+    else:
+        from tensorferry.safetensors.ranks import meet
+
+        loading, sharers = meet(prepare, broadcast, process_group)
+    return Tensors(loading, sharers)
+
+
+class Loading(NamedTuple):
+    """What is to be loaded, checked.
+
+    Attributes
+    ----------
+    parts : list of Wanted
+        The tensors, in their order.
+    options : dict of str to Any
+        The arguments in which ranks that load together may not differ.
+    where : torch.device or str
+        Where tensors go.
+    budget_nbytes : int
+        Of memory.
+    files : _OpenFiles
+        Those that are read.
+    """
+
+    parts: list[Wanted]
+    options: dict[str, Any]
+    where: Any
+    budget_nbytes: int
+    files: _OpenFiles
+
+
+def _prepared(
+    files: Source,
+    plan: Mapping[str, Any] | None,
+    device: Any,
+    memory_budget: int | str,
+    framework: str,
+    *,
+    verify: bool,
+) -> Loading:
+    """Check arguments and headers."""
     if framework not in _TORCH + _NUMPY:
         raise SafetensorError(f"framework: {framework!r} is neither 'pt' nor 'np'")
     if plan is not None and not isinstance(plan, Mapping):
@@ -134,9 +197,13 @@ def load_files(
             )
     paths = {part.stored.path: part.stored.file_nbytes for part in parts} if verify else {}
     kept = {path: checksums.read(path, file_nbytes) for path, file_nbytes in paths.items()}
-    shared = _OpenFiles(kept)
-    groups = _groups(parts, min(budget_nbytes, _GROUP_NBYTES), shared)
-    return Tensors(groups, budget_nbytes, shared)
+    options = {
+        "framework": "np" if framework in _NUMPY else "pt",
+        "device": str(where).partition(":")[0],
+        "memory_budget": budget_nbytes,
+        "verify": bool(verify),
+    }
+    return Loading(parts, options, where, budget_nbytes, _OpenFiles(kept))
 
 
 def tensor_parallel_plan(
@@ -199,15 +266,20 @@ def tensor_parallel_plan(
 class Tensors(Iterator[tuple[str, Any]]):
     """The tensors of :func:`load_files`. Close it, or use it in a ``with`` block, where it is not read to its end."""
 
-    def __init__(self, groups: list[_Group], budget_nbytes: int, files: _OpenFiles) -> None:
+    def __init__(self, loading: Loading, sharers: Sharers | None = None) -> None:
+        parts, _, _, budget_nbytes, files = loading
+        groups = _groups(parts, min(budget_nbytes, _GROUP_NBYTES), files, sharers)
         self._pipeline = Pipeline(groups, memory_nbytes=budget_nbytes)
         self._pipeline.files = files.opened
         self._files = files
-        self._ready: tuple[_Group, int, str, Any] | None = None
+        self._sharers = sharers
+        if sharers is not None:
+            sharers.steps = len(groups)
+        self._ready: tuple[Group, int, str, Any] | None = None
 
     @property
     def nbytes_read(self) -> int:
-        """How much has been asked of the files so far."""
+        """How much this rank has asked of the files so far."""
         return self._pipeline.nbytes_read
 
     def __iter__(self) -> Tensors:
@@ -222,11 +294,11 @@ class Tensors(Iterator[tuple[str, Any]]):
             # Ctrl-C may come between any two of these: what is done twice then has the same result.
             try:
                 while self._ready is None:
-                    self._go_on()
-                    if (oldest := pipeline.first()) is None:
+                    step = self._sharers and self._sharers.step
+                    oldest = step(self._oldest) if step else self._oldest()
+                    if oldest is None:
                         self.close()
                         raise StopIteration
-                    oldest.wait()
                     if oldest.given < len(oldest.parts):  # no signal handler has taken the last
                         self._ready = oldest.taken()
             except Exception:
@@ -240,6 +312,14 @@ class Tensors(Iterator[tuple[str, Any]]):
             self._ready = None
             return name, tensor
 
+    def _oldest(self) -> Group | None:
+        """Return the oldest group, when this process has read it; None if there are no more."""
+        self._go_on()
+        oldest = self._pipeline.first()
+        if oldest is not None:
+            oldest.wait()
+        return oldest
+
     def _go_on(self) -> None:
         """Release what has been given, and begin what there is room for."""
         pipeline = self._pipeline
@@ -251,7 +331,12 @@ class Tensors(Iterator[tuple[str, Any]]):
             self._files.close_all_but(group.path for group in pipeline.held)
 
     def close(self) -> None:
-        """End what is on its way, wait for it, and close the files."""
+        """End what is on its way, wait for it, and close the files.
+
+        Ranks that read together and are not at the same place get an error for their next tensor.
+        """
+        if self._sharers is not None:
+            self._sharers.leave()
         self._pipeline.close()
         self._ready = None
 
@@ -290,7 +375,7 @@ class _OpenFiles:
 
 
 @dataclass(eq=False)
-class _Wanted:
+class Wanted:
     """A tensor to be given.
 
     Its rows are ``count`` ones of ``row_nbytes``, which begin at ``offsets()`` of the file.
@@ -344,7 +429,7 @@ class _Wanted:
         """Have memory; return that of the rows."""
         if self.straight:
             self.memory, _ = _core.allocate(self.read_end - self.read_begin, False)
-            return [self.memory]
+            return [memoryview(self.memory)]
         if self.framework in _NUMPY:
             import numpy as np
 
@@ -381,13 +466,16 @@ class _Wanted:
         return rows.contiguous().view(self.shape)[self.basic]
 
 
-class _Group(Read):
+class Group(Read):
     """Parts that are read together."""
 
-    def __init__(self, parts: list[_Wanted], files: _OpenFiles) -> None:
+    def __init__(self, parts: list[Wanted], files: _OpenFiles, sharers: Sharers | None) -> None:
         self.parts = parts
         self.given = 0  # how many of them
+        self.shares: list[Share] = []  # of the ranks that read it together
+        self.is_handed_on = False
         self._files = files
+        self._sharers = sharers
         first = parts[0]
         self.path = first.stored.path
         costs = (part.cost_nbytes for part in parts)
@@ -398,13 +486,15 @@ class _Group(Read):
 
     @property
     def memory_nbytes(self) -> int:
+        """The memory of all its tensors."""
         return self._before_nbytes[-1]
 
     @property
     def given_nbytes(self) -> int:
+        """That of those that have been given."""
         return self._before_nbytes[self.given]
 
-    def taken(self) -> tuple[_Group, int, str, Any]:
+    def taken(self) -> tuple[Group, int, str, Any]:
         """Return the next tensor, all having come: the group, its number in it, its name, and itself."""
         part = self.parts[self.given]
         return self, self.given, part.stored.tensor.name, part.finished()
@@ -420,9 +510,15 @@ class _Group(Read):
             rows = part.allocate()
             begins = [part.read_begin] if part.straight else part.offsets()
             pieces += zip(begins, rows, strict=True)
+        if self._sharers is not None:
+            # What is verified is read by the chunk.
+            alignment = _PAGE_NBYTES if kept is None else kept.chunk_nbytes
+            self.shares = self._sharers.shares(pieces, alignment)
+            pieces = self._sharers.own(self.shares, pieces)
+            self.nbytes = sum(end - begin for begin, end in self._ranges(pieces))
         futures = []
         at = 0
-        for begin, end in self._ranges():
+        for begin, end in self._ranges(pieces):
             segments: list[Any] = []
             place = begin
             while at < len(pieces) and pieces[at][0] < end:
@@ -430,7 +526,7 @@ class _Group(Read):
                 if offset > place:
                     segments.append(offset - place)
                 segments.append(memory)
-                place = offset + (len(memory) if not self.parts[0].straight else end - begin)
+                place = offset + len(memory)
                 at += 1
             if kept is None:
                 futures.append(file.read_into(segments, begin))
@@ -441,28 +537,18 @@ class _Group(Read):
             futures.append(file.read_into(segments, first, checksums=sums))
         self.futures = futures
 
-    def _ranges(self) -> Iterator[tuple[int, int]]:
+    def _ranges(self, pieces: list[tuple[int, Any]]) -> Iterator[tuple[int, int]]:
         """Yield what transfers read."""
-        first = self.parts[0]
-        if first.straight:
-            yield first.read_begin, first.read_end
-            return
+        gap_nbytes = self.parts[0].gap_nbytes
         begin = end = -1
-        for part in self.parts:
-            if not part.nbytes:
+        for offset, memory in pieces:
+            stop = offset + len(memory)
+            if begin >= 0 and offset <= end + gap_nbytes and stop - begin <= _GROUP_NBYTES:
+                end = stop
                 continue
-            for offset in part.offsets():
-                stop = offset + part.row_nbytes
-                if (
-                    begin >= 0
-                    and offset <= end + first.gap_nbytes
-                    and stop - begin <= _GROUP_NBYTES
-                ):
-                    end = stop
-                    continue
-                if begin >= 0:
-                    yield begin, end
-                begin, end = offset, stop
+            if begin >= 0:
+                yield begin, end
+            begin, end = offset, stop
         if begin >= 0:
             yield begin, end
 
@@ -471,10 +557,12 @@ def _gap(nbytes: int) -> list[int]:
     return [nbytes] if nbytes else []
 
 
-def _groups(parts: list[_Wanted], limit_nbytes: int, files: _OpenFiles) -> list[_Group]:
+def _groups(
+    parts: list[Wanted], limit_nbytes: int, files: _OpenFiles, sharers: Sharers | None
+) -> list[Group]:
     """Return parts in groups: small neighbours, none of which keeps another one's memory alive, together."""
-    groups: list[_Group] = []
-    together: list[_Wanted] = []
+    groups: list[Group] = []
+    together: list[Wanted] = []
     nbytes = 0
     for part in parts:
         small = part.count == 1 and part.nbytes < _LARGE_NBYTES and part.picks is None
@@ -484,26 +572,26 @@ def _groups(parts: list[_Wanted], limit_nbytes: int, files: _OpenFiles) -> list[
             or nbytes + part.cost_nbytes > limit_nbytes
             or len(together) == _GROUP_PARTS
         ):
-            groups.append(_Group(together, files))
+            groups.append(Group(together, files, sharers))
             together, nbytes = [], 0
         if small:
             together.append(part)
             nbytes += part.cost_nbytes
         else:
-            groups.append(_Group([part], files))
+            groups.append(Group([part], files, sharers))
     if together:
-        groups.append(_Group(together, files))
+        groups.append(Group(together, files, sharers))
     return groups
 
 
-def _part(stored: Stored, index: Any, where: Any, framework: str) -> _Wanted:
+def _part(stored: Stored, index: Any, where: Any, framework: str) -> Wanted:
     """Return what an index, or None for all, wants of a tensor."""
     tensor = stored.tensor
     shape = tuple(tensor.shape)
     dtype = numpy_dtype(tensor.dtype) if framework in _NUMPY else torch_dtype(tensor.dtype)
     shape = torch_shape(tensor.dtype, shape, stored.path, tensor.name)
     if index is None:
-        return _Wanted(stored, where, framework, dtype, shape, tensor.begin, tensor.nbytes, [])
+        return Wanted(stored, where, framework, dtype, shape, tensor.begin, tensor.nbytes, [])
     try:
         chosen = select(index, shape, stored.path, tensor.name)
     except TypeError as error:
@@ -525,7 +613,7 @@ def _part(stored: Stored, index: Any, where: Any, framework: str) -> _Wanted:
         [(place - each[0]) * stride for place in each]
         for each, stride in zip(positions[:dims], strides[:dims], strict=True)
     ]
-    return _Wanted(
+    return Wanted(
         stored, where, framework, dtype, chosen.shape, begin, row, outer, chosen.basic, picks
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
+from sglang.srt.runtime_context import get_parallel
 
 from tensorferry.serving import weights
 
@@ -57,7 +58,11 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
         weights.check_files(paths, None if overridden else Path(folder, _INDEX_NAME))
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
-        found = weights.tensors(sorted(paths), self._options)
+        # Ranks of the stages of a pipeline may load different models; those of a stage load the same.
+        parallel = get_parallel()
+        alike = self.load_config.load_group is not None and parallel.tp_size > 1
+        group = parallel.tp_group.cpu_group if alike else None
+        found = weights.tensors(sorted(paths), self._options, process_group=group)
         draft = self.load_config.draft_model_idx
         if draft is not None:
             return self._filter_mtp_weights(found, source.prefix, draft)  # type: ignore[no-any-return]

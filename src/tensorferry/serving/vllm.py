@@ -17,6 +17,7 @@ from tensorferry.serving import weights
 from tensorferry.serving.weights import LOAD_FORMAT
 
 try:
+    from vllm.distributed import get_tp_group
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
@@ -86,5 +87,9 @@ class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not se
         if not self.counter_before_loading_weights:
             self.counter_before_loading_weights = time.perf_counter()
         skip = functools.partial(should_skip_weight, local_expert_ids=self.local_expert_ids)
-        found = weights.tensors(sorted(paths), self._options, skip)
+        # Ranks of the stages of a pipeline may load different models; those of a stage load the same, but for experts.
+        ranks = get_tp_group()
+        alike = ranks.world_size > 1 and self.local_expert_ids is None
+        group = ranks.cpu_group if alike else None
+        found = weights.tensors(sorted(paths), self._options, skip, group)
         return ((source.prefix + name, tensor) for name, tensor in found)

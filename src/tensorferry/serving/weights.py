@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensorferry.base.checks import checked_nbytes
+from tensorferry.base.checks import checked_nbytes, one_of
 from tensorferry.safetensors.plans import load_files
 from tensorferry.safetensors.sources import stored_tensors
 
@@ -29,10 +29,13 @@ class Options(NamedTuple):
         1 GiB, or the largest tensor if that is larger.
     verify : bool
         Compare what is read with the checksums kept beside the files, before the model gets it.
+    broadcast : False, True or "auto"
+        Whether ranks of a tensor-parallel model read together: each a part, which the process group hands on.
     """
 
     memory_budget: int | str | None = None
     verify: bool = False
+    broadcast: Any = "auto"
 
 
 def options_of(given: Any, theirs: tuple[str, ...] = ()) -> tuple[Options, dict[str, Any]]:
@@ -51,6 +54,7 @@ def options_of(given: Any, theirs: tuple[str, ...] = ()) -> tuple[Options, dict[
         checked_nbytes(options.memory_budget, "memory_budget")
     if not isinstance(options.verify, bool):
         raise TypeError(f"verify: {options.verify!r} is not a bool")
+    one_of(options.broadcast, "broadcast", ("auto", True, False))
     return options, {name: given[name] for name in theirs if name in given}
 
 
@@ -70,9 +74,12 @@ def check_files(paths: Sequence[str], index: Path | None) -> None:
 
 
 def tensors(
-    paths: Sequence[str], options: Options, skip: Callable[[str], bool] = lambda _: False
+    paths: Sequence[str],
+    options: Options,
+    skip: Callable[[str], bool] = lambda _: False,
+    process_group: Any = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield names and tensors of files, but for those to be skipped; each byte is read once."""
+    """Yield names and tensors of files, but for those to be skipped; ranks of a group, if one is given, together."""
     sizes = {
         name: one.tensor.nbytes for name, one in stored_tensors(paths).items() if not skip(name)
     }
@@ -80,5 +87,13 @@ def tensors(
     if budget is None:
         budget = max(_BUDGET_NBYTES, max(sizes.values(), default=0) + _PAGES_NBYTES)
     plan = dict.fromkeys(sizes)
-    with load_files(paths, plan, memory_budget=budget, verify=options.verify) as found:
+    broadcast = False if process_group is None else options.broadcast
+    with load_files(
+        paths,
+        plan,
+        memory_budget=budget,
+        verify=options.verify,
+        broadcast=broadcast,
+        process_group=process_group,
+    ) as found:
         yield from found

@@ -129,6 +129,16 @@ class Located:
         """Return where what is asked for lies."""
         raise NotImplementedError
 
+    def stored(self, request: ReadItem) -> StoredItem | None:
+        """Return what an item asks for, if it is known to be a plain tensor, or a part of one, before anything is read.
+
+        Metadata of torch's own checkpoints do not say it: subclasses, which quantize for example, have the same there.
+        """
+        item = self.item(request)
+        if item.payload is None:
+            return None
+        return StoredItem((item.info.relative_path, item.info.offset), item.payload.dtype)
+
     def locate(self, requests: Sequence[ReadItem]) -> dict[str, list[Item]]:
         """Return the items of each data file, in the order in which they lie there."""
         by_file: dict[str, list[Item]] = {}
@@ -261,17 +271,6 @@ class Contents(Located):
                 data_file(self._folder, info.relative_path, trusted=self._trusted)
                 found.append(request)
         return found
-
-    def stored(self, request: ReadItem) -> StoredItem | None:
-        """Return what an item asks for, if metadata tells that it is a plain tensor, or a part of one.
-
-        Metadata of torch's does not: subclasses, which quantize for example, have the same there.
-        """
-        info = self._info(request.storage_index)
-        payload = self._payload(request, info) if _is_tensor(request) else None
-        if payload is None:
-            return None
-        return StoredItem((info.relative_path, info.offset), payload.dtype)
 
     def nbytes_of(self, requests: Sequence[ReadItem]) -> int:
         """Return how many bytes items take in data files."""

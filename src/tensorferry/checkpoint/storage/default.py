@@ -34,7 +34,7 @@ _HUGGING_FACE = {
 _SAVER_PLACES = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict_saver")
 
 _torchs_async_save: Any = state_dict_saver.async_save
-_defaults: dict[str, Any] = dict(FileSystemReader.__init__.__kwdefaults__ or {})
+_defaults: dict[Any, dict[str, Any]] = {}  # of keyword arguments, by class
 # Of all asynchronous saves that name only a folder: the memory for the copy is kept from one to the next.
 _stager: Stager | None = None
 
@@ -47,6 +47,7 @@ def install(**reading: Any) -> None:
     **reading
         Keyword arguments of :class:`FileSystemReader`, as ``trust_pickle``, ``verify``, ``broadcast`` and ``progress``,
         for readers that are not given them: Lightning, accelerate and others make readers by themselves.
+        :class:`HuggingFaceStorageReader` has those of them that it knows.
 
     Raises
     ------
@@ -102,20 +103,37 @@ def _async_save(*arguments: Any, **options: Any) -> Any:
     return _torchs_async_save(*arguments, **options)
 
 
-def _put_hugging_face(*, ours: bool) -> None:
+def _hugging_face() -> dict[str, tuple[Any, dict[str, str]]]:
+    """Return, for each module of this torch, ours in its place with the names of its classes and of torch's."""
+    found: dict[str, tuple[Any, dict[str, str]]] = {}
     for name, (torchs, classes) in _HUGGING_FACE.items():
         with contextlib.suppress(ImportError):  # this torch has none
             module = importlib.import_module(f"tensorferry.checkpoint.storage.{name}")
-            for place in (_PLACES[0], f"{_PLACES[0]}.{torchs}"):
-                there = importlib.import_module(place)
-                for public, original in classes.items():
-                    if hasattr(there, public):
-                        setattr(there, public, getattr(module, public if ours else original))
+            found[torchs] = module, classes
+    return found
+
+
+def _put_hugging_face(*, ours: bool) -> None:
+    for torchs, (module, classes) in _hugging_face().items():
+        for place in (_PLACES[0], f"{_PLACES[0]}.{torchs}"):
+            there = importlib.import_module(place)
+            for public, original in classes.items():
+                if hasattr(there, public):
+                    setattr(there, public, getattr(module, public if ours else original))
 
 
 def _set_defaults(reading: dict[str, Any]) -> None:
     """Let keyword arguments have other defaults, which help() and inspect show."""
-    FileSystemReader.__init__.__kwdefaults__ = _defaults | reading
+    readers = [
+        getattr(module, name)
+        for module, classes in _hugging_face().values()
+        for name in classes
+        if name.endswith("Reader")
+    ]
+    for kind in (FileSystemReader, *readers):
+        own = _defaults.setdefault(kind, dict(kind.__init__.__kwdefaults__))
+        known = {name: value for name, value in reading.items() if name in own}
+        kind.__init__.__kwdefaults__ = own | known
     FileSystemWriter._warns_of_refusals = not reading.get("trust_pickle", False)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import json
 import math
 import os
@@ -37,14 +38,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from tensorferry.base.ranks import checked_broadcast
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.garbage import uncollected
 from tensorferry.checkpoint.progress import Meter, checked_listener
-from tensorferry.checkpoint.storage import commit, hooks
+from tensorferry.checkpoint.storage import commit, hooks, sharing
 from tensorferry.checkpoint.storage.assembly import write_tensors
 from tensorferry.checkpoint.storage.contents import Item, Located
-from tensorferry.checkpoint.storage.reader import ItemLoad, Narrowed
-from tensorferry.checkpoint.storage.reading import DataFile, Reading
+from tensorferry.checkpoint.storage.reader import PlanLoad
+from tensorferry.checkpoint.storage.reading import DataFile
 from tensorferry.checkpoint.storage.writer import all_of, done, is_of_state, note_staged
 from tensorferry.checkpoint.zipformat.blobs import Payload
 from tensorferry.safetensors import dtypes, header, index, sources
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     )
     from torch.futures import Future
 
+    from tensorferry.base.ranks import Broadcast
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.storage.assembly import PartsSource
     from tensorferry.safetensors.sources import Stored
@@ -364,6 +367,11 @@ class HuggingFaceStorageReader(TorchsReader):
         Without effect: speed does not depend on it.
     progress : function of a Progress, optional
         As for :class:`FileSystemReader`.
+    broadcast : False, True or "auto"
+        Whether what several ranks of a node want is read by one of them, in parts, and handed on by the process group;
+        as for :class:`FileSystemReader`.
+    process_group : ProcessGroup, optional
+        The one that ``load()`` is given; by default that of all ranks.
 
     Attributes
     ----------
@@ -379,6 +387,8 @@ class HuggingFaceStorageReader(TorchsReader):
         thread_count: int = 1,
         *,
         progress: Listener | None = None,
+        broadcast: Broadcast = False,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         wanted = {"thread_count": thread_count}
         folder = hooks.first_folder(self, HuggingFaceStorageReader, path)
@@ -386,6 +396,8 @@ class HuggingFaceStorageReader(TorchsReader):
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._progress = checked_listener(progress)
+        self._broadcast = checked_broadcast(broadcast)
+        self._group = process_group
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another folder next, if one is given."""
@@ -416,6 +428,28 @@ class HuggingFaceStorageReader(TorchsReader):
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Say what this rank would share."""
+        plan = super().prepare_local_plan(plan)
+        if self._changed():
+            return plan
+
+        def versions() -> dict[str, tuple[int, ...]]:
+            places = self._places(plan.items)
+            wanted = (places.get(item.storage_index) for item in plan.items)
+            # Mounts of the same storage may have other device numbers in other containers.
+            return {place.relative_path: place.identity[1:] for place in wanted if place}
+
+        return sharing.offered(plan, self._broadcast, self._group, self.path, versions)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Find what ranks are to share."""
+        plans = super().prepare_global_plan(plans)
+        if self._changed():
+            return plans
+        items = itertools.chain.from_iterable(plan.items for plan in plans)
+        return sharing.shared(plans, lambda: PlacedTensors(self._places(items)))
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for into the planner's tensors, converted to their dtypes.
 
@@ -436,16 +470,10 @@ class HuggingFaceStorageReader(TorchsReader):
             meter.add(sum(_nbytes_read(self.storage_data, item) for item in plan.items))
             self.last_load = meter.finish()
             return done(None)
-        contents: Any = self._contents(plan.items)
-        by_file = contents.locate(plan.items)
-        meter.expect(sum(item.nbytes for items in by_file.values() for item in items), len(by_file))
-        with Reading(lambda: meter.add(0, files=1)) as reading:
-            narrowed = Narrowed()
-            load = ItemLoad(contents, reading, planner, meter.add, converts=True, narrowed=narrowed)
-            contents.read(reading, by_file, load.begin)
-            self.nbytes_read += reading.nbytes_read
+        load = PlanLoad(self._contents(plan.items), planner, meter, converts=True)
+        load.read(plan, self._group)
+        self.nbytes_read += load.nbytes_read
         self.last_load = meter.finish()
-        narrowed.warn()
         return done(None)
 
     def _contents(self, requests: list[ReadItem]) -> PlacedTensors:

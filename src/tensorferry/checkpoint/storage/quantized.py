@@ -108,7 +108,8 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
         if not (isinstance(target_dtype, torch.dtype) and target_dtype.is_floating_point):
             raise ValueError(f"target_dtype: {target_dtype!r} is not a dtype of floating point")
         path = hooks.first_folder(self, QuantizedHuggingFaceStorageReader, path)
-        super().__init__(path, thread_count, progress=progress)
+        # What ranks hand to each other are bytes of files; they would have to be dequantised behind that.
+        super().__init__(path, thread_count, progress=progress, broadcast=False)
         self.target_dtype = target_dtype
         self.block_size = positive(block_size, "block_size")
 

@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from tensorferry.base.checks import one_of
 from tensorferry.base.file_locks import read_directory
+from tensorferry.base.ranks import checked_broadcast
 from tensorferry.base.reprs import once_made
 from tensorferry.base.warned import warn
 from tensorferry.checkpoint.errors import CheckpointError
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from tensorferry.base.ranks import Broadcast
     from tensorferry.checkpoint.progress import Listener, Throughput
+    from tensorferry.checkpoint.storage.contents import Located
     from tensorferry.checkpoint.storage.reading import DataFile, Want
     from tensorferry.checkpoint.zipformat.blobs import Payload
 
@@ -103,7 +106,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         verify: Verify = "read",
         trust_pickle: bool = False,
         progress: Listener | None = None,
-        broadcast: sharing.Broadcast = False,
+        broadcast: Broadcast = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         one_of(verify, "verify", _LEVELS)
@@ -114,12 +117,11 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._verify = verify
         self._trust_pickle = trust_pickle
         self._progress = checked_listener(progress)
-        self._broadcast = sharing.checked(broadcast)
+        self._broadcast = checked_broadcast(broadcast)
         self._group = process_group
         self._metadata: Metadata | None = None
         self._checked: Metadata | None = None
         self._global_error: Exception | None = None
-        self._narrowed = Narrowed()
         self._let_go: Callable[[], Any] = lambda: None  # of the folder
 
     @once_made
@@ -211,13 +213,12 @@ class FileSystemReader(filesystem.FileSystemReader):
         if self._verify == "before":
             self._contents().verify(plan.items)
         plan = super().prepare_local_plan(plan)
-        offer = sharing.offer(self._broadcast, self._group, self.path)
-        return plan if offer is None else dataclasses.replace(plan, storage_data=offer)
+        return sharing.offered(plan, self._broadcast, self._group, self.path)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Find what ranks are to share."""
         plans = super().prepare_global_plan(plans)
-        return plans if self._changed() else sharing.shared(plans, self._contents())
+        return plans if self._changed() else sharing.shared(plans, self._contents)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for into the planner's tensors.
@@ -233,39 +234,30 @@ class FileSystemReader(filesystem.FileSystemReader):
         """
         self.nbytes_read = 0
         self.last_load = None
-        self._narrowed = Narrowed()
-        share = plan.storage_data if isinstance(plan.storage_data, sharing.Share) else None
         meter = Meter(self._progress)
         try:
             if self._changed():
                 self._read_by_torch(plan, planner, meter)
-            elif share is None:
-                self._read_own(plan, planner, meter)
             else:
-                self._read_shared(share, plan, planner, meter)
+                load = PlanLoad(self._contents(), planner, meter)
+                load.read(plan, self._group, lambda own: self._read_own(own, load, planner, meter))
+                self.nbytes_read = load.nbytes_read
         finally:
             self._let_go()
         self.last_load = meter.finish()
-        self._narrowed.warn()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_own(self, plan: LoadPlan, planner: LoadPlanner, meter: Meter) -> None:
-        """Read what this rank has for itself."""
+    def _read_own(self, plan: LoadPlan, load: PlanLoad, planner: LoadPlanner, meter: Meter) -> None:
+        """Read what this rank has for itself, some of it perhaps by torch's code."""
         contents = self._contents()
         by_torch = contents.transformed(plan.items)
         if by_torch and self._verify != "off":
             contents.verify(by_torch)
         chosen = {id(request) for request in by_torch}
-        by_file = contents.locate([each for each in plan.items if id(each) not in chosen])
-        nbytes_by_torch = contents.nbytes_of(by_torch)
-        nbytes = sum(item.nbytes for items in by_file.values() for item in items)
-        meter.expect(nbytes + nbytes_by_torch, files=len(by_file))
-        with Reading(lambda: meter.add(0, files=1)) as reading:
-            load = ItemLoad(contents, reading, planner, meter.add, narrowed=self._narrowed)
-            contents.read(reading, by_file, load.begin)
-            self.nbytes_read = reading.nbytes_read
+        meter.expect(contents.nbytes_of(by_torch), files=0)
+        load.read_own([each for each in plan.items if id(each) not in chosen])
         if by_torch:
             self._read_by_torch(dataclasses.replace(plan, items=by_torch), planner, meter)
 
@@ -287,39 +279,6 @@ class FileSystemReader(filesystem.FileSystemReader):
             data = stream.read()
         return parse_metadata(data, str(path), trust_pickle=self._trust_pickle)
 
-    def _read_shared(
-        self, share: sharing.Share, plan: LoadPlan, planner: LoadPlanner, meter: Meter
-    ) -> None:
-        """Read what this rank has for itself, then its part of what ranks share."""
-        contents = self._contents()
-        shared = sharing.shared_items(share, plan)
-        chosen = {id(item) for item in shared}
-
-        def read(boxes: list[tuple[sharing.SharedBox, torch.Tensor]]) -> None:
-            requests = [(piece.request, box) for piece, box in boxes]
-            by_file = contents.locate([request for request, _ in requests])
-            lent: Any = Lent(requests)
-            with Reading() as reading:
-                load = ItemLoad(contents, reading, lent, lambda _: None)
-                contents.read(reading, by_file, load.begin)
-                self.nbytes_read += reading.nbytes_read
-
-        arrivals = sharing.Arrivals(
-            shared,
-            functools.partial(_resolved, planner, self._narrowed),
-            planner.commit_tensor,
-            meter.add,
-        )
-        exchange = sharing.Exchange(share, self._group, read, arrivals.add)
-        failure: BaseException | None = None
-        try:
-            meter.expect(sharing.nbytes_of(share), files=0)
-            own = [item for item in plan.items if id(item) not in chosen]
-            self._read_own(dataclasses.replace(plan, items=own), planner, meter)
-        except BaseException as error:
-            failure = error
-        exchange.run(failure)
-
     def _changed(self) -> frozenset[str]:
         """Return what a subclass has changed that only torch's code uses."""
         return hooks.changed(self, _HOOKS)
@@ -338,6 +297,110 @@ class FileSystemReader(filesystem.FileSystemReader):
 
 
 _HOOKS = hooks.hooks_of(FileSystemReader, filesystem.FileSystemReader)
+
+
+class PlanLoad:
+    """Reads what a plan asks for: what a rank has for itself, and what it shares with others.
+
+    Parameters
+    ----------
+    contents : Located
+        Where that lies.
+    planner : LoadPlanner
+        Who is asked where it goes.
+    meter : Meter
+        Told of bytes that have arrived.
+    converts : bool
+        Whether they may have another dtype there.
+
+    Attributes
+    ----------
+    nbytes_read : int
+        Bytes that have been read from data files.
+    """
+
+    def __init__(
+        self, contents: Located, planner: LoadPlanner, meter: Meter, *, converts: bool = False
+    ) -> None:
+        self.nbytes_read = 0
+        self._contents: Any = contents
+        self._planner = planner
+        self._meter = meter
+        self._converts = converts
+        self._narrowed = Narrowed()
+
+    def read(
+        self,
+        plan: LoadPlan,
+        group: dist.ProcessGroup | None,
+        read_own: Callable[[LoadPlan], None] | None = None,
+    ) -> None:
+        """Read all; ``read_own`` what this rank has for itself, by default :meth:`read_own`."""
+        read_own = read_own or (lambda own: self.read_own(own.items))
+        if isinstance(plan.storage_data, sharing.Share):
+            self._read_shared(plan.storage_data, plan, group, read_own)
+        else:
+            read_own(plan)
+        self._narrowed.warn()
+
+    def read_own(self, items: list[ReadItem]) -> None:
+        """Read items of a plan."""
+        by_file = self._contents.locate(items)
+        nbytes = sum(item.nbytes for items in by_file.values() for item in items)
+        self._meter.expect(nbytes, files=len(by_file))
+        with Reading(lambda: self._meter.add(0, files=1)) as reading:
+            self._read(reading, by_file, self._planner, self._meter.add)
+
+    def _read_shared(
+        self,
+        share: sharing.Share,
+        plan: LoadPlan,
+        group: dist.ProcessGroup | None,
+        read_own: Callable[[LoadPlan], None],
+    ) -> None:
+        """Read what this rank has for itself, then its part of what ranks share."""
+        shared = sharing.shared_items(share, plan)
+        chosen = {id(item) for item in shared}
+
+        def read(boxes: list[tuple[sharing.SharedBox, torch.Tensor]]) -> None:
+            requests = [(piece.request, box) for piece, box in boxes]
+            lent: Any = Lent(requests)
+            with Reading() as reading:
+                by_file = self._contents.locate([request for request, _ in requests])
+                self._read(reading, by_file, lent, lambda _: None)
+
+        resolve = functools.partial(
+            _resolved, self._planner, self._narrowed, converts=self._converts
+        )
+        commit, count = self._planner.commit_tensor, self._meter.add
+        arrivals = sharing.Arrivals(shared, resolve, commit, count)
+        exchange = sharing.Exchange(share, group, read, arrivals.add)
+        failure: BaseException | None = None
+        try:
+            self._meter.expect(sharing.nbytes_of(share), files=0)
+            own = [item for item in plan.items if id(item) not in chosen]
+            read_own(dataclasses.replace(plan, items=own))
+        except BaseException as error:
+            failure = error
+        exchange.run(failure)
+
+    def _read(
+        self,
+        reading: Reading,
+        by_file: dict[str, list[Item]],
+        planner: LoadPlanner,
+        count: Callable[[int], None],
+    ) -> None:
+        load = ItemLoad(
+            self._contents,
+            reading,
+            planner,
+            count,
+            converts=self._converts,
+            narrowed=self._narrowed,
+        )
+        self._contents.read(reading, by_file, load.begin)
+        self.nbytes_read += reading.nbytes_read
 
 
 class _Unread:

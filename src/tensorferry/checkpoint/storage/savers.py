@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tensorferry.base.file_locks import REMOTE, open_lock_file, set_lock
-from tensorferry.base.mounts import mount_if_seen
+from tensorferry.base.mounts import LOCAL_FILE_SYSTEMS, mount_if_seen
 from tensorferry.base.processes import lock_descriptors, when_dropped
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.errors import StorageError
@@ -40,9 +40,6 @@ _PRESENCE, _TURNS, _RANGE_NBYTES = 0, 1 << 32, 1 << 32
 _MAX_WAIT_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 
-LOCAL_FILE_SYSTEMS = frozenset(
-    ["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"]
-)
 _LOCAL_LOCKS = frozenset(["nolock", "local_lock=all", "local_lock=posix", "localflock"])
 
 # What is said where nobody can have locks: there are none, or the file's name is something else's.

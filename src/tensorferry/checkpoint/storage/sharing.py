@@ -10,28 +10,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import socket
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from tensorferry.base.mounts import mount_if_seen
+from tensorferry.base.ranks import Relay, device_of, is_worthwhile, node
 from tensorferry.checkpoint.storage.delivery import is_plain
-from tensorferry.checkpoint.storage.savers import LOCAL_FILE_SYSTEMS
-from tensorferry.checkpoint.together import Ranks
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    from tensorferry.checkpoint.storage.contents import Contents, StoredItem
-
-Broadcast = Literal["auto", True, False]
+    from tensorferry.base.ranks import Broadcast
+    from tensorferry.checkpoint.storage.contents import Located, StoredItem
 
 # A round is so much for each of its ranks, and so much at most. A rank has in memory a round and its part of the next;
 # at the edges of its part a chunk is read by others as well.
@@ -90,6 +85,8 @@ class Offer:
     nranks: int
     node: str
     is_worthwhile: bool
+    # Which files those are that it wants, where nothing else tells that another rank has found others in their places.
+    versions: Mapping[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass
@@ -116,39 +113,40 @@ def wanted_by(item: ReadItem) -> Wanted:
     return Wanted(item.storage_index, tuple(item.storage_offsets), tuple(item.lengths))
 
 
-def checked(broadcast: Broadcast) -> Broadcast:
-    """Return what was given as ``broadcast=``, or raise ValueError."""
-    if not any(broadcast is each for each in ("auto", True, False)) and broadcast != "auto":
-        raise ValueError(f"broadcast: {broadcast!r} is none of 'auto', True, False")
-    return broadcast
-
-
-def offer(
-    broadcast: Broadcast, group: dist.ProcessGroup | None, path: str | os.PathLike[str]
-) -> Offer | None:
-    """Return what this rank offers; None where there is no process group."""
+def offered(
+    plan: LoadPlan,
+    broadcast: Broadcast,
+    group: dist.ProcessGroup | None,
+    path: str | os.PathLike[str],
+    versions: Callable[[], Mapping[str, tuple[int, ...]]] = dict,
+) -> LoadPlan:
+    """Return a plan with what its rank offers, where there is a process group."""
     if not (dist.is_available() and dist.is_initialized()):
-        return None
-    device = _device(group)
+        return plan
+    device = device_of(group)
     if device is None and broadcast is True:
         backend = dist.get_backend_config(group)
         raise ValueError(
             f"broadcast: the process group ({backend}) moves no memory of CPUs or GPUs"
         )
-    # By gloo, memory of CPUs goes from rank to rank more slowly than local drives and the page cache give it.
-    mount = mount_if_seen(Path(path))
-    is_remote = mount is not None and mount["type"] not in LOCAL_FILE_SYSTEMS
-    worthwhile = device is not None and (device.type == "cuda" or is_remote)
-    return Offer(broadcast, dist.get_rank(group), dist.get_world_size(group), _node(), worthwhile)
+    offer = Offer(
+        broadcast,
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        node(),
+        device is not None and is_worthwhile(device.type, path),
+        versions() if broadcast else {},
+    )
+    return dataclasses.replace(plan, storage_data=offer)
 
 
-def shared(plans: list[LoadPlan], contents: Contents) -> list[LoadPlan]:
+def shared(plans: list[LoadPlan], contents: Callable[[], Located]) -> list[LoadPlan]:
     """Return the plans of all ranks with what they share, if they are to.
 
     Raises
     ------
     ValueError
-        Ranks differ in what they ask for, or their process group is not the one that loads.
+        Ranks differ in what they ask for or have found, or their process group is not the one that loads.
     """
     offers = [plan.storage_data for plan in plans]
     if len(plans) == 1 or not all(isinstance(each, Offer) for each in offers):
@@ -166,12 +164,13 @@ def shared(plans: list[LoadPlan], contents: Contents) -> list[LoadPlan]:
         if broadcast == "auto":
             return plans
         raise ValueError(
-            f"process_group: the load is by {len(plans)} ranks, and FileSystemReader's group has "
+            f"process_group: the load is by {len(plans)} ranks, and the reader's group has "
             f"{offers[0].nranks}, or others; give it the process_group that load() has"
         )
     if broadcast == "auto" and not all(each.is_worthwhile for each in offers):
         return plans
-    rounds = _rounds(plans, [each.node for each in offers], contents)
+    _check_versions(offers)
+    rounds = _rounds(plans, [each.node for each in offers], contents())
     if not rounds:
         return plans
     return [
@@ -185,12 +184,24 @@ def shared(plans: list[LoadPlan], contents: Contents) -> list[LoadPlan]:
     ]
 
 
-def _rounds(plans: list[LoadPlan], nodes: list[str], contents: Contents) -> list[list[Round]]:
+def _check_versions(offers: list[Offer]) -> None:
+    """Refuse to put tensors together from what ranks have taken for the same file."""
+    seen: dict[tuple[str, str], tuple[int, ...]] = {}
+    for offer in offers:
+        for path, version in offer.versions.items():
+            if seen.setdefault((offer.node, path), version) != version:
+                raise ValueError(
+                    f"path: ranks of a node have read the headers of different files {path!r}, which was replaced or "
+                    "changed meanwhile, or is another one in each (remedy: load again, or without broadcast)"
+                )
+
+
+def _rounds(plans: list[LoadPlan], nodes: list[str], contents: Located) -> list[list[Round]]:
     """Return the rounds; in each of them a rank has a part once at most."""
     ranks: dict[tuple[str, Wanted], dict[int, ReadItem]] = {}
-    for rank, (plan, node) in enumerate(zip(plans, nodes, strict=True)):
+    for rank, plan in enumerate(plans):
         for item in plan.items:
-            ranks.setdefault((node, wanted_by(item)), {})[rank] = item
+            ranks.setdefault((nodes[rank], wanted_by(item)), {})[rank] = item
     by_members: dict[tuple[int, ...], list[tuple[StoredItem, Wanted]]] = {}
     for (_, wanted), items in ranks.items():
         if len(items) > 1 and (stored := contents.stored(next(iter(items.values())))) is not None:
@@ -331,14 +342,12 @@ class Exchange:
         read: Callable[[list[tuple[SharedBox, torch.Tensor]]], None],
         give: Callable[[SharedBox, torch.Tensor], None],
     ) -> None:
-        device = _device(group)
+        device = device_of(group)
         assert device is not None
         self._rounds = share.rounds
-        self._group = dist.group.WORLD if group is None else group
-        self._rank = dist.get_rank(group)
+        self._relay = Relay(group, device)
         self._read, self._give = read, give
         self._failure: BaseException | None = None
-        self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         nbytes = [
             (sum(map(_padded, own)), sum(map(_padded, others)))
             for own, others in map(self._own_and_others, self._rounds)
@@ -360,7 +369,7 @@ class Exchange:
         try:
             boxes = self._attempt(0)
             for number, each in enumerate(self._rounds):
-                self._agree()
+                self._relay.agree(self._failure)
                 works, others = self._hand_on(number)
                 following = self._attempt(number + 1)
                 for work in works:
@@ -384,46 +393,18 @@ class Exchange:
             self._failure = error  # all ranks hear of it when they agree
         return boxes
 
-    def _agree(self) -> None:
-        """Raise what has failed anywhere."""
-        self._flag.fill_(self._failure is not None)
-        dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group)
-        if not self._flag.item():
-            return
-        own = self._failure
-
-        def tell() -> None:
-            if isinstance(own, BaseException):
-                is_usual = isinstance(own, Exception)
-                raise own if is_usual else RuntimeError(f"another rank was stopped by {own!r}")
-
-        try:
-            Ranks(self._group).call(tell)
-        except Exception as error:
-            if own is None or isinstance(own, Exception):
-                raise
-            raise own from error
-
     def _hand_on(self, number: int) -> tuple[list[Any], dict[SharedBox, torch.Tensor]]:
         """Begin to send this rank's part of a round, and to receive those of others; return their pieces."""
-        own, others = self._own_and_others(self._rounds[number])
-        operations = []
-        if own:
-            memory = self._own[number % 2][: sum(map(_padded, own))]
-            for rank in self._rounds[number].members:  # type: ignore[union-attr]
-                if rank != self._rank:
-                    operations.append(self._operation(dist.isend, memory, rank))
-        begin = 0
+        each = self._rounds[number]
+        own, others = self._own_and_others(each)
+        received, begin = [], 0
         for source in dict.fromkeys(piece.source for piece in others):
             end = begin + sum(_padded(piece) for piece in others if piece.source == source)
-            operations.append(self._operation(dist.irecv, self._others[begin:end], source))
+            received.append((source, self._others[begin:end]))
             begin = end
-        works = dist.batch_isend_irecv(operations) if operations else []
+        memory = self._own[number % 2][: sum(map(_padded, own))]
+        works = self._relay.hand_on(memory, () if each is None else each.members, received)
         return works, _laid_out(others, self._others)
-
-    def _operation(self, function: Any, memory: torch.Tensor, rank: int) -> dist.P2POp:
-        assert self._group is not None
-        return dist.P2POp(function, memory, dist.get_global_rank(self._group, rank), self._group)
 
     def _give_all(self, each: Round | None, boxes: dict[SharedBox, torch.Tensor]) -> None:
         if each is None or self._failure is not None:
@@ -437,8 +418,9 @@ class Exchange:
     def _own_and_others(self, each: Round | None) -> tuple[list[SharedBox], list[SharedBox]]:
         """Return the pieces of a round that this rank reads, and those that it receives."""
         pieces = [] if each is None else each.pieces
-        own = [piece for piece in pieces if piece.source == self._rank]
-        return own, [piece for piece in pieces if piece.source != self._rank]
+        rank = self._relay.rank
+        own = [piece for piece in pieces if piece.source == rank]
+        return own, [piece for piece in pieces if piece.source != rank]
 
 
 def _laid_out(pieces: list[SharedBox], memory: torch.Tensor) -> dict[SharedBox, torch.Tensor]:
@@ -453,19 +435,3 @@ def _laid_out(pieces: list[SharedBox], memory: torch.Tensor) -> dict[SharedBox, 
 
 def _padded(piece: SharedBox) -> int:
     return -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device | None:
-    """Return whose memory a group moves fastest: this rank's GPU with NCCL, else the host's."""
-    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-    if backends.get("cuda") == "nccl" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if "cpu" in backends else None
-
-
-def _node() -> str:
-    """Return what ranks of the same machine have in common, in whatever containers they are."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return socket.gethostname()
