@@ -206,11 +206,13 @@ def scenario_failing(directory: Path, stage: int, decoupled: bool) -> dict[str, 
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
     training.step(0)
     found["second"] = save("second")
+    found["latest"] = [(directory / "latest").read_text()]
+    dist.barrier()
     found["again"] = save("first")  # replaces what is there, or leaves it
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     dist.barrier()
     found["left"] = sorted(each.name for each in (directory / "second").iterdir())
-    found["latest"] = (directory / "latest").read_text()
+    found["latest"].append((directory / "latest").read_text())
     engine.load_checkpoint(str(directory), tag="first")
     found["steps"] = engine.global_steps
     training.step(1)

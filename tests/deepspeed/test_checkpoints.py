@@ -253,7 +253,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
                 "zero_pp_rank_1_mp_rank_00_optim_states.pt: File too large"
             )
         assert each["left"] == ["tensorferry.json"]
-        assert (each["latest"], each["steps"]) == ("first", 0)
+        assert (each["latest"], each["steps"]) == (["first", "first"], 0)
         assert each["third"] == "second"
 
 
