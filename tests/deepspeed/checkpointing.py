@@ -19,6 +19,7 @@ import torch.distributed as dist
 from benchmarks.training import Transformer, join
 
 import tensorferry.deepspeed
+from tensorferry.transfer import replacement
 
 HIDDEN = int(
     os.environ.get("HIDDEN", "64")
@@ -44,7 +45,8 @@ class Training:
             piped = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
             zero["offload_optimizer"] = nvme | (piped if stage == "all on nvme" else {})
             zero["sub_group_size"] = 4 * HIDDEN * HIDDEN
-        if stage == "all on nvme":
+        if stage == "all on nvme":  # more groups than DeepSpeed has buffers for at a time
+            zero["sub_group_size"] = HIDDEN * HIDDEN
             zero["offload_param"] = nvme | {"buffer_count": 8, "buffer_size": 8 * HIDDEN * HIDDEN}
             zero["stage3_param_persistence_threshold"] = 0
         config: dict[str, Any] = {
@@ -164,11 +166,13 @@ def scenario_refused(directory: Path, stage: int | str) -> dict[str, Any]:
         middle = len(data) // 2
         path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
         load(f"flipped {name}")
+        if "optim" in name and stage == 3:
+            load(f"weights of {name}", load_optimizer_states=False)
         path.write_bytes((other / name).read_bytes())
         load(f"mixed {name}")
         path.unlink()
         load(f"missing {name}")
-        if "optim" in name and stage == 2:
+        if "optim" in name and stage != "nvme":
             load(f"without {name}", load_optimizer_states=False)
         path.write_bytes(data)
     load("whole again")
@@ -188,7 +192,7 @@ def scenario_refused(directory: Path, stage: int | str) -> dict[str, Any]:
     return found
 
 
-def scenario_failing(directory: Path, stage: int, decoupled: bool) -> dict[str, Any]:
+def scenario_failing(directory: Path, stage: int, decoupled: bool, failing: int) -> dict[str, Any]:
     """Save where one rank may write no file so large; then where it may again."""
     training = Training(stage, directory, checkpoint={"writer": {"decoupled": decoupled}})
     engine = training.engine
@@ -202,8 +206,8 @@ def scenario_failing(directory: Path, stage: int, decoupled: bool) -> dict[str, 
         return (directory / "latest").read_text()
 
     found: dict[str, Any] = {"first": save("first")}
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
+    if dist.get_rank() == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 10, resource.RLIM_INFINITY))
     training.step(0)
     found["second"] = save("second")
     found["latest"] = [(directory / "latest").read_text()]
@@ -218,6 +222,88 @@ def scenario_failing(directory: Path, stage: int, decoupled: bool) -> dict[str, 
     training.step(1)
     found["third"] = save("second")
     return found
+
+
+def scenario_live(directory: Path, stage: int | str) -> dict[str, Any]:
+    """Load into an engine that has taken steps, and into a second one, what was saved before the first, and later."""
+    training, found = Training(stage, directory / "swaps"), {}
+    training.engine.save_checkpoint(str(directory), tag="0")
+    wanted = {"0": training.steps(0, 3)}
+    training.engine.save_checkpoint(str(directory), tag="3")
+    wanted["3"] = training.steps(3, 6)
+    for tag in ("3", "0"):
+        training.engine.load_checkpoint(str(directory), tag=tag)
+        found[f"live {tag}"] = training.steps(int(tag), int(tag) + 3) == wanted[tag]
+    training.engine.destroy()
+    second = Training(stage, directory / "swaps")
+    for tag in ("3", "0"):
+        second.engine.load_checkpoint(str(directory), tag=tag)
+        found[f"second {tag}"] = second.steps(int(tag), int(tag) + 3) == wanted[tag]
+    second.engine.save_checkpoint(
+        str(directory), tag="3"
+    )  # DeepSpeed would refuse to copy there again
+    found["again"] = second.engine.load_checkpoint(str(directory), tag="3")[0] is not None
+    second.engine.destroy()
+    return found
+
+
+def scenario_meanwhile(directory: Path) -> dict[str, Any]:
+    """What goes on while decoupled saves are written, by two engines."""
+    decoupled = {"writer": {"decoupled": True, "show_statistics": True}}
+    both = [Training(2, directory, checkpoint=decoupled) for _ in range(2)]
+    found: dict[str, Any] = {}
+    os.chdir(directory)
+    for number in range(4):
+        for name, training in zip("ab", both, strict=True):
+            training.step(number)
+            training.engine.save_checkpoint(name, tag=str(number))
+    os.chdir("/")
+    for training in both:
+        training.engine.checkpoint_engine.cleanup()
+    found["latest"] = [(directory / name / "latest").read_text() for name in "ab"]
+    engine = both[0].engine
+    kept = []
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 10, resource.RLIM_INFINITY))
+    for number in range(4):
+        try:
+            engine.save_checkpoint(str(directory / "a"), tag=f"failed {number}")
+            engine.checkpoint_engine.cleanup()
+        except OSError as error:
+            kept.append(error)  # whose traceback would keep the copies
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    found["failed"] = len(kept)
+    dist.barrier()
+    engine.save_checkpoint(str(directory / "a"), tag="last")
+    engine.checkpoint_engine.cleanup()
+    found["last"] = (directory / "a" / "latest").read_text()
+    if dist.get_rank() == 0:  # who fails to make a folder does not leave the others waiting
+        (directory / "file").touch()
+    for call in (engine.save_checkpoint, engine.save_16bit_model):
+        try:
+            call(str(directory / "file" / "x"))
+            engine.checkpoint_engine.cleanup()
+        except OSError as error:
+            found[call.__name__] = type(error).__name__
+    both[0].steps(4, 6)
+    return found
+
+
+def scenario_killed_between(directory: Path) -> None:
+    """End while files of a checkpoint that has no list are replaced: one of them is."""
+    training = Training(2, directory)
+    training.engine.save_checkpoint(str(directory), tag="last")
+    (directory / "last" / "tensorferry.json").unlink()
+    training.steps(0, 2)
+    commit = replacement.Target.commit
+
+    def commit_and_end(self: Any, **options: Any) -> None:
+        commit(self, **options)
+        if self.target.endswith(".pt"):
+            print("\nresults []", flush=True)
+            os._exit(0)
+
+    replacement.Target.commit = commit_and_end  # type: ignore[method-assign]
+    training.engine.save_checkpoint(str(directory), tag="last")
 
 
 def scenario_replaced(directory: Path) -> dict[str, Any]:

@@ -116,6 +116,7 @@ def assert_resumed(found: list[Any], steps: int, tag: str, before: list[Any]) ->
         (3, 2, {}),
         ("nvme", 2, {}),
         ("nvme", 1, {"checkpoint": {"writer": {"decoupled": True}}}),
+        ("all on nvme", 1, {}),
         ("all on nvme", 2, {}),
     ],
     ids=str,
@@ -215,7 +216,7 @@ def test_frozen_parameters_are_left_out(newest: Environment, directory: pathlib.
     assert_resumed(found, 1, "global_step1", before)
 
 
-@pytest.mark.parametrize("stage", [2, "nvme"])
+@pytest.mark.parametrize("stage", [2, 3, "nvme"])
 def test_what_is_not_whole_is_refused_by_its_name(
     newest: Environment, directory: pathlib.Path, stage: int | str
 ) -> None:
@@ -223,7 +224,7 @@ def test_what_is_not_whole_is_refused_by_its_name(
     [found] = run(1, directory / "c", environment, "refused", stage=stage)
     refused, names = found["refused"], found["names"]
     assert found["latest"] == "whole"
-    assert len(names) >= (2 if stage == 2 else 5)
+    assert len(names) >= (5 if stage == "nvme" else 2)
     for name in names:
         for what in ("cut", "flipped", "mixed", "missing"):
             text = refused.pop(f"{what} {name}")
@@ -231,6 +232,9 @@ def test_what_is_not_whole_is_refused_by_its_name(
             assert f"/whole/{name}'" in text
         if "optim" in name and stage == 2:
             assert refused.pop(f"without {name}") == "loaded whole"
+        if "optim" in name and stage == 3:  # which weights are read from
+            assert f"/whole/{name}'" in refused.pop(f"weights of {name}")
+            assert f"/whole/{name}'" in refused.pop(f"without {name}")
     assert refused.pop("whole again") == "loaded whole"
     assert refused.pop("no list") == "loaded whole"
     assert refused.pop("no latest") == "loaded None"
@@ -241,20 +245,47 @@ def test_what_is_not_whole_is_refused_by_its_name(
     assert refused == {}
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize(("failing", "decoupled"), [(0, False), (1, False), (1, True)])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
-    newest: Environment, directory: pathlib.Path, decoupled: bool
+    newest: Environment, directory: pathlib.Path, failing: int, decoupled: bool
 ) -> None:
-    found = run(2, directory / "c", newest, "failing", stage=2, decoupled=decoupled)
+    how = {"stage": 2, "decoupled": decoupled, "failing": failing}
+    found = run(2, directory / "c", newest, "failing", **how)
     for each in found:
         assert each["first"] == "first"
         for name in ("second", "again"):
-            assert each[name].startswith(
-                "zero_pp_rank_1_mp_rank_00_optim_states.pt: File too large"
-            )
+            file = "zero_pp_rank_1_mp_rank_00_optim" if failing else "mp_rank_00_model"
+            assert each[name].startswith(f"{file}_states.pt: File too large")
         assert each["left"] == ["tensorferry.json"]
         assert (each["latest"], each["steps"]) == (["first", "first"], 0)
         assert each["third"] == "second"
+
+
+@pytest.mark.parametrize("stage", [2, "nvme", "all on nvme"])
+def test_engines_that_have_gone_on_load_as_new_ones(
+    newest: Environment, directory: pathlib.Path, stage: int | str
+) -> None:
+    [found] = run(1, directory / "c", newest | SWAPPED, "live", stage=stage)
+    assert len(found) == 5
+    assert all(found.values()), found
+
+
+def test_what_happens_while_decoupled_saves_are_written(
+    newest: Environment, directory: pathlib.Path
+) -> None:
+    for found in run(2, directory / "c", newest, "meanwhile"):
+        assert found["latest"] == ["3", "3"]
+        assert (found["failed"], found["last"]) == (4, "last")
+        assert found["save_checkpoint"] == "NotADirectoryError"
+
+
+def test_a_mixture_of_two_saves_is_refused_where_nobody_had_listed_the_first(
+    newest: Environment, directory: pathlib.Path
+) -> None:
+    run(1, directory / "c", newest, "killed_between")
+    ranks = Ranks(1, directory / "c", newest, "train", stage=2, begin=0, end=1, load="last")
+    assert ranks.processes[0].wait(TIMEOUT_SECONDS) != 0
+    assert "did not come to its end" in ranks.outputs[0].read_text()
 
 
 def test_engines_are_replaced_and_put_back(newest: Environment, directory: pathlib.Path) -> None:

@@ -970,8 +970,8 @@ MUTANTS = [
         "latest-before-all-ranks",
         "DeepSpeed's `latest` names a checkpoint that is whole on all ranks, and what is loaded are its files",
         "src/tensorferry/deepspeed/checkpoints.py",
-        "        self._ranks.call(self._sync_offloaded)\n",
-        "        self._publish({})\n        self._ranks.call(self._sync_offloaded)\n",
+        "        found = self._ranks.call(self._finish)\n",
+        "        self._publish({})\n        found = self._ranks.call(self._finish)\n",
         "tests/deepspeed/test_checkpoints.py::test_a_save_that_fails_on_one_rank_fails_on_all_and_changes_nothing",
     ),
     _mutant(
@@ -986,8 +986,8 @@ MUTANTS = [
         "moments-on-nvme-begin-anew",
         "DeepSpeed goes on from a checkpoint as it went on before, wherever its states are",
         "src/tensorferry/deepspeed/checkpoints.py",
-        "            states[name] = tensorferry.read(path, torch.empty_like(param.data))",
-        "            states[name] = torch.zeros_like(param.data)",
+        "                state = swapped.read(number, name, torch.empty_like(param.data))\n",
+        "                state = torch.zeros_like(param.data)\n",
         "tests/deepspeed/test_checkpoints.py::test_training_goes_on_from_checkpoints_to_the_last_bit[nvme-2-{}]",
     ),
     _mutant(

@@ -3,13 +3,14 @@
 ``engine.save_checkpoint`` is put into a :class:`_Save`. Its steps end on all ranks alike, for they agree on each by a
 process group of their own (:class:`tensorferry.base.ranks.Ranks`):
 
-1. Every rank has its files on the drive. A file whose name was free has it then; one that takes another's place waits.
+1. Every rank has its files on the drive. A file whose name was free has it then; one that takes another's place waits,
+   and so do copies of tensors on NVMe.
 2. Those that wait take their places, and the directories are on the drive.
 3. The first rank, with node-local storage that of each node, writes which files belong to the checkpoint (`LIST_NAME`)
    into its folder, and only then its tag into `latest`. Both are replaced at one stroke.
 
-A rank that cannot write its files says so in the first step, and all raise its failure. A new folder has a list from
-the beginning that says the checkpoint is unfinished.
+A rank that cannot write its files says so in the first step, and all raise its failure. A folder that is new, or has
+files and no list, has a list before its first file changes that says the checkpoint is unfinished.
 
 A decoupled save copies the states (:class:`tensorferry.checkpoint.Stager`), and a thread takes the steps. What fails
 there is logged at once, and raised by the next save or by ``engine.destroy()``.
@@ -21,15 +22,21 @@ a folder has files of two saves with one tag. Checkpoints without a list, DeepSp
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import datetime
 import functools
 import inspect
 import json
 import os
 import platform
+import secrets
 import shutil
+import sys
+import tempfile
 import threading
 import time
+import traceback
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +47,16 @@ from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.checkpoint_engine import utils as engine_utils
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import logger
+from torch.utils._pytree import tree_iter
 
 import tensorferry
 from tensorferry import _core
 from tensorferry.base.ranks import Ranks
-from tensorferry.checkpoint import Stager, load
+from tensorferry.checkpoint import Stager, load, verify
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.objects.file_writer import FileWriter
 from tensorferry.checkpoint.objects.save_load import written
+from tensorferry.checkpoint.staging import saved_here
 from tensorferry.deepnvme.builders import set_attribute
 from tensorferry.transfer.publication import make_directory, sync_directory, sync_file
 
@@ -62,6 +71,7 @@ _VERSION = 1
 _LATEST = "latest"
 _OFFLOADED = "offloaded_tensors"
 _UNFINISHED = "unfinished"
+_SWAPPED_SUFFIX = ".tensor.swp"
 # Of an archive: its directory, with the checksum of the record that torch makes of all others, is at its end.
 _END_NBYTES = 64 << 10
 _READ_NBYTES = 8 << 20
@@ -75,11 +85,14 @@ _WITHOUT_EFFECT = {
     "data_parallel": None,
 }
 
+_installed = False
+
 _Entries = dict[str, dict[str, int]]  # what files are, by their names in the folder
 
 
 def replace(stack: ExitStack) -> None:
     """Have DeepSpeed save and load checkpoints by us; the stack puts back what was there."""
+    set_attribute(stack, sys.modules[__name__], "_installed", True)
     set_attribute(stack, TorchCheckpointEngine, "save", _save_file)
     set_attribute(stack, TorchCheckpointEngine, "load", _load_file)
     create = _creating(engine_utils.create_checkpoint_engine)
@@ -88,6 +101,11 @@ def replace(stack: ExitStack) -> None:
     owner = engine_module.DeepSpeedEngine
     set_attribute(stack, owner, "save_checkpoint", _saving(owner.save_checkpoint))
     set_attribute(stack, owner, "load_checkpoint", _loading(owner.load_checkpoint))
+    set_attribute(
+        stack, owner, "_copy_recovery_script", _copying_scripts(owner._copy_recovery_script)
+    )
+    name = "get_fp32_state_dict_from_zero_checkpoint"
+    set_attribute(stack, engine_module, name, _reading_weights(getattr(engine_module, name)))
 
 
 class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
@@ -100,10 +118,11 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         self._decoupled = bool(writer and writer["decoupled"])
         self._shows_statistics = bool(writer and writer["show_statistics"])
         self._stagers: list[Stager] = []
+        self._group: tuple[Any, Any] | None = None
+        self._count = 0
         self._save: _Save | None = None
         self._info: Any = None
-        self._behind: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._behind: Future[None] | None = None
         unused = [
             key for key, default in _WITHOUT_EFFECT.items() if writer and writer[key] != default
         ]
@@ -116,7 +135,14 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         """Make a directory whose name would survive a power cut."""
         if not exist_ok and Path(path).exists():
             raise FileExistsError(f"{path!r} exists")
-        make_directory(Path(path))
+        self.attempt(lambda: make_directory(Path(path)))
+
+    def attempt(self, function: Callable[[], object]) -> None:
+        """Do a part of a save; within ``engine.save_checkpoint`` what fails is raised by all ranks, at its end."""
+        if self._save is None:
+            function()
+        else:
+            self._save.attempt(function)
 
     def create(self, info: Any) -> None:
         """Begin to save what :class:`CheckpointCommitInfo` says."""
@@ -159,37 +185,52 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         return self._decoupled
 
     def get_commit_info(self) -> Any:
-        """Return None where nothing is left for DeepSpeed to commit."""
-        return self._info
+        """Return what DeepSpeed has to commit: nothing, unless it saves without us after ``uninstall()``."""
+        return None if _installed else self._info
 
     def cleanup(self) -> None:
         """Wait for a decoupled save, and raise what it failed by."""
-        behind, self._behind = self._behind, None
-        if behind is not None:
-            behind.join()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if self._behind is not None:
+            failure = self._behind.exception()
+            self._behind = None
+            if failure is not None:
+                raise failure
 
     @contextlib.contextmanager
     def saving(self, engine: Any, *, save_latest: bool) -> Iterator[None]:
         """Have the files that are saved in the block be one checkpoint."""
         self.cleanup()  # all ranks have the same failure
-        self._save = save = _Save(engine, save_latest, self.zipfile_serialization)
+        self._count += 1
+        ranks = Ranks(self._own_group())
+        self._save = save = _Save(
+            engine, ranks, self._count, save_latest, self.zipfile_serialization
+        )
         try:
-            yield
+            with save.copying():
+                yield
             if self._decoupled:
-                self._behind = threading.Thread(
-                    target=self._write_behind, args=(save,), name="tensorferry-checkpoint"
-                )
-                self._behind.start()
+                save.attempt(save.copy_offloaded)
+                self._behind = Future()
+                work = functools.partial(self._write_behind, save, self._behind)
+                try:
+                    threading.Thread(target=work, name="tensorferry-checkpoint").start()
+                except RuntimeError:  # a limit of processes
+                    work()
         except BaseException:
             save.abort()
             raise
         finally:
             self._save = None
-        if self._shows_statistics and not self._decoupled:
-            print(f"[{self.name}] {save.statistics()}", flush=True)
+        if not self._decoupled:
+            self._show_statistics(save)
+
+    def _own_group(self) -> Any:
+        """Return a group of all ranks that nothing else uses, in no thread; None where there is one rank."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        if self._group is None or self._group[0] is not dist.group.WORLD:
+            self._group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=_PATIENCE)
+        return self._group[1]
 
     def _stage(self, state: Any, path: str) -> None:
         assert self._save is not None
@@ -198,36 +239,49 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
             self._stagers.append(Stager())
         staged.append((self._stagers[len(staged)].stage(state), path))
 
-    def _write_behind(self, save: _Save) -> None:
+    def _write_behind(self, save: _Save, ended: Future[None]) -> None:
         try:
             while save.staged:
                 state, path = save.staged.pop(0)
+                saved_here(tree_iter(state))
                 save.attempt(functools.partial(save.write, state, path))
                 del state  # its memory is wanted for the next save
             save.end()
-            if self._shows_statistics:
-                print(f"[{self.name}] {save.statistics()}", flush=True)
         except BaseException as error:
             save.abort()
             logger.error(f"[{self.name}] the checkpoint {str(save.folder)!r} is not saved: {error}")
-            self._failure = error
+            ended.set_exception(error)
+        else:
+            self._show_statistics(save)
+            ended.set_result(None)
+
+    def _show_statistics(self, save: _Save) -> None:
+        if self._shows_statistics:
+            with contextlib.suppress(OSError, ValueError):  # nobody is there to read it
+                print(f"[{self.name}] {save.statistics()}", flush=True)
 
 
 class _Save:
     """A checkpoint that is being saved: this rank's part of it."""
 
-    def __init__(self, engine: Any, save_latest: bool, as_archive: bool) -> None:
+    def __init__(
+        self, engine: Any, ranks: Ranks, number: int, save_latest: bool, as_archive: bool
+    ) -> None:
         self.folder = self._latest = Path()
         self._tag = ""
         self.staged: list[tuple[Any, str]] = []
+        self._engine = engine
+        self._ranks = ranks
+        self._number = number
         self._save_latest = save_latest
         self._as_archive = as_archive
         self._is_local = bool(engine.use_node_local_storage())
         rank = engine.local_rank if self._is_local else engine.global_rank
         self._is_first = rank == 0
-        self._offloads = bool(engine.zero_nvme_offload_optimizer())
         self._rank_folder = _rank_folder(rank)
-        self._ranks = Ranks(_group())
+        # DeepSpeed has no experts with an optimizer on NVMe, and says so.
+        self._offloads = engine.zero_nvme_offload_optimizer() and not engine.has_moe_layers
+        self._copied: Path | None = None
         self._names: list[str] = []
         self._new: list[Path] = []
         self._waiting: list[Target] = []
@@ -247,7 +301,36 @@ class _Save:
             try:
                 function()
             except Exception as error:
+                traceback.clear_frames(error.__traceback__)  # which have the state
                 self._failure = error
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Have DeepSpeed's engine not copy tensors on NVMe in the block."""
+        name = "zero_nvme_offload_optimizer"
+        if self._offloads:
+            vars(self._engine)[name] = lambda: False
+        try:
+            yield
+        finally:
+            vars(self._engine).pop(name, None)
+
+    def copy_offloaded(self) -> None:
+        """Copy this rank's tensors that are on NVMe; the copy has yet to take its place."""
+        if not self._offloads or self._copied is not None:
+            return
+        place = self.folder / self._rank_folder
+        for path in place.parent.glob(f"{place.name}.*"):  # of saves that were killed
+            shutil.rmtree(path)
+        self._copied = place.with_name(f"{place.name}.{secrets.token_hex(8)}")
+        optimizer = self._engine.optimizer
+        # Engines before this one may have left theirs there.
+        own = {getattr(param, "ds_id", None) for param in optimizer.fp32_partitioned_groups_flat}
+        shutil.copytree(
+            optimizer.optimizer_swapper.swap_folder,
+            self._copied,
+            ignore=lambda _, names: [name for name in names if _id_of(name) not in own],
+        )
 
     def write(self, state: Any, path: str) -> None:
         """Write a file of this rank."""
@@ -262,7 +345,14 @@ class _Save:
 
     def end(self) -> None:
         """Make it the newest checkpoint."""
-        self._ranks.call(self._sync_offloaded)
+        found = self._ranks.call(self._finish)
+        saves = {(number, tag) for number, tag, _ in found}
+        if len(saves) > 1:
+            raise RuntimeError(
+                f"ranks are at different saves ({sorted(saves)}): one of them has failed on a rank, which went on"
+            )
+        if any(replaces for _, _, replaces in found):
+            self._ranks.call(self._mark_replaced)
         entries: _Entries = {}
         for node, own in self._ranks.call(self._take_places):
             if not self._is_local or node == platform.node():
@@ -278,8 +368,8 @@ class _Save:
         # They would keep the space that the next save wants.
         for path in self._new:
             path.unlink(missing_ok=True)
-        if self._new and self._offloads:
-            shutil.rmtree(self.folder / self._rank_folder, ignore_errors=True)
+        if self._copied is not None:
+            shutil.rmtree(self._copied, ignore_errors=True)
 
     def statistics(self) -> str:
         """Return what was written in what time."""
@@ -288,32 +378,42 @@ class _Save:
 
     def _begin_folder(self) -> None:
         make_directory(self.folder.parent)
-        if _content_of(self.folder).get(_UNFINISHED):
-            # DeepSpeed would refuse to copy to where a save has done so that was killed.
-            shutil.rmtree(self.folder / self._rank_folder, ignore_errors=True)
-        elif self._is_first and not (self.folder.exists() and any(self.folder.iterdir())):
+        if self._is_first and not (self.folder.exists() and any(self.folder.iterdir())):
             make_directory(self.folder)
-            _write_text(
-                self.folder / LIST_NAME, json.dumps({"version": _VERSION, _UNFINISHED: True})
-            )
+            self._mark_unfinished()
 
-    def _sync_offloaded(self) -> None:
+    def _mark_unfinished(self) -> None:
+        _write_text(self.folder / LIST_NAME, json.dumps({"version": _VERSION, _UNFINISHED: True}))
+
+    def _mark_replaced(self) -> None:
+        # A list tells files of two saves from each other.
+        if self._is_first and not (self.folder / LIST_NAME).exists():
+            self._mark_unfinished()
+
+    def _finish(self) -> tuple[int, str, bool]:
+        """Have all files of this rank on the drive; return which save it is, and whether it replaces any."""
+        self.attempt(self.copy_offloaded)
         if self._failure is not None:
             raise self._failure
-        if self._offloads:
-            copied = self.folder / self._rank_folder
-            sync_directory(copied.parent)
-            for folder, _, names in os.walk(copied):
-                for name in names:
-                    path = Path(folder, name)
-                    sync_file(path)
-                    self._names.append(os.path.relpath(path, self.folder))
-                sync_directory(Path(folder))
+        if self._copied is not None:
+            for path in (*self._copied.rglob("*"), self._copied):
+                sync_file(path) if path.is_file() else sync_directory(path)
+        place = self.folder / self._rank_folder
+        return self._number, self._tag, bool(self._waiting) or (self._offloads and place.exists())
 
     def _take_places(self) -> tuple[str, _Entries]:
         while self._waiting:
             self._waiting.pop(0).commit(sync_names=False)
-        for folder in {(self.folder / name).parent for name in self._names}:
+        if self._copied is not None:
+            place = self.folder / self._rank_folder
+            if place.exists():
+                shutil.rmtree(place)
+            self._copied.rename(place)
+            self._copied = None
+            sync_directory(place.parent)
+            copies = [path for path in place.rglob("*") if path.is_file()]
+            self._names += [os.path.relpath(path, self.folder) for path in copies]
+        for folder in {(self.folder / name).parent for name in self._names} | {self.folder}:
             sync_directory(folder)
         entries = {name: _described(self.folder / name) for name in self._names}
         self._nbytes = sum(entry["nbytes"] for entry in entries.values())
@@ -368,6 +468,8 @@ def _saving(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         given.apply_defaults()
         if not isinstance(ours, TensorferryCheckpointEngine) or not given.arguments["save_dir"]:
             return save_checkpoint(*given.args, **given.kwargs)
+        # A thread may write to it when the process is in another directory.
+        given.arguments["save_dir"] = os.path.abspath(given.arguments["save_dir"])  # noqa: PTH100
         with ours.saving(self, save_latest=bool(given.arguments["save_latest"])):
             # DeepSpeed's own way would cut `latest`, and write it when only rank 0 has saved its files.
             given.arguments["save_latest"] = False
@@ -395,7 +497,11 @@ def _loading(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         with_optimizer = bool(wanted["load_optimizer_states"] and not wanted["load_module_only"])
         wanted["tag"] = tag
         _check_whole(self, directory / tag, with_optimizer)
-        loaded = load_checkpoint(*given.args, **given.kwargs)
+        token = _tag.set(tag)
+        try:
+            loaded = load_checkpoint(*given.args, **given.kwargs)
+        finally:
+            _tag.reset(token)
         if with_optimizer and loaded[0] is not None and self.zero_nvme_offload_optimizer():
             _restore_optimizer(self, directory, tag)
         return loaded
@@ -434,15 +540,17 @@ def _rank_folder(rank: int) -> str:
 def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
     """Load what DeepSpeed saves and does not load where the optimizer is on NVMe.
 
-    DeepSpeed copies the files of tensors there, and uses those of parameters: a new optimizer has no other states yet,
-    and begins with zeros. Nor does it load what is in memory: how many steps were taken, groups' values, loss scales,
-    and all of those parameters that are too small to be on NVMe.
+    DeepSpeed copies the files of tensors there, and uses those of parameters, if they are called as in the process that
+    saved. A new optimizer has no other states yet, and begins with zeros; one that has gone on keeps what is not there.
+    Nor does it load what is in memory: how many steps were taken, groups' values, loss scales, and all of those
+    parameters that are too small to be on NVMe.
     """
+    folder = directory / tag
     saved_ranks, own_ranks = engine.loaded_checkpoint_dp_world_size, engine.seq_dp_world_size
     if saved_ranks != own_ranks:
         raise CheckpointError(
             f"{saved_ranks} ranks have saved it, and {own_ranks} load: tensors on NVMe are each rank's own",
-            str(directory / tag),
+            str(folder),
         )
     optimizer = engine.optimizer
     states = engine._get_all_zero_checkpoints(str(directory), tag)
@@ -458,34 +566,126 @@ def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
             saved_states[param] = given["state"].get(key, {})
         group.update({name: value for name, value in values.items() if name != "params"})
     optimizer._clear_fp32_optimizer_param_groups()
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    swapped = _Swapped(optimizer, folder / _rank_folder(rank))
+    for param in optimizer.fp32_partitioned_groups_flat:  # before any is asked for ahead
+        own.state[param].clear()
+    optimizer.optimizer_swapper.purge_state()
     params = zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)
     for number, (param, value) in enumerate(params):
-        is_swapped = optimizer._swappable_optimizer_subgroup(number)
-        if is_swapped:
+        if number in swapped.ids:
             optimizer._prepare_sub_group(number, set())
+            swapped.read(number, "", param.data)
         else:
             param.data.copy_(value.data)
+        on_nvme = []
         for name, state in saved_states.get(param, {}).items():
-            _restore_state(own.state[param], name, state, param, optimizer)
+            # What the file has of a tensor on NVMe is what DeepSpeed's buffers had at that time.
+            if isinstance(state, torch.Tensor) and swapped.has(number, name):
+                state = swapped.read(number, name, torch.empty_like(param.data))
+                on_nvme.append(state)
+            own.state[param][name] = state
         optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        if is_swapped:
+        if number in swapped.ids:
             optimizer._release_sub_group(number, set())
+        for state in on_nvme:
+            state.data = state.data.new_empty(0)
     optimizer.checkpoint_event_epilogue()
 
 
-def _restore_state(states: Any, name: str, saved: Any, param: Any, optimizer: Any) -> None:
-    own = states.get(name)
-    if not isinstance(saved, torch.Tensor):
-        states[name] = saved
-    elif saved.numel() == 0:  # it is on NVMe, and an optimizer that has it finds it there
-        if own is None:
-            folder = Path(optimizer.optimizer_swapper.swap_folder)
-            path = folder / f"{name}-{param.ds_id}.tensor.swp"
-            states[name] = tensorferry.read(path, torch.empty_like(param.data))
-    elif isinstance(own, torch.Tensor) and own.shape == saved.shape:
-        own.copy_(saved)
-    else:
-        states[name] = saved
+def _id_of(name: str) -> str:
+    """Return whose tensor a file has; a gradient's has an id that no parameter has."""
+    return name.removesuffix(_SWAPPED_SUFFIX).rpartition("-")[2]
+
+
+class _Swapped:
+    """Files of a rank's tensors that were on NVMe, called by numbers that DeepSpeed counts anew in each process.
+
+    Attributes
+    ----------
+    ids : dict of int to str
+        What those of this engine's groups, by their positions, are called there.
+
+    Raises
+    ------
+    CheckpointError
+        They are not those of such an engine.
+    """
+
+    def __init__(self, optimizer: Any, folder: Path) -> None:
+        self._folder = folder
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
+        there = [name.removesuffix(_SWAPPED_SUFFIX) for name in names if "-" not in name]
+        there.sort(key=lambda name: int(name.partition("_")[0]))
+        flat = optimizer.fp32_partitioned_groups_flat
+        numbers = [k for k in range(len(flat)) if optimizer._swappable_optimizer_subgroup(k)]
+        own = [flat[number].ds_id for number in numbers]
+        swaps = Path(optimizer.optimizer_swapper.swap_folder)
+        if set(own) <= set(there):
+            there = own
+        sizes = [(swaps / (name + _SWAPPED_SUFFIX)).stat().st_size for name in own]
+        if sizes != [(folder / (name + _SWAPPED_SUFFIX)).stat().st_size for name in there]:
+            raise CheckpointError(
+                "its tensors are not those that this engine has on NVMe", str(folder)
+            )
+        self.ids = dict(zip(numbers, there, strict=True))
+        for name in names:  # which DeepSpeed has copied to where nobody would look for them
+            if _id_of(name) not in own:
+                (swaps / name).unlink(missing_ok=True)
+
+    def has(self, number: int, name: str) -> bool:
+        """Return whether a state of a group's is there."""
+        return number in self.ids and self._path(number, name).exists()
+
+    def read(self, number: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Read a state of a group's, or without a name the parameters."""
+        return tensorferry.read(self._path(number, name), tensor)
+
+    def _path(self, number: int, name: str) -> Path:
+        return self._folder / f"{name and name + '-'}{self.ids[number]}{_SWAPPED_SUFFIX}"
+
+
+def _copying_scripts(copy: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    @functools.wraps(copy)
+    def copy_recovery_script(self: Any, save_path: str) -> None:
+        def copy_whole() -> None:
+            with tempfile.TemporaryDirectory() as scratch:
+                copy(self, scratch)
+                for source in Path(scratch).iterdir():
+                    target = Path(save_path) / source.name
+                    text = source.read_text()
+                    if not target.exists() or target.read_text() != text:
+                        _write_text(target, text)
+                    shutil.copymode(source, target)
+
+        ours = self.checkpoint_engine
+        if isinstance(ours, TensorferryCheckpointEngine):
+            ours.attempt(copy_whole)
+        else:
+            copy_whole()
+
+    return copy_recovery_script
+
+
+# Of the checkpoint that is being loaded in a thread.
+_tag: contextvars.ContextVar[str | None] = contextvars.ContextVar("_tag", default=None)
+
+
+def _reading_weights(read: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def get_weights(checkpoint_dir: Any, tag: Any = None, *arguments: Any, **options: Any) -> Any:
+        """Read weights out of what optimizers have, of the checkpoint that is loaded rather than the newest one."""
+        tag = _tag.get() if tag is None else tag
+        if tag is not None:
+            folder = Path(checkpoint_dir) / tag
+            for name, entry in _listed(folder).items():
+                if name.endswith("optim_states.pt"):
+                    _compare(folder / name, entry)
+                    for problem in verify(folder / name).problems:
+                        raise problem
+        return read(checkpoint_dir, tag, *arguments, **options)
+
+    return get_weights
 
 
 def _content_of(folder: Path) -> dict[str, Any]:
@@ -539,16 +739,3 @@ def _compare(path: Path, entry: dict[str, int]) -> None:
 def _write_text(path: Path, text: str) -> None:
     with FileWriter(path) as file:
         file.write(text.encode())
-
-
-_own_group: tuple[Any, Any] | None = None
-
-
-def _group() -> Any:
-    """Return a group of all ranks that only saves use, in any thread; None where there is one rank."""
-    global _own_group
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    if _own_group is None or _own_group[0] is not dist.group.WORLD:
-        _own_group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=_PATIENCE)
-    return _own_group[1]
