@@ -11,7 +11,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 import tensorferry
 from tests.conftest import ROOT
@@ -188,6 +187,8 @@ def test_deepspeeds_own_tools_read_them(
             timeout=TIMEOUT_SECONDS,
         )
         assert done.returncode == 0, done.stdout[-3000:]
+    import torch
+
     merged = torch.load(place / "merged" / "pytorch_model.bin")
     if stage == 2:
         whole = torch.load(tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
@@ -210,6 +211,8 @@ def test_frozen_parameters_are_left_out(newest: Environment, directory: pathlib.
         exclude_frozen=True,
         **frozen,
     )
+    import torch
+
     saved = torch.load(place / "global_step1" / "mp_rank_00_model_states.pt", weights_only=False)
     assert "embedding.weight" not in saved["module"]
     found = run(2, place, newest, "train", begin=1, end=3, load="latest", strict=False, **frozen)
