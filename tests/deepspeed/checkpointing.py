@@ -285,6 +285,11 @@ def scenario_meanwhile(directory: Path) -> dict[str, Any]:
         except OSError as error:
             found[call.__name__] = type(error).__name__
     both[0].steps(4, 6)
+    engine.save_checkpoint(str(directory / "own"), tag=f"rank {dist.get_rank()}")
+    engine.checkpoint_engine.cleanup()
+    found["own"] = engine.load_checkpoint(
+        str(directory / "own"), tag="rank 0", load_module_only=True
+    )[0]
     return found
 
 

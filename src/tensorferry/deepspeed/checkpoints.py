@@ -346,16 +346,17 @@ class _Save:
     def end(self) -> None:
         """Make it the newest checkpoint."""
         found = self._ranks.call(self._finish)
-        saves = {(number, tag) for number, tag, _ in found}
-        if len(saves) > 1:
+        numbers = sorted({number for number, _ in found})
+        if len(numbers) > 1:
             raise RuntimeError(
-                f"ranks are at different saves ({sorted(saves)}): one of them has failed on a rank, which went on"
+                f"ranks are at different saves, their {numbers}th: one has failed on a rank, which went on"
             )
-        if any(replaces for _, _, replaces in found):
+        if any(replaces for _, replaces in found):
             self._ranks.call(self._mark_replaced)
         entries: _Entries = {}
-        for node, own in self._ranks.call(self._take_places):
-            if not self._is_local or node == platform.node():
+        for node, tag, own in self._ranks.call(self._take_places):
+            # DeepSpeed lets ranks have tags of their own.
+            if tag == self._tag and (not self._is_local or node == platform.node()):
                 entries |= own
         self._new.clear()
         self._ranks.call(lambda: self._publish(entries))
@@ -390,7 +391,7 @@ class _Save:
         if self._is_first and not (self.folder / LIST_NAME).exists():
             self._mark_unfinished()
 
-    def _finish(self) -> tuple[int, str, bool]:
+    def _finish(self) -> tuple[int, bool]:
         """Have all files of this rank on the drive; return which save it is, and whether it replaces any."""
         self.attempt(self.copy_offloaded)
         if self._failure is not None:
@@ -399,9 +400,9 @@ class _Save:
             for path in (*self._copied.rglob("*"), self._copied):
                 sync_file(path) if path.is_file() else sync_directory(path)
         place = self.folder / self._rank_folder
-        return self._number, self._tag, bool(self._waiting) or (self._offloads and place.exists())
+        return self._number, bool(self._waiting) or (self._offloads and place.exists())
 
-    def _take_places(self) -> tuple[str, _Entries]:
+    def _take_places(self) -> tuple[str, str, _Entries]:
         while self._waiting:
             self._waiting.pop(0).commit(sync_names=False)
         if self._copied is not None:
@@ -417,7 +418,7 @@ class _Save:
             sync_directory(folder)
         entries = {name: _described(self.folder / name) for name in self._names}
         self._nbytes = sum(entry["nbytes"] for entry in entries.values())
-        return platform.node(), entries
+        return platform.node(), self._tag, entries
 
     def _publish(self, entries: _Entries) -> None:
         if self._is_first:
