@@ -110,7 +110,7 @@ class Relay:
             raise failure from error
 
     def leave(self) -> None:
-        """Have the next :meth:`agree` of all other ranks fail. Waits for nobody."""
+        """Have the next :meth:`agree` of all other ranks fail. Does not wait for them."""
         vote = torch.full((1,), _LEFT + self.rank, dtype=torch.int32, device=self._device)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 

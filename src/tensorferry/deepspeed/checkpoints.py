@@ -7,7 +7,7 @@ process group of their own (:class:`tensorferry.base.ranks.Ranks`):
    and so do copies of tensors on NVMe.
 2. Those that wait take their places, and the directories are on the drive.
 3. The first rank, with node-local storage that of each node, writes which files belong to the checkpoint (`LIST_NAME`)
-   into its folder, and only then its tag into `latest`. Both are replaced at one stroke.
+   into its folder, and only then its tag into `latest`. Both are replaced atomically.
 
 A rank that cannot write its files says so in the first step, and all raise its failure. A folder that is new, or has
 files and no list, has a list before its first file changes that says the checkpoint is unfinished.
@@ -54,7 +54,6 @@ from tensorferry import _core
 from tensorferry.base.ranks import Ranks
 from tensorferry.checkpoint import Stager, load, verify
 from tensorferry.checkpoint.errors import CheckpointError
-from tensorferry.checkpoint.objects.file_writer import FileWriter
 from tensorferry.checkpoint.objects.save_load import written
 from tensorferry.checkpoint.staging import saved_here
 from tensorferry.deepnvme.builders import set_attribute
@@ -257,7 +256,7 @@ class TensorferryCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
 
     def _show_statistics(self, save: _Save) -> None:
         if self._shows_statistics:
-            with contextlib.suppress(OSError, ValueError):  # nobody is there to read it
+            with contextlib.suppress(OSError, ValueError):  # stdout may be closed
                 print(f"[{self.name}] {save.statistics()}", flush=True)
 
 
@@ -276,9 +275,8 @@ class _Save:
         self._save_latest = save_latest
         self._as_archive = as_archive
         self._is_local = bool(engine.use_node_local_storage())
-        rank = engine.local_rank if self._is_local else engine.global_rank
-        self._is_first = rank == 0
-        self._rank_folder = _rank_folder(rank)
+        self._is_first = _rank_of(engine) == 0
+        self._rank_folder = _rank_folder(engine)
         # DeepSpeed has no experts with an optimizer on NVMe, and says so.
         self._offloads = engine.zero_nvme_offload_optimizer() and not engine.has_moe_layers
         self._copied: Path | None = None
@@ -522,20 +520,25 @@ def _latest_tag(directory: Path) -> str | None:
 
 def _check_whole(engine: Any, folder: Path, with_optimizer: bool) -> None:
     """Check that what is to be loaded is there, and what DeepSpeed copies without looking at it."""
-    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    is_first, own_folder = _rank_of(engine) == 0, f"{_rank_folder(engine)}/"
     for name, entry in _listed(folder).items():
         if not with_optimizer and not name.endswith("model_states.pt"):
             continue
         path = folder / name
-        if rank == 0 and not path.exists():  # others find that of what they load
+        if is_first and not path.exists():  # others find that of what they load
             raise CheckpointError("it is missing: the checkpoint is not whole", str(path))
-        if name.startswith(f"{_rank_folder(rank)}/") and engine.zero_nvme_offload_optimizer():
+        if name.startswith(own_folder) and engine.zero_nvme_offload_optimizer():
             _compare(path, entry)
 
 
-def _rank_folder(rank: int) -> str:
-    """Return where DeepSpeed copies a rank's tensors to that are on NVMe."""
-    return f"{_OFFLOADED}/rank{rank:02d}"
+def _rank_of(engine: Any) -> int:
+    """Return this rank's number among those that share a folder."""
+    return int(engine.local_rank if engine.use_node_local_storage() else engine.global_rank)
+
+
+def _rank_folder(engine: Any) -> str:
+    """Return where DeepSpeed copies the tensors of this rank that are on NVMe."""
+    return f"{_OFFLOADED}/rank{_rank_of(engine):02d}"
 
 
 def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
@@ -567,8 +570,7 @@ def _restore_optimizer(engine: Any, directory: Path, tag: str) -> None:
             saved_states[param] = given["state"].get(key, {})
         group.update({name: value for name, value in values.items() if name != "params"})
     optimizer._clear_fp32_optimizer_param_groups()
-    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
-    swapped = _Swapped(optimizer, folder / _rank_folder(rank))
+    swapped = _Swapped(optimizer, folder / _rank_folder(engine))
     for param in optimizer.fp32_partitioned_groups_flat:  # before any is asked for ahead
         own.state[param].clear()
     optimizer.optimizer_swapper.purge_state()
@@ -738,5 +740,4 @@ def _compare(path: Path, entry: dict[str, int]) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    with FileWriter(path) as file:
-        file.write(text.encode())
+    tensorferry.write(path, text.encode(), atomic=True, sync=True)

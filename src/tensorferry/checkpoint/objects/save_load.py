@@ -77,14 +77,14 @@ def written(obj: object, path: Path, *, sync: bool, as_archive: bool = True) -> 
 
     Without ``as_archive`` it has the format before torch 1.6.
     """
+    if not as_archive:
+        return _written_by_torch(obj, path, sync=sync, as_archive=False)
     try:
-        if not as_archive:
-            raise UnknownArchiveError("no archive is wanted")
         archive, storages = _archive_and_storages(obj)
     except (UnknownArchiveError, RuntimeError):
         # There is no way without payloads in this torch, or for this object (quantized tensors). What is wrong with
         # the object itself is raised here.
-        return _written_by_torch(obj, path, sync=sync, as_archive=as_archive)
+        return _written_by_torch(obj, path, sync=sync, as_archive=True)
     sums = tensorferry.Checksums(segments=True)
     new = Replacement(path, sync=sync, reserve_nbytes=archive.nbytes, checksums=sums)
     with _given_up_if_it_fails(new), new.named():
