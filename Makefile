@@ -37,7 +37,7 @@ PYTHON_DIRS := $(wildcard src tests benchmarks examples tools)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo docs test test-cpp test-torch test-gpu bench-gpu test-deepspeed test-vllm test-sglang mutants lint format stub sanitize sanitize-address sanitize-thread bench wheel clean
+.PHONY: help setup build demo docs test test-cpp test-python test-torch test-gpu bench-gpu test-deepspeed test-vllm test-sglang mutants lint format stub sanitize sanitize-address sanitize-thread bench wheel clean
 
 help: ## List these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' \
@@ -54,7 +54,9 @@ demo: $(VENV)/.core.stamp ## Run the demonstration
 docs: $(VENV)/.deps.stamp ## Build the documentation as a site, in build/site; every link must lead somewhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: test-cpp $(VENV)/.core.stamp deepspeed ## Run all tests that need no GPU
+test: test-cpp test-python ## Run all tests that need no GPU
+
+test-python: $(VENV)/.core.stamp deepspeed ## Run those of them that are in Python
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --maxschedchunk 1 $(PYTEST_ARGS)
 
 test-cpp: $(VENV)/.deps.stamp ## Build and run the C++ tests
@@ -132,7 +134,7 @@ export TSAN_OPTIONS ?= halt_on_error=1:second_deadlock_stack=1:suppressions=$(ab
 define cpp_tests
 $(CMAKE) -S . -B build/$(1) $(CMAKE_GENERATOR_ARGS) -DCMAKE_BUILD_TYPE=Debug \
 	-DTENSORFERRY_BUILD_PYTHON=OFF -DTENSORFERRY_BUILD_TESTS=ON -DTENSORFERRY_WERROR=ON \
-	-DCMAKE_UNITY_BUILD=ON "-DTENSORFERRY_SANITIZE=$(2)" --log-level=WARNING
+	"-DTENSORFERRY_SANITIZE=$(2)" --log-level=WARNING
 $(CMAKE) --build build/$(1) --parallel
 $(CTEST) --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 600
 endef

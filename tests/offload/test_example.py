@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import commands, required
+from tests.support import commands, required, warm
 from tests.support.child import ROOT
 
 if TYPE_CHECKING:
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def run(name: str, directory: Path, *arguments: str) -> str:
-    # Not a warm interpreter: that works outside of the limit.
+    # A warm interpreter works outside of the limit.
+    python = warm.python() if "--no-limit" in arguments else sys.executable
     program = ROOT / "examples" / "offload" / name
-    done = commands.run(sys.executable, program, f"--directory={directory}", *arguments)
+    done = commands.run(python, program, f"--directory={directory}", *arguments)
     assert done.returncode == 0, done.stdout
     assert list(directory.iterdir()) == []
     if "no memory limit" in done.stdout and "--no-limit" not in arguments:

@@ -9,7 +9,7 @@ import torch
 from tests.support import child
 
 MIB = 1 << 20
-BUDGET = 32 * MIB
+BUDGET = 64 * MIB
 
 
 def memory(what):
@@ -44,8 +44,8 @@ def train(directory):
 def test_the_peak_is_the_budget_and_a_little_first_step_included(directory):
     told = child.call(f"{__name__}:train", directory=directory / "state").result
     assert told["peak"] >= BUDGET
-    # The rest is mostly code, first of all of what is imported; without giving back what glibc keeps it is 60 MiB.
-    assert told["peak"] - BUDGET < 24 * MIB
+    # The rest is mostly code, first of all of what is imported: 10 MiB. Without giving back what glibc keeps it is 65.
+    assert told["peak"] - BUDGET < 40 * MIB
     assert (
         told["left"] < BUDGET // 2
     )  # close() gives the slots back, though the optimizer is still there
@@ -71,4 +71,4 @@ def restore(directory):
 
 def test_a_restore_takes_no_memory_beside_the_budget(directory):
     told = child.call(f"{__name__}:restore", directory=directory).result
-    assert told["peak"] < BUDGET + 64 * MIB
+    assert told["peak"] < BUDGET  # which is there already; the state is twice that

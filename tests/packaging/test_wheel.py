@@ -192,8 +192,21 @@ def test_make_wheel_ends_at_a_wheel_that_does_not_work(wheel: Path, tmp_path: Pa
         build_wheels.try_wheel(sys.executable, broken)
 
 
+def test_wheel_holds_every_module_as_it_is_in_the_sources(wheel: Path) -> None:
+    source = ROOT / "src"
+    modules = {str(path.relative_to(source)): path.read_bytes() for path in source.rglob("*.py*")}
+    ours = {name: code for name, code in modules.items() if "__pycache__" not in name}
+    packed = {
+        name: code for name, code in contents(wheel).items() if name.endswith((".py", ".pyi"))
+    }
+    assert "tensorferry/serving/vllm.py" in ours
+    assert [
+        name for name in ours.keys() | packed.keys() if ours.get(name) != packed.get(name)
+    ] == []
+
+
 @pytest.mark.minutes
-def test_the_examples_in_the_docs_run_with_the_wheel(
+def test_an_example_of_each_module_in_the_docs_runs_with_the_wheel(
     wheel: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec("torch") is None:
@@ -216,8 +229,11 @@ def test_the_examples_in_the_docs_run_with_the_wheel(
     assert where.returncode == 0, where.stdout
     assert all(Path(path).is_relative_to(venv) for path in where.stdout.splitlines()), where.stdout
 
+    # All others run as well with the same modules elsewhere: tests/project/test_docs.py.
+    chosen = snippets.one_for_each_module(snippets.ON_HOST)
+    assert {"README.md", "docs/store.md"} <= {name.partition(":")[0] for name, _ in chosen}
     failed = []
-    for number, (name, code) in enumerate([*snippets.ON_HOST, *snippets.REHEARSED]):
+    for number, (name, code) in enumerate(chosen):
         if snippets.missing(code) is None:
             own = directory / str(number)
             own.mkdir()

@@ -222,6 +222,7 @@ def test_memory_that_runs_out_is_enomem(
     assert caught.value.errno == errno.ENOMEM
 
 
+@pytest.mark.in_turn
 def test_hundreds_of_failures_leak_nothing(
     driver: StandIn, gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path
 ) -> None:

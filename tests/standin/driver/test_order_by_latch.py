@@ -92,6 +92,7 @@ def test_every_kind_of_stream_is_waited_for(
         assert (contents(directory / "file") == 7).all()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("held", [1, 40])
 def test_kernels_that_never_end_hold_up_no_other_transfer(
     driver: StandIn,
@@ -219,6 +220,7 @@ def test_a_read_is_done_only_when_the_gpu_has_all_of_it(
         check()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("delay_us", [0, 5_000])
 def test_buffers_are_used_again_only_when_their_copies_are_over(
     driver: StandIn,
@@ -310,6 +312,7 @@ def test_exactly_the_arrays_bytes_are_copied_by_streams_that_wait_for_no_others(
         assert driver.count("contexts_pushed") == pushed
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("workers", [1, 4])
 def test_little_host_memory_is_registered(
     driver: StandIn, gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path, workers: int
