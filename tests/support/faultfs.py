@@ -39,6 +39,8 @@ START_TIMEOUT_S = 120.0
 HOLD_MAX_S = 150.0
 END_OF_FILE = 1 << 62
 PR_SET_PDEATHSIG = 1
+FUSE_CAP_ASYNC_DIO = 1 << 15  # libfuse's fuse_common.h
+_OF_KERNEL = ("max_read", "max_background", "async_direct")
 
 
 @dataclass
@@ -50,8 +52,9 @@ class Fault:
     then `times` are hit (-1: all).
     """
 
-    # read, write, flush (close), fsync, fsyncdir, open, truncate, fallocate, chmod, rename; of a file that is open for
-    # writing, reopen and rename_open; over one that is there, rename_over
+    # read (past the page cache read_direct, too, else read_cached), write, flush (close), fsync, fsyncdir, open,
+    # truncate, fallocate, chmod, rename; of a file that is open for writing, reopen and rename_open; over one that is
+    # there, rename_over
     op: str
     start: int = 0
     end: int = END_OF_FILE
@@ -80,6 +83,10 @@ class FaultFS:
     """The mount, as the test sees it. `path` is the mount, `backing` what lies below."""
 
     base: pathlib.Path
+    # What the server asks of the kernel: see FUSE_INIT_OUT in linux/fuse.h. None: what libfuse asks.
+    max_read: int | None = None  # bytes of a request
+    max_background: int | None = None  # requests that nobody waits for by himself, at once
+    async_direct: bool = True  # whether one direct read may be several requests at once
     _server: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +101,8 @@ class FaultFS:
         self.backing.mkdir(parents=True)
         root = pathlib.Path(__file__).parents[2]
         command = [sys.executable, "-m", "tests.support.faultfs", str(self.path)]
-        command += [str(self.backing), str(self._socket_path)]
+        wanted = {name: getattr(self, name) for name in _OF_KERNEL}
+        command += [str(self.backing), str(self._socket_path), json.dumps(wanted)]
         environment = os.environ | {"FUSE_LIBRARY_NAME": "fuse3"}
         with self._log.open("wb") as log:
             self._server = subprocess.Popen(
@@ -333,11 +341,13 @@ def is_cached(path: str) -> bool:
     return os.path.basename(path).startswith("cached")
 
 
-def serve(mount: str, backing: str, socket_path: str) -> None:
+def serve(mount: str, backing: str, socket_path: str, asked_of_kernel: str) -> None:
     """Serve the file system in this process until it is unmounted."""
     import mfusepy  # Only the server needs it: other machines may have no libfuse.
 
     orders = Orders()
+    wanted = json.loads(asked_of_kernel)
+    max_read = wanted["max_read"]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # libfuse unmounts at SIGTERM.
 
@@ -346,7 +356,13 @@ def serve(mount: str, backing: str, socket_path: str) -> None:
     class Passthrough(mfusepy.Operations):  # type: ignore[misc]
         use_ns = True
 
-        def init(self, path: str) -> None:
+        def init_with_config(self, connection: Any, config: Any) -> None:
+            if max_read is not None:
+                connection.max_read = max_read  # and as an option of the mount, below
+            if wanted["max_background"] is not None:
+                connection.max_background = wanted["max_background"]
+            if not wanted["async_direct"]:
+                connection.want &= ~FUSE_CAP_ASYNC_DIO
             arguments = (orders, socket_path)
             threading.Thread(target=serve_orders, args=arguments, daemon=True).start()
 
@@ -375,6 +391,9 @@ def serve(mount: str, backing: str, socket_path: str) -> None:
             return 0
 
         def read(self, path: str, size: int, offset: int, fi: Any) -> bytes:
+            # Past the page cache, or to fill it.
+            way = "read_direct" if fi.flags & os.O_DIRECT else "read_cached"
+            size = orders.meet(way, path, offset, size)
             return os.pread(fi.fh, orders.meet("read", path, offset, size), offset)
 
         def write(self, path: str, data: bytes, offset: int, fi: Any) -> int:
@@ -453,6 +472,7 @@ def serve(mount: str, backing: str, socket_path: str) -> None:
         raw_fi=True,
         foreground=True,
         max_threads=64,
+        **({} if max_read is None else {"max_read": max_read}),
         attr_timeout=0,
         entry_timeout=0,
         negative_timeout=0,
@@ -461,4 +481,4 @@ def serve(mount: str, backing: str, socket_path: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(*sys.argv[1:4])
+    serve(*sys.argv[1:5])

@@ -25,6 +25,8 @@ from tests.support.leaks import Holdings, count_descriptors, settled
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.support.faultfs import FaultFS
+
 
 @pytest.mark.root
 @pytest.mark.parametrize("sector_nbytes", [512, 4096])
@@ -65,6 +67,15 @@ def test_a_file_system_in_memory_is_said_to_be_one_and_to_have_no_direct_io(
     assert found["direct_io"]["works"] is False
     assert "lives in memory" in found["direct_io"]["reason"]
     assert devices.behind(found["device_number"]) == []
+
+
+def test_of_fuse_it_is_told_how_reads_and_writes_go(faultfs: FaultFS) -> None:
+    found = storage.file_system(faultfs.path)
+    assert (found["direct_io"]["works"], found["direct_io"]["writes"]) == (True, False)
+    bdi = Path("/sys/class/bdi") / found["device"] / "read_ahead_kb"
+    assert found["far"]["read_ahead_kb"] == int(bdi.read_text())
+    assert "fuse_max_background" in found["far"]
+    assert storage.file_system(faultfs.backing)["far"] is None
 
 
 @pytest.mark.root

@@ -154,6 +154,11 @@ def engine(name: str) -> dict[str, Any]:
     return {"engines": engines, "kernel": FEW_CONTEXTS}
 
 
+def far(**on_their_way: int | None) -> dict[str, Any]:
+    """A machine with a network mount."""
+    return {"file_system": SYSTEM | {"type": "fuse.s3", "device": "0:45", "far": on_their_way}}
+
+
 def gpu(
     *, driver: Any = None, cufile: Any = None, version: str = "", vendor: str = "NVIDIA"
 ) -> dict[str, Any]:
@@ -199,6 +204,15 @@ ADVICE: dict[str, tuple[dict[str, Any], str]] = {
         "50 MB/s of reads and 1,000 writes a second",
     ),
     "encryption": (drive(kind="dm-crypt", model="data"), "cryptsetup refresh .* data"),
+    "a server behind FUSE": (
+        far(read_ahead_kb=4096, fuse_max_background=12),
+        "^speed FUSE has at most 12 requests.*1.3 GB/s.*connections/45/max_background",
+    ),
+    "a server for which the kernel reads little ahead": (
+        far(read_ahead_kb=128, fuse_max_background=64),
+        "^speed The kernel reads 128 KiB ahead.*echo 4096 > /sys/class/bdi/0:45/read_ahead_kb",
+    ),
+    "a server of which nothing is told": (far(read_ahead_kb=None, fuse_max_background=None), ""),
     "a journal of data": ({"file_system": SYSTEM | JOURNAL}, "mount it without data=journal"),
     "small pages": ({"memory": {"huge_pages": {"transparent": "never"}}}, "echo madvise"),
     "few contexts": (engine("libaio"), "sysctl -w fs.aio-max-nr=1048576"),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 LEVELS = ("stops", "speed", "hint")
 
 _GIB = 1 << 30
+_SMALL_READ_AHEAD_KB = 128  # the kernel's own default
+_FUSE_REQUESTS = 32  # of 1 MiB, that the library has on their way in any case
 _BLOCK_KB, _LARGE_BLOCK_KB = 1024, 4096  # of a handle's default settings
 _FIRST_DRIVER_OF_CUDA_13 = 580
 _SERVED = "TENSORFERRY_DEEPSPEED=1 in the environment, or tensorferry.deepspeed.install()"
@@ -172,6 +174,30 @@ def _file_system(facts: Facts) -> Iterator[tuple[str, str, str]]:
             f"Direct I/O does not work on {kind} here: {system['direct_io']['reason']}.",
             "All goes through the page cache: a copy each way, and memory that others would use.",
             "mount it without data=journal" if journal else other,
+        )
+
+
+@_rule("speed", "file_system")
+def _far(facts: Facts) -> Iterator[tuple[str, str, str]]:
+    """Say what the kernel keeps on its way to the server of a network mount, where that is little."""
+    far = known(facts, "file_system", "far")
+    if far is None or _is_the_kernels(facts):
+        return
+    device = facts["file_system"]["device"]
+    at_once, read_ahead_kb = far["fuse_max_background"], far["read_ahead_kb"]
+    if at_once is not None and at_once < _FUSE_REQUESTS:
+        connection = device.partition(":")[2]
+        yield (
+            f"FUSE has at most {at_once} requests of direct reads, or of the kernel's reading ahead, on their way.",
+            f"With 10 ms a request, each of 1 MiB or less, that is at most {at_once * 0.105:.2g} GB/s.",
+            f"echo 128 > /sys/fs/fuse/connections/{connection}/max_background, or the server's option max_background",
+        )
+    if read_ahead_kb is not None and read_ahead_kb <= _SMALL_READ_AHEAD_KB:
+        yield (
+            f"The kernel reads {read_ahead_kb} KiB ahead on this mount.",
+            "What maps its files or reads them through the page cache (safetensors itself, cp, direct=False) waits for "
+            "the server again after that much. tensorferry's reads go past the page cache, many at once.",
+            f"echo 4096 > /sys/class/bdi/{device}/read_ahead_kb",
         )
 
 

@@ -8,14 +8,14 @@ import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tensorferry import _core
-from tensorferry.base.mounts import mount_of, mounts
+from tensorferry.base.mounts import LOCAL_FILE_SYSTEMS, is_remote, mount_of, mounts
 from tensorferry.transfer import requests as transfers
 from tensorferry.transfer import runtime
 from tensorferry.transfer.arrays import memory_of
-from tensorferry.tuning.machine.probe import Facts, attempt
+from tensorferry.tuning.machine.probe import Facts, attempt, number_or_none
 
 __all__ = ["device_number", "direct_io", "file_system", "mount_of", "mounts"]
 
@@ -46,6 +46,7 @@ def file_system(path: Path) -> Facts:
         "in_memory": mount["type"] in (*IN_MEMORY, "hugetlbfs"),
         "space": attempt(_space, path),
         "direct_io": direct,
+        "far": _far(mount) if mount["type"] not in LOCAL_FILE_SYSTEMS else None,
     }
 
 
@@ -65,25 +66,32 @@ def device_number(mount: Facts) -> str | None:
 def direct_io(path: Path) -> Facts:
     """Try direct I/O on the file, block device or folder at a path.
 
-    A folder is tried with a file of one page that has no name and goes with this call; a file or device is only read.
+    A folder is tried with a file of one page that goes with this call, and has no name but on network mounts; a file or
+    device is only read.
 
     Returns
     -------
     Facts
-        works (or reason), memory_alignment and offset_alignment as the library uses them.
+        works (or reason), writes (whether the library writes by it, too), memory_alignment and offset_alignment as the
+        library uses them.
     """
     page = mmap.mmap(-1, mmap.PAGESIZE)
     page.write(b"tensorferry" * (len(page) // 11))
     with _descriptor(path) as (descriptor, made):
-        # "auto" decides as the library's calls do; "always" then says why, where that is not direct I/O.
+        # "auto" decides as the library's calls do; "always" says whether reads go there where writes do not.
         file = _core.file_from_descriptor(descriptor, made, "auto")
         scheduler = runtime.default_scheduler()
         if made:
             transfers.transfer(scheduler, file, memory_of(page, writable=False), 0, write=True)
-        if not file.direct:
-            return {"works": False, "reason": _refusal(descriptor, made)}
+        writes = file.direct
+        if not writes:
+            try:
+                file = _core.file_from_descriptor(descriptor, made, "always")
+            except OSError as error:
+                return {"works": False, "reason": str(error.strerror)}
         return {
             "works": True,
+            "writes": writes,
             "memory_alignment": file.memory_alignment,
             "offset_alignment": file.offset_alignment,
         }
@@ -91,6 +99,19 @@ def direct_io(path: Path) -> Facts:
 
 def _number_of(device: int) -> str:
     return f"{os.major(device)}:{os.minor(device)}"
+
+
+def _far(mount: Facts) -> Facts:
+    """Return what the kernel has on its way to a server, where it tells.
+
+    That of FUSE counts direct reads, too; its control file system must be mounted.
+    """
+    device = mount["device"]
+    connection = Path("/sys/fs/fuse/connections") / device.partition(":")[2]
+    return {
+        "read_ahead_kb": number_or_none(Path("/sys/class/bdi") / device / "read_ahead_kb"),
+        "fuse_max_background": number_or_none(connection / "max_background"),
+    }
 
 
 def _space(path: Path) -> Facts:
@@ -107,7 +128,9 @@ def _space(path: Path) -> Facts:
 def _descriptor(path: Path) -> Iterator[tuple[int, bool]]:
     """Open what is at a path for reading, or make a file in a folder; the flag says whether it was made."""
     if path.is_dir():
-        with tempfile.TemporaryFile(dir=path, prefix=".tensorferry-report-") as file:
+        # FUSE may know files by their names only.
+        make: Any = tempfile.NamedTemporaryFile if is_remote(path) else tempfile.TemporaryFile
+        with make(dir=path, prefix=".tensorferry-report-") as file:
             yield file.fileno(), True
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -115,11 +138,3 @@ def _descriptor(path: Path) -> Iterator[tuple[int, bool]]:
         yield descriptor, False
     finally:
         os.close(descriptor)
-
-
-def _refusal(descriptor: int, made: bool) -> str:
-    try:
-        _core.file_from_descriptor(descriptor, made, "always")
-    except OSError as error:
-        return str(error.strerror)
-    return "the library goes through the page cache here, because direct writes may fail half-way (FUSE)"
