@@ -22,8 +22,9 @@ import hypothesis
 import pytest
 
 import tensorferry
-from tests.support import deepspeed_gcc, effort, mounts, page_cache, power_cuts, required
+from tests.support import buckets, deepspeed_gcc, effort, mounts, page_cache, power_cuts, required
 from tests.support.data import SEED, SEED_VARIABLE, RandomBytes
+from tests.support.fault_proxy import FaultProxy
 from tests.support.faultfs import FaultFS, FaultFSUnavailableError, why_unavailable
 
 # Settings that this machine's user has stored must not decide what is tested; child processes inherit this.
@@ -331,3 +332,24 @@ def file_system_type(directory: pathlib.Path) -> str:
             if fields.split()[2] == number:
                 return rest.split()[0]
     return "unknown"
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The address of an S3 server on loopback."""
+    required.module("obstore")
+    with buckets.s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def bucket(s3: str) -> buckets.Bucket:
+    """A new bucket."""
+    return buckets.Bucket.new(s3)
+
+
+@pytest.fixture
+def s3_proxy(s3: str) -> Iterator[FaultProxy]:
+    """A proxy in front of the S3 server, which fails on demand."""
+    with FaultProxy(s3) as proxy:
+        yield proxy
