@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from tensorferry.base.file_locks import unread
 from tensorferry.checkpoint.errors import CheckpointError
+from tensorferry.checkpoint.steps import name_of, stays, step_of, superfluous
 from tensorferry.checkpoint.storage import commit
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.storage.savers import Saver
@@ -27,7 +27,6 @@ from tensorferry.transfer import publication
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-_NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".tensorferry-unfinished"
 _REMOVED = ".tensorferry-removed."
 _ABANDONED = ".tensorferry-abandoned."
@@ -41,7 +40,7 @@ class Folder:
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be."""
-        return self.root / f"step_{step:08d}"
+        return self.root / name_of(step)
 
     def steps(self) -> list[int]:
         """Return the steps of which there are checkpoints, in order."""
@@ -96,21 +95,12 @@ class Folder:
     def superfluous(
         self, step: int, keep_last: int, keep_every: int | None, damaged: Container[int]
     ) -> list[Path]:
-        """Return which checkpoints may go now that there is one of a step: none that is newer.
-
-        Of the last ones those that are damaged do not count.
-        """
-        older = [each for each in self.steps() if each < step]
-        sound = [*(each for each in older if each not in damaged), step]
-        oldest = sound[-keep_last:][0]
-        going = [
-            self.path(each)
-            for each in older
-            if each < oldest and not (keep_every and each % keep_every == 0)
-        ]
+        """Return which checkpoints may go now that there is one of a step, and those that were set aside."""
+        gone = superfluous(self.steps(), step, keep_last, keep_every, damaged)
+        going = [self.path(each) for each in gone]
         for path in self.root.iterdir():
             number = _step_of(path, _ABANDONED)
-            if number is not None and not (keep_every and number % keep_every == 0):
+            if number is not None and not stays(number, keep_every):
                 going.append(path)
         links = self._links() if going else []
         return [path for path in going if not self._is_linked(path, links)]
@@ -159,9 +149,7 @@ def _step_of(path: Path, prefix: str = "") -> int | None:
     """Return the step that a checkpoint is of by its name, or was of before it got a name with that prefix."""
     if not path.name.startswith(prefix):
         return None
-    name = path.name[len(prefix) :].partition(".")[0] if prefix else path.name
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match and name == f"step_{int(match[1]):08d}" else None
+    return step_of(path.name[len(prefix) :].partition(".")[0] if prefix else path.name)
 
 
 def _is_whole(path: Path) -> bool:

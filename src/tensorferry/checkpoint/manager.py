@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import threading
-import warnings
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from tensorferry.base.checks import integer, kept_path
 from tensorferry.base.ranks import Ranks, plain_failures
 from tensorferry.base.reprs import once_made
+from tensorferry.base.warned import warn
 from tensorferry.checkpoint.errors import CheckpointError, RefusedCheckpointError
 from tensorferry.checkpoint.folder import Folder
 from tensorferry.checkpoint.staging import Stager
@@ -35,7 +35,13 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterator
 
+    from obstore.store import ObjectStore
+
+    from tensorferry.checkpoint.mirror.mirror import Mirror
     from tensorferry.checkpoint.storage.savers import Saver
+
+# Ranks wait for the first one so long at a time: process groups have timeouts.
+_WAIT_SECONDS = 60.0
 
 # What the system says of files that are damaged or gone. Its other refusals an older checkpoint would meet as well.
 _DAMAGE = frozenset(
@@ -68,6 +74,13 @@ class Checkpoints:
         Of how many steps checkpoints stay, at least 1; None: of all. After each save those before the last ones go.
     keep_every : int, optional
         Checkpoints of steps that are multiples of this stay for good.
+    mirror : str or (store, str), optional
+        A bucket that checkpoints follow to, by a process beside the training: an address, ``"s3://bucket/run"``, or a
+        store of obstore's and a prefix. It needs the extra ``tensorferry[remote]``.
+    mirror_keep_last : int, optional
+        As ``keep_last``, for those in the bucket; ``keep_every`` holds for these, too.
+    mirror_bytes_per_second : int, optional
+        How much each rank uploads at most.
     trust_pickle : bool
         As for :class:`FileSystemReader`.
     process_group : ProcessGroup, optional
@@ -86,19 +99,39 @@ class Checkpoints:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        mirror: str | tuple[ObjectStore, str] | None = None,
+        mirror_keep_last: int | None = None,
+        mirror_bytes_per_second: int | None = None,
         trust_pickle: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        of_mirror = {
+            "mirror_keep_last": mirror_keep_last,
+            "mirror_bytes_per_second": mirror_bytes_per_second,
+        }
+        for name, value in {"keep_last": keep_last, "keep_every": keep_every, **of_mirror}.items():
             if value is not None:
                 integer(value, name, 1)
-        if keep_every is not None and keep_last is None:
+                if mirror is None and name in of_mirror:
+                    raise ValueError(f"{name}: {value}, but there is no mirror")
+        if keep_every is not None and keep_last is None and mirror_keep_last is None:
             raise ValueError(f"keep_every: {keep_every}, but without keep_last all stay")
         self._folder = Folder(Path(kept_path(root, "root")))
         self._keep_last, self._keep_every = keep_last, keep_every
         self._trust_pickle = trust_pickle
         self._given_group = process_group
+        self._mirror: Mirror | None = None
+        if mirror is not None:
+            from tensorferry.checkpoint.mirror.mirror import Mirror
+
+            self._mirror = Mirror(
+                mirror,
+                keep_last=mirror_keep_last,
+                keep_every=keep_every,
+                rate=mirror_bytes_per_second,
+            )
         self._damaged: set[int] = set()
+        self._damaged_there: set[int] = set()  # in the mirror
         self._restored: int | None = None
         self._abandoned: list[int] = []  # known to the first rank
         self._begin()
@@ -111,11 +144,14 @@ class Checkpoints:
         self._stager = Stager()
         self._own_group: tuple[Any, dist.ProcessGroup] | None = None
         self._flights: list[_Flight] = []  # at most one
-        weakref.finalize(self, _tell_unasked, self._flights, self._process)
+        if self._mirror is not None:
+            self._mirror.forget()
+        weakref.finalize(self, _tell_unasked, self._flights, self._mirror, self._process)
 
     @once_made
     def __repr__(self) -> str:
         given = f"keep_last={self._keep_last}, keep_every={self._keep_every}"
+        given += "" if self._mirror is None else f", mirror={self._mirror}"
         saving = [each.step for each in tuple(self._flights) if not each.done.is_set()]
         state = f": saving step {saving[0]}" if saving else ""
         return f"<tensorferry.checkpoint.Checkpoints {str(self._folder.root)!r}, {given}{state}>"
@@ -124,13 +160,13 @@ class Checkpoints:
         """Return where the checkpoint of a step is, or would be."""
         return self._folder.path(integer(step, "step"))
 
-    def steps(self) -> list[int]:
-        """Return the steps of which there are checkpoints, in order; none is opened."""
-        return self._folder.steps()
+    def steps(self, *, mirrored: bool = False) -> list[int]:
+        """Return the steps of which there are checkpoints on the drive, or in the mirror, in order; none is opened."""
+        return self._needed_mirror().steps() if mirrored else self._folder.steps()
 
-    def latest(self) -> int | None:
+    def latest(self, *, mirrored: bool = False) -> int | None:
         """Return the last of :meth:`steps`, None if there is none."""
-        return max(self.steps(), default=None)
+        return max(self.steps(mirrored=mirrored), default=None)
 
     def save(
         self, step: int, state: dict[str, Any], wait: bool = False, *, overwrite: bool = False
@@ -164,6 +200,7 @@ class Checkpoints:
         _check_state(state)
         with self._turn():
             self._join()
+            self._tell_of_mirror()
             ranks, flight = self._ranks(), _Flight(step)
             replace = overwrite or (self._restored is not None and step > self._restored)
             held: dict[str, Any] = {}
@@ -188,7 +225,7 @@ class Checkpoints:
             except BaseException:
                 flight.end()
                 raise
-            flight.work = lambda: self._write(flight, held.pop("state"), ranks)
+            flight.work = lambda: self._write(flight, held.pop("state"), ranks, replace)
             self._flights.append(flight)
             if wait:
                 flight.run()
@@ -196,15 +233,30 @@ class Checkpoints:
             else:
                 flight.start()
 
-    def wait(self) -> None:
-        """Wait for the save that is on its way, and raise what it failed with."""
+    def wait(self, *, mirrored: bool = False) -> None:
+        """Wait for the save that is on its way, and raise what it failed with.
+
+        Parameters
+        ----------
+        mirrored : bool
+            Wait until the last save is in the mirror, too, all ranks together; :class:`MirrorError` says why it will
+            not be.
+        """
+        if mirrored:
+            self._needed_mirror()
         with self._turn():
             self._join()
+            if mirrored:
+                ranks = self._ranks()
+                while not ranks.call(lambda: self._is_mirrored(ranks))[0]:
+                    pass
+            self._tell_of_mirror()
 
     def restore(self, state: dict[str, Any], *, step: int | None = None) -> int | None:
         """Load the newest sound checkpoint into a state, in place as ``dcp.load`` does.
 
-        Of one that is damaged it warns, with what is damaged, and takes the one before, on all ranks.
+        Of one that is damaged it warns, with what is damaged, and takes the one before, on all ranks. With a mirror it
+        is the newest of both; the drive's where both have it.
 
         Parameters
         ----------
@@ -224,6 +276,8 @@ class Checkpoints:
             None is sound. Parts of ``state`` may have changed.
         FileNotFoundError
             There is no checkpoint of ``step``.
+        MirrorError
+            What is in the mirror cannot be told.
         BaseException
             What a save on its way failed with; what is no damage: a tensor that the checkpoint does not have, or an
             object that ``trust_pickle=False`` refuses, of which :meth:`save` has warned.
@@ -231,7 +285,7 @@ class Checkpoints:
         if step is not None:
             integer(step, "step")
         _check_state(state)
-        failed: dict[int, BaseException] = {}
+        failed: dict[tuple[int, bool], BaseException] = {}
         with self._turn():
             self._join()
             ranks = self._ranks()
@@ -240,32 +294,43 @@ class Checkpoints:
                 plain: dict[str, Any] = {}
                 ranks.call(lambda: plain.update(_plain(state)))  # noqa: B023
                 try:
-                    self._read(ranks, chosen, plain)
+                    self._read(ranks, *chosen, plain)
                 except BaseException as error:
-                    if step is not None or not _is_damage(error):
+                    if not _is_damage(error) or (step is not None and self._mirror is None):
                         raise
                     failed[chosen] = error
-                    _warn(f"the checkpoint of step {chosen} is damaged, and not used: {error}")
+                    what = f"the checkpoint of {self._said(chosen)}"
+                    warn(f"{what} is damaged, and not used: {error}")
                 else:
                     ranks.call(lambda: _give(state, plain))  # noqa: B023
-                    self._damaged, self._restored = set(failed), chosen
+                    self._damaged = {each for each, is_local in failed if is_local}
+                    self._damaged_there = {each for each, is_local in failed if not is_local}
+                    self._restored = restored = chosen[0]
                     self._abandoned = [
-                        each for each in self.steps() if step is not None and each > step
+                        each for each in self.steps() if step is not None and each > restored
                     ]
-                    return chosen
+                    if self._mirror is not None and step is not None:
+                        self._mirror.go_back(step)
+                    return restored
         if not failed:
             return None
-        what = "; ".join(f"step {each}: {error}" for each, error in failed.items())
+        what = "; ".join(f"{self._said(each)}: {error}" for each, error in failed.items())
         raise CheckpointError(
             f"none of its checkpoints is sound, and what was to be restored is undefined now ({what})",
             str(self._folder.root),
         ) from next(iter(failed.values()))
 
     def close(self) -> None:
-        """Wait as :meth:`wait` does, and give back the memory for copies; a later save takes it anew."""
+        """Wait as :meth:`wait` does, for the mirror, too; and give back the memory for copies, until a later save."""
+        self._close(mirrored=self._mirror is not None)
+
+    def _close(self, *, mirrored: bool) -> None:
         try:
-            self.wait()
+            self.wait(mirrored=mirrored)
         finally:
+            if self._mirror is not None:
+                self._mirror.close()
+                self._tell_of_mirror()
             self._stager.close()
             own, self._own_group = self._own_group, None
             if own is not None and _world() is own[0]:
@@ -278,11 +343,11 @@ class Checkpoints:
         self, kind: object, error: BaseException | None, traceback: types.TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self._close(mirrored=self._mirror is not None and error is None)
         except Exception as failure:
             if error is None:
                 raise
-            _warn(f"besides, a save failed: {type(failure).__name__}: {failure}")
+            warn(f"besides, a save failed: {type(failure).__name__}: {failure}")
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -316,9 +381,23 @@ class Checkpoints:
             flight.end()
             self._flights.clear()
             for problem in flight.problems:
-                _warn(f"step {flight.step} has been saved, but not all could be removed: {problem}")
+                warn(f"step {flight.step} has been saved, but not all could be removed: {problem}")
             if flight.error is not None:
                 raise flight.error
+
+    def _needed_mirror(self) -> Mirror:
+        if self._mirror is None:
+            raise ValueError("mirrored: there is no mirror")
+        return self._mirror
+
+    def _is_mirrored(self, ranks: Ranks) -> bool:
+        """Wait for a while, less than process groups do, and return whether the first rank need not wait longer."""
+        mirror = self._needed_mirror()
+        return mirror.wait(_WAIT_SECONDS) if ranks.is_first else mirror.check()
+
+    def _tell_of_mirror(self) -> None:
+        for problem in self._mirror.problems() if self._mirror is not None else ():
+            warn(problem)
 
     def _abandon(self, step: int) -> None:
         """Set aside what is newer than the step that was restored, now that another one follows it."""
@@ -327,12 +406,12 @@ class Checkpoints:
         going = [each for each in self._abandoned if each != step and each in self.steps()]
         self._abandoned = self._folder.abandon(going)
         if self._abandoned:
-            _warn(
+            warn(
                 f"steps {self._abandoned} are newer than step {self._restored}, which was restored, and restore() "
                 "will prefer them: they are being loaded or saved to, or links lead to them"
             )
 
-    def _write(self, flight: _Flight, state: dict[str, Any], ranks: Ranks) -> None:
+    def _write(self, flight: _Flight, state: dict[str, Any], ranks: Ranks, replaces: bool) -> None:
         """Save, and remove what has become superfluous: to fail in that is no failure of the save."""
         step, folder = flight.step, self._folder
         if ranks.is_first:
@@ -347,6 +426,10 @@ class Checkpoints:
                 no_dist=ranks.group is None,
             )
         self._damaged.discard(step)
+        if self._mirror is not None:
+            damaged = sorted(self._damaged_there - {step})
+            path = folder.path(step)
+            self._mirror.send(ranks.rank, step, path, replace=replaces, damaged=damaged)
         if not ranks.is_first:
             return
         try:
@@ -358,27 +441,36 @@ class Checkpoints:
             flight.problems.append(error)
 
     def _choose(
-        self, ranks: Ranks, step: int | None, failed: dict[int, BaseException]
-    ) -> int | None:
-        """Return what all ranks are to load next."""
+        self, ranks: Ranks, step: int | None, failed: dict[tuple[int, bool], BaseException]
+    ) -> tuple[int, bool] | None:
+        """Return what all ranks are to load next: which step, and whether it is the drive's."""
 
-        def choose() -> tuple[int | None, int | None]:
+        def choose() -> tuple[int | None, tuple[int, bool] | None]:
             if not ranks.is_first:
                 return step, None
-            there = self.steps()
-            if step is not None and step not in there:
-                raise FileNotFoundError(errno.ENOENT, "no checkpoint", str(self.path(step)))
-            return step, max((each for each in there if each not in failed), default=None)
+            there = {(each, True) for each in self.steps()}
+            if self._mirror is not None and (step, True) not in there - failed.keys():
+                there |= {(each, False) for each in self._mirror.steps()}
+            if step is not None:
+                there = {each for each in there if each[0] == step}
+                if not there:
+                    raise FileNotFoundError(errno.ENOENT, "no checkpoint", str(self.path(step)))
+            return step, max(there - failed.keys(), default=None)
 
         answers = ranks.call(choose)
         if len({asked for asked, _ in answers}) > 1:
             raise ValueError("step: ranks ask for different ones")
-        return answers[0][1] if step is None else step
+        return answers[0][1]
 
-    def _read(self, ranks: Ranks, step: int, plain: dict[str, Any]) -> None:
+    def _said(self, chosen: tuple[int, bool]) -> str:
+        return f"step {chosen[0]}{'' if chosen[1] else f' in {self._mirror}'}"
+
+    def _read(self, ranks: Ranks, step: int, is_local: bool, plain: dict[str, Any]) -> None:
         """Do as torch's load() does, which would leave ranks waiting for one whose object raises."""
         reader = FileSystemReader(
-            self.path(step), trust_pickle=self._trust_pickle, process_group=ranks.group
+            self.path(step) if is_local else self._needed_mirror().place(step),
+            trust_pickle=self._trust_pickle,
+            process_group=ranks.group,
         )
 
         def read() -> None:
@@ -459,13 +551,14 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-def _tell_unasked(flights: list[_Flight], process: int) -> None:
+def _tell_unasked(flights: list[_Flight], mirror: Mirror | None, process: int) -> None:
     """Tell of a failure that no call is left to raise."""
-    if os.getpid() == process:
-        for flight in flights:
-            if flight.error is not None:
-                _warn(f"the save of step {flight.step} failed, and nobody asked: {flight.error!r}")
+    if os.getpid() != process:
+        return
+    for flight in flights:
+        if flight.error is not None:
+            warn(f"the save of step {flight.step} failed, and nobody asked: {flight.error!r}")
+    if mirror is not None:
+        mirror.close()
+        for problem in mirror.problems():
+            warn(problem)

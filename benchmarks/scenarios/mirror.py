@@ -1,0 +1,183 @@
+"""Steps of a training while its checkpoint follows to a bucket, beside the same steps while that is stopped.
+
+The bucket is moto's on loopback, in a control group of its own that has what the others leave: a network is to be
+measured where there is one, and on a training's machine no server runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import signal
+import statistics
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from benchmarks.bench import scenario
+from tensorferry.tuning.rounds import Sample
+from tensorferry.tuning.workers import UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from benchmarks.bench import Bench, Measure
+    from tensorferry.tuning.workers import Worker
+
+_STEPS = 10
+_ROUNDS = 24
+_WIDTH, _BATCH = 1024, 256
+# Of cgroup v1 and v2: where groups are made, and what has little of the processors.
+_GROUPS = {"cpu": ("cpu.shares", "2"), "": ("cpu.weight", "1")}
+
+
+class Trainer:
+    """Trains, in a worker, with a mirror that is always on its way."""
+
+    def __init__(self, root: str, nbytes: int, threads: int, bucket: list[str]) -> None:
+        from tensorferry.checkpoint import Checkpoints
+
+        torch.set_num_threads(threads)
+        self.checkpoints = Checkpoints(root, keep_last=1, mirror=_place(*bucket))
+        self.state = {"weights": torch.rand(nbytes // 4)}
+        layers = itertools.chain.from_iterable(
+            (nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(4)
+        )
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.data = torch.rand(_BATCH, _WIDTH)
+        self.numbers = itertools.count(1)
+
+    def step(self) -> None:
+        self.model(self.data).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, uploads: bool) -> dict[str, Any]:
+        """Tell how long a step takes, and how much the mirror has read of its files meanwhile."""
+        mirror: Any = self.checkpoints._mirror
+        mirror.check()
+        if mirror.unfinished() is None:
+            self.checkpoints.save(next(self.numbers), self.state, wait=True)
+            for _ in range(_STEPS):
+                self.step()
+        process = mirror._process.pid
+        if not uploads:
+            os.kill(process, signal.SIGSTOP)
+        try:
+            begin, read = time.perf_counter(), _nbytes_read(process)
+            for _ in range(_STEPS):
+                self.step()
+            seconds = time.perf_counter() - begin
+            return {"seconds": seconds, "nbytes": _nbytes_read(process) - read}
+        finally:
+            os.kill(process, signal.SIGCONT)
+
+    def give_up(self) -> None:
+        self.checkpoints._mirror.close()  # type: ignore[union-attr]
+
+
+def _nbytes_read(process: int) -> int:
+    said = Path(f"/proc/{process}/io").read_text()
+    return int(said.partition("rchar: ")[2].partition("\n")[0])
+
+
+def _place(endpoint: str, name: str) -> tuple[Any, str]:
+    from obstore.store import S3Store
+
+    store = S3Store(
+        name,
+        endpoint=endpoint,
+        access_key_id="x",
+        secret_access_key="x",
+        region="us-east-1",
+        virtual_hosted_style_request=False,
+        client_options={"allow_http": True, "timeout": timedelta(minutes=10)},
+    )
+    return store, "run"
+
+
+@scenario
+def steps(bench: Bench) -> None:
+    """How long a step of training takes while its mirror uploads, with all processors busy, and with half of them."""
+    if not all(map(importlib.util.find_spec, ("moto", "flask_cors", "obstore"))):
+        raise UnavailableError("moto or obstore is not installed")
+    from tests.support import buckets
+
+    with _leftovers() as command, buckets.s3_server(command) as address:
+        if not command:
+            bench.note(
+                "the server has no control group of its own, and takes part of the processors"
+            )
+        everything = os.cpu_count() or 1
+        for threads in dict.fromkeys([everything, max(1, everything // 2)]):
+            rates: list[float] = []  # MB/s of the mirror
+            worker = bench.worker(
+                Trainer,
+                root=str(bench.directory / str(threads)),
+                nbytes=bench.nbytes,
+                threads=threads,
+                bucket=[address, buckets.Bucket.new(address).name],
+            )
+            comparison = bench.compare(
+                f"a step on {threads} of {everything} processors",
+                f"{bench.nbytes >> 20} MiB on their way",
+                ours={"while the mirror uploads": _steps(worker, rates)},
+                peer={"while it is stopped": _steps(worker, None)},
+                unit="s",
+                rounds=2 if bench.smoke else _ROUNDS,
+            )
+            worker.call("give_up")
+            over = comparison.over("while the mirror uploads", "while it is stopped")
+            bench.at_most(
+                f"steps while a mirror uploads, on {threads} of {everything} processors",
+                1.05,
+                over,
+                note=f"it read {statistics.fmean(rates):.0f} MB/s of its files meanwhile",
+            )
+
+
+def _steps(worker: Worker, rates: list[float] | None) -> Measure:
+    def measure(_number: int) -> Sample:
+        said = worker.call("steps", rates is not None)
+        if rates is not None:
+            rates.append(said["nbytes"] / said["seconds"] / 1e6)
+        return Sample(said["seconds"] / _STEPS, said["seconds"])
+
+    return measure
+
+
+@contextlib.contextmanager
+def _leftovers() -> Iterator[list[str]]:
+    """Make a control group that gets what others leave of the processors, and give a command that runs one in it."""
+    for controller, (name, least) in _GROUPS.items():
+        group = _own_group(controller) / f"tensorferry-bench-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            try:
+                (group / name).write_text(least)
+                yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+                return
+            finally:
+                for _ in range(100):  # what was in it is about to end
+                    with contextlib.suppress(OSError):
+                        group.rmdir()
+                        break
+                    time.sleep(0.05)
+    yield []
+
+
+def _own_group(controller: str) -> Path:
+    """Return the control group of this process: where it has what it shares with the server."""
+    root = Path("/sys/fs/cgroup", controller)
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == controller:
+            return root / path.lstrip("/")
+    return root
