@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.scenarios import checkpoint, files, gpu, offload, safetensors, small, zero
+from benchmarks.scenarios import (
+    buckets,
+    checkpoint,
+    files,
+    gpu,
+    mirror,
+    offload,
+    safetensors,
+    small,
+    zero,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,12 +43,15 @@ SCENARIOS: dict[str, Callable[[Settings], Outcome]] = {
     "checkpoint_loop": checkpoint.loop,
     "checkpoint_objects": checkpoint.objects,
     "checkpoint_async": checkpoint.asynchronous,
+    "mirror": mirror.steps,
     "safetensors": safetensors.cold,
     "safetensors_cached": safetensors.cached,
     "safetensors_files": safetensors.four_files,
     "safetensors_loop": safetensors.loop,
+    "safetensors_mount": safetensors.mount,
     "safetensors_plans": safetensors.plans,
     "safetensors_ranks": safetensors.ranks,
+    "buckets": buckets.load,
     "safetensors_save": safetensors.save,
     "safetensors_storage": safetensors.storage,
     "offload": offload.steps,

@@ -24,6 +24,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.support.faultfs import Fault, FaultFS, FaultFSUnavailableError, why_unavailable
 
 import tensorferry.safetensors.torch
 from benchmarks.bench import GIB, MIB, Config, measured, scenario
@@ -42,7 +43,7 @@ from tensorferry.safetensors.sharded import save_sharded
 from tensorferry.transfer.publication import sync_directory, sync_file
 from tensorferry.tuning.rounds import MeasurementError, throughput
 from tensorferry.tuning.scratch import make_cold, make_warm, remove
-from tensorferry.tuning.workers import UnavailableError, call_all
+from tensorferry.tuning.workers import UnavailableError, Worker, call_all, closing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +58,7 @@ warnings.filterwarnings("ignore", module="torch")
 
 
 class Loader:
-    """Loads files again and again: by "ours", or by the original's "map" or "pread"."""
+    """Loads files again and again: by "ours", our "plans", or the original's "map" or "pread"."""
 
     def __init__(self, way: str) -> None:
         theirs: Callable[..., dict[str, Any]] = safetensors.torch.load_file
@@ -65,6 +66,7 @@ class Loader:
             raise UnavailableError("this safetensors has no backends to choose from")
         self._load: Callable[[Any], dict[str, Any]] = {
             "ours": tensorferry.safetensors.torch.load_file,
+            "plans": lambda path: dict(load_files(path)),
             "map": theirs,
             "pread": partial(theirs, backend="pread"),
         }[way]
@@ -229,6 +231,7 @@ class Sharer:
 
 OURS = "tensorferry load_file"
 MAP = "safetensors load_file"
+PLANS = "tensorferry load_files"
 PREAD = "safetensors load_file backend=pread"
 SAVE_FILE = "tensorferry.safetensors save_file, sync=True"
 THEIR_SAVE_FILE = "safetensors.torch.save_file, fsync"
@@ -238,6 +241,11 @@ RANKS = 8
 _WAYS = {OURS: "ours", MAP: "map", PREAD: "pread"}
 _BUDGET_NBYTES, _BUDGET_ALLOWANCE_NBYTES = 256 * MIB, 32 * MIB
 _SHARERS = 2
+# Milliseconds for each read of the server, the share of the bytes that safetensors' map loads in a minute or less, and
+# how many times as fast we are to be. With 1 ms processors are the limit: the server is in Python.
+_DELAYS = ((1, 1.0, 1.5), (10, 1.0, 5.0), (50, 0.25, 5.0))
+_MOUNT_ROUNDS_MAX = 3
+_ON_MOUNT = "cached.safetensors"  # the server lets the kernel cache what is called so
 _SAVE_ROUNDS_MAX = 3  # torch's storage takes 10 seconds for each
 _FIO_NBYTES = GIB  # fio starts at once, and goes on as it starts
 # The best of those that `large` tries.
@@ -339,6 +347,49 @@ def loop(bench: Bench) -> None:
         if found.row(PREAD):
             what = f"CPU seconds for each GB of a cold load over safetensors' pread, {model.where}"
             fast.at_most(what, 0.5, found.cpu_over(OURS, PREAD))
+
+
+@scenario
+def mount(bench: Bench) -> None:
+    """One cold file on a FUSE mount whose server waits before each read; each load is by a fresh process."""
+    if reason := why_unavailable():
+        raise UnavailableError(reason)
+    try:
+        with _little_memory(bench):
+            for delay_ms, share, target in _DELAYS:
+                _load_from_mount(bench, delay_ms, int(2 * bench.nbytes * share), target)
+    except FaultFSUnavailableError as reason:
+        raise UnavailableError(str(reason)) from None
+
+
+def _load_from_mount(bench: Bench, delay_ms: int, nbytes: int, target: float) -> None:
+    with FaultFS(bench.directory / f"mount-{delay_ms}") as fuse:
+        crc = bench.worker(Loader, way="map").call(
+            "save", path=fuse.backing / _ON_MOUNT, nbytes=nbytes, seed=delay_ms
+        )
+        path = fuse.path / _ON_MOUNT
+
+        def measure(way: str) -> Measure:
+            def load(_: int) -> Sample:
+                make_cold(path)
+                fuse.order(Fault("read", delay_s=delay_ms / 1000))
+                with closing([Worker(f"{Loader.__module__}:Loader", way=way)]) as (fresh,):
+                    return throughput(
+                        **fresh.call("load", paths=[path], crcs=[crc], fresh=not bench.smoke)
+                    )
+
+            return load
+
+        where = f"FUSE, {delay_ms} ms a read"
+        found = bench.compare(
+            f"safetensors cold, {where}",
+            f"{nbytes / GIB:.2g} GiB, a fresh process each",
+            ours={OURS: measure("ours"), PLANS: measure("plans")},
+            peer={MAP: measure("map")},
+            rounds=bench.rounds_at_most(_MOUNT_ROUNDS_MAX),
+        )
+    for ours in (OURS, PLANS):
+        bench.at_least(f"{ours} over safetensors' map, {where}", target, found.over(ours, MAP))
 
 
 @scenario

@@ -16,6 +16,7 @@
 #include "bindings/memory.h"
 #include "bindings/python.h"
 #include "bindings/scheduler.h"
+#include "bindings/source.h"
 #include "bindings/stream.h"
 #include "checksum/checksum.h"
 #include "codes/values.h"
@@ -72,6 +73,7 @@ NB_MODULE(_core, module) {
 
   bind_collect(module);
   bind_files(module);
+  bind_sources(module);
   bind_schedulers(module);
   bind_futures(module);
   bind_streams(module);

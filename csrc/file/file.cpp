@@ -256,9 +256,21 @@ std::string name_of(int descriptor) {
 #define OVERLAYFS_SUPER_MAGIC 0x794c7630
 #endif
 
+#ifndef CEPH_SUPER_MAGIC
+#define CEPH_SUPER_MAGIC 0x00c36400
+#endif
+
+#ifndef SMB2_SUPER_MAGIC
+#define SMB2_SUPER_MAGIC 0xfe534d42
+#endif
+
+constexpr uint32_t cifs_magic = 0xff534d42;
+constexpr uint32_t lustre_magic = 0x0bd00bd0;
+constexpr uint32_t gpfs_magic = 0x47504653;
+
 // What does not change as long as a file system is mounted.
 struct Mounted {
-  enum class Kind { memory, fuse, overlay, ext4, other } kind = Kind::other;
+  enum class Kind { memory, fuse, network, overlay, ext4, other } kind = Kind::other;
   uint32_t write_granularity = page_nbytes();
 };
 
@@ -266,11 +278,20 @@ Mounted ask_mounted(int descriptor) {
   Mounted found;
   struct statfs info;
   if (::fstatfs(descriptor, &info) != 0) return found;  // then as little is assumed as can be
-  switch (info.f_type) {
+  switch (static_cast<uint32_t>(info.f_type)) {
     case TMPFS_MAGIC:
     case RAMFS_MAGIC:
     case HUGETLBFS_MAGIC: found.kind = Mounted::Kind::memory; break;
     case FUSE_SUPER_MAGIC: found.kind = Mounted::Kind::fuse; break;
+    case NFS_SUPER_MAGIC:
+    case SMB_SUPER_MAGIC:
+    case SMB2_SUPER_MAGIC:
+    case cifs_magic:
+    case CEPH_SUPER_MAGIC:
+    case V9FS_MAGIC:
+    case AFS_SUPER_MAGIC:
+    case lustre_magic:
+    case gpfs_magic: found.kind = Mounted::Kind::network; break;
     case OVERLAYFS_SUPER_MAGIC: found.kind = Mounted::Kind::overlay; break;
     case EXT4_SUPER_MAGIC: found.kind = Mounted::Kind::ext4; break;
     default: break;
@@ -457,6 +478,18 @@ Result<std::shared_ptr<File>> File::open(const std::string& path, const OpenOpti
   return file;
 }
 
+std::shared_ptr<File> File::of_source(std::string path, uint64_t nbytes, uint64_t device,
+                                      std::shared_ptr<Source> source) {
+  std::shared_ptr<File> file(new File(std::move(path), -1, true, false));
+  file->source_ = std::move(source);
+  file->opened_size_ = nbytes;
+  file->file_system_ = device;
+  // No page cache has any of it.
+  file->direct_ = true;
+  file->mode_ = DirectMode::always;
+  return file;
+}
+
 Result<std::shared_ptr<File>> File::from_descriptor(int descriptor, bool write, DirectMode direct, bool for_request) {
   Fault fault{.error_number = 0, .operation = "open descriptor", .path = "descriptor " + std::to_string(descriptor)};
   int flags = ::fcntl(descriptor, F_GETFL);
@@ -514,6 +547,10 @@ std::optional<Fault> File::enable_direct(DirectMode mode, const Status& status, 
   const Mounted file_system = mounted(descriptor_, status);
   in_memory_ = regular_ && file_system.kind == Mounted::Kind::memory;
   stacked_ = regular_ && file_system.kind == Mounted::Kind::overlay;
+  fuse_ = regular_ && file_system.kind == Mounted::Kind::fuse;
+  if (fuse_ || (regular_ && file_system.kind == Mounted::Kind::network)) {
+    first_reads_ = FirstReads::of(status.mount != 0 ? status.mount : status.device);
+  }
   keeps_failed_reservations_ = file_system.kind == Mounted::Kind::ext4;
   write_granularity_ = file_system.write_granularity;
 
@@ -538,10 +575,8 @@ std::optional<Fault> File::enable_direct(DirectMode mode, const Status& status, 
     return unsupported("the file system has no direct I/O for this file: use direct=\"auto\" or False");
   }
   // Linux reports a short asynchronous direct write to FUSE as EIO (fs/fuse/file.c, fuse_get_res_by_io), so that it
-  // could not be resumed.
-  if (!status.aligned && file_system.kind == Mounted::Kind::fuse && mode == DirectMode::automatic) {
-    return through_cache();
-  }
+  // could not be resumed. Short reads are short there, too.
+  if (!status.aligned && fuse_ && writable_ && mode == DirectMode::automatic) return through_cache();
   if (set_flags(O_DIRECT) != 0) {
     if (errno != EINVAL) return fault("fcntl", errno);
     return unsupported("the file system does not take O_DIRECT: use direct=\"auto\" or False");
@@ -577,6 +612,7 @@ Result<int> File::buffered_descriptor() {
 }
 
 Result<std::optional<uint64_t>> File::size() const {
+  if (source_) return std::optional<uint64_t>(opened_size_);
   if (!regular_) {
     uint64_t nbytes = 0;
     if (::ioctl(descriptor(), BLKGETSIZE64, &nbytes) != 0) return fault("ioctl BLKGETSIZE64", errno);
@@ -735,7 +771,7 @@ cufile::Handle File::cufile_handle() {
 
 std::optional<File::Residency> File::residency(uint64_t offset, uint64_t nbytes) const {
   static std::atomic<bool> known{true};
-  if (!regular_ || nbytes == 0 || !known.load(std::memory_order_relaxed)) return std::nullopt;
+  if (!regular_ || source_ || nbytes == 0 || !known.load(std::memory_order_relaxed)) return std::nullopt;
   const uint64_t page = page_nbytes();
   const uint64_t first = offset / page;
   const uint64_t last = (offset + nbytes - 1) / page;

@@ -17,6 +17,8 @@
 #include "base/after_fork.h"
 #include "base/fault.h"
 #include "device/cufile.h"
+#include "file/first_reads.h"
+#include "file/source.h"
 
 namespace tensorferry {
 
@@ -53,6 +55,10 @@ class File : public std::enable_shared_from_this<File> {
   // A descriptor of the caller's; it is reopened (or duplicated), so the caller may close theirs at once.
   static Result<std::shared_ptr<File>> from_descriptor(int descriptor, bool write, DirectMode direct,
                                                        bool for_request = false);
+
+  // To be read by a source, by engines with threads only: it has no descriptor. `device` stands for what it waits for.
+  static std::shared_ptr<File> of_source(std::string path, uint64_t nbytes, uint64_t device,
+                                         std::shared_ptr<Source> source);
 
   ~File() { (void)close(); }  // nobody is left to be told
   File(const File&) = delete;
@@ -96,7 +102,15 @@ class File : public std::enable_shared_from_this<File> {
   bool direct() const { return direct_; }
   bool in_memory() const { return in_memory_; }  // a file system without a drive: tmpfs, say
   DirectMode direct_mode() const { return mode_; }
+  // Of a file on the network or FUSE, which is read as the first reads of its mount went; null for others.
+  FirstReads* first_reads() const { return first_reads_.get(); }
+  // Linux takes FUSE for one that never waits in a submission, since it can be polled, but it may for each request. And
+  // what io_uring reads or writes short there, directly, it goes on with at the same offset (fuse_direct_IO leaves
+  // ki_pos as it was; seen with Linux 6.18 where the server has not asked for FUSE_ASYNC_DIO). So threads move blocks
+  // there.
+  bool on_fuse() const { return fuse_; }
   bool regular() const { return regular_; }  // else a device
+  Source* source() const { return source_.get(); }
   bool readable() const { return readable_; }
   bool writable() const { return writable_; }
   DirectAlignment alignment() const { return alignment_; }
@@ -205,6 +219,7 @@ class File : public std::enable_shared_from_this<File> {
   std::atomic<uint64_t> leases_{0};  // how many, and whether there will be no more
 
   std::string path_;
+  std::shared_ptr<Source> source_;
   std::atomic<int> descriptor_;
   bool readable_;
   bool writable_;
@@ -213,13 +228,15 @@ class File : public std::enable_shared_from_this<File> {
   bool regular_ = true;
   bool in_memory_ = false;
   bool stacked_ = false;
+  bool fuse_ = false;
+  std::shared_ptr<FirstReads> first_reads_;
   // Whether a mapping shows which pages are in memory.
   enum class Shown { perhaps, always, never };
   mutable std::atomic<Shown> shown_{Shown::perhaps};
   bool replaced_ = false;
   FileIdentity identity_;
   uint64_t file_system_ = 0;
-  uint64_t opened_size_ = 0;
+  uint64_t opened_size_ = 0;  // for good, if it has a source
   uint32_t write_granularity_ = 1;
   bool keeps_failed_reservations_ = false;
   std::atomic<bool> of_request_{false};

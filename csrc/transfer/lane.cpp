@@ -13,7 +13,8 @@
 namespace tensorferry {
 namespace {
 
-constexpr size_t max_helpers = 8;  // of each kind
+constexpr size_t max_waiting = 32;  // helpers that wait for the device: as many as an engine has threads
+constexpr size_t max_helpers = 8;   // of each other kind
 
 }  // namespace
 
@@ -118,7 +119,7 @@ void Queue::let_end() {
 Lane::Lane(Lanes& lanes, uint64_t device)
     : lanes_(lanes),
       device_(device),
-      jobs_("tensorferry-job", max_helpers),
+      jobs_("tensorferry-job", max_waiting),
       syncs_("tensorferry-job", max_helpers),
       streams_("tensorferry-job", max_helpers) {}
 

@@ -331,6 +331,7 @@ Step Scheduler::run_on(WorkBlock& block, Step step) {
 
 bool Scheduler::try_inline(const std::shared_ptr<Transfer>& transfer, Inline& taken, bool only_cached) {
   if (transfer->nbytes() > max_inline_nbytes || transfer->has_many_blocks()) return false;
+  if (transfer->file()->source()) return false;  // no signal interrupts it
   for (const auto& gate : transfer->gates()) {
     auto passed = gate->passed();
     if (!passed || !*passed) return false;  // waiting for it is the watcher's work

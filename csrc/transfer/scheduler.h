@@ -29,6 +29,11 @@
 
 namespace tensorferry {
 
+// What is on its way at any moment where each byte takes so long, at the speed of a fast network: 4 GB/s.
+inline uint64_t nbytes_on_their_way(std::chrono::nanoseconds latency) {
+  return 4 * static_cast<uint64_t>(latency.count());
+}
+
 struct SchedulerOptions {
   std::string engine;  // empty: the first that works
   uint64_t block_nbytes = uint64_t{1} << 20;
@@ -48,10 +53,11 @@ struct SchedulerOptions {
 
   // Of one worker, in blocks from and to callers' own memory. With the default sizes less than the queue would hold:
   // eight large blocks keep a drive as busy (measured: 2.3 GB/s with 32 MiB and with 128), and a small request finds no
-  // more before itself.
-  uint64_t max_in_flight_nbytes() const {
+  // more before itself. Where a read takes as long as `latency` with nothing before it, as many as that asks for.
+  uint64_t max_in_flight_nbytes(std::chrono::nanoseconds latency) const {
     const uint64_t all = queue_depth * block_nbytes;
-    return large_block_nbytes > block_nbytes ? std::min(all, 8 * large_block_nbytes) : all;
+    if (large_block_nbytes <= block_nbytes) return all;
+    return std::min(all, std::max(8 * large_block_nbytes, nbytes_on_their_way(latency)));
   }
 };
 

@@ -50,6 +50,11 @@ int64_t move_cached_rows(const Block& block) {
   return work.transfer->move_rows(work, true);
 }
 
+int64_t move_by_source(const Block& block) {
+  const auto& work = static_cast<const WorkBlock&>(block);
+  return work.transfer->file()->source()->read(work.memory, work.nbytes, work.offset, work.why);
+}
+
 const char* describe(Operation operation) { return operation == Operation::write ? "write" : "read"; }
 
 }  // namespace
@@ -85,6 +90,10 @@ Result<std::shared_ptr<Transfer>> Transfer::create(TransferSpec spec, std::share
       fault.hint = "the file has " + std::to_string(**size) + " bytes";
       return refused(fault);
     }
+  }
+  if (!spec.write && file.first_reads()) {
+    // A server far away is kept busy by many requests, not by long ones.
+    block_nbytes = std::min(block_nbytes, request->scheduler()->options().block_nbytes);
   }
   std::shared_ptr<Transfer> transfer(new Transfer(std::move(spec), std::move(request), index));
   transfer->pinned_pool_ = std::move(*pool);
@@ -154,7 +163,9 @@ PlanInput Transfer::plan_input(uint64_t block_nbytes, bool direct) const {
   input.block_nbytes = block_nbytes;
   input.rows = spec_.memory.of_rows();
   input.cached = residency_ == Residency::whole;
-  input.bounce_nbytes = std::min<uint64_t>(BouncePool::process_pool_nbytes() / 8, max_bounced_block_nbytes);
+  input.bounce_nbytes = BouncePool::process_pool_nbytes() / 8;
+  // A source has other costs than the processor's cache.
+  if (!file.source()) input.bounce_nbytes = std::min<uint64_t>(input.bounce_nbytes, max_bounced_block_nbytes);
   if (pinned_pool_) {
     const uint64_t pool_nbytes = pinned_pool_->nbytes();
     input.bounce_nbytes = pool_nbytes / staged_blocks;
@@ -213,6 +224,7 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
     block.resident = resident && resident->cached_pages >= resident->total_pages;
   }
   if (block.resident && !planned.rows) planned = plan_.buffered(planned);
+  if (planned.direct && !block.resident && goes_through_cache_after_all(planned)) planned = plan_.buffered(planned);
   block.offset = planned.io_offset;
   block.nbytes = planned.io_nbytes;
   if (!planned.direct && !use_buffered_descriptor(block)) return Step::done;
@@ -238,7 +250,16 @@ Step Transfer::prepare(WorkBlock& block, BounceWaiter* waiter, Statistics& stati
       block.call = block.cufile ? &move_by_cufile : nullptr;
     }
   }
+  if (file.source()) block.call = &move_by_source;
   return advance(block, statistics);
+}
+
+// As the first reads of its mount say. Without a descriptor for that (a limit) it goes past the cache.
+bool Transfer::goes_through_cache_after_all(const PlannedBlock& planned) const {
+  File& file = *spec_.file;
+  const bool open = !spec_.write && file.first_reads() && file.direct_mode() == DirectMode::automatic;
+  if (!open || spec_.use_cufile) return false;
+  return file.first_reads()->through_cache(planned.io_nbytes) && file.buffered_descriptor();
 }
 
 // The stations of a block: what is written is gathered first, what has been read is given out last.
@@ -314,7 +335,7 @@ Step Transfer::look_at_result(WorkBlock& block, Statistics& statistics) {
     return Step::get_over;
   }
   if (cufile::is_own_code(result)) return fail(block, EIO, false, cufile::text_of(result));
-  if (result < 0) return fail(block, static_cast<int>(-result), false);
+  if (result < 0) return fail(block, static_cast<int>(-result), false, std::move(block.why));
 
   auto advanced = static_cast<uint64_t>(result);
   if (block.cufile != nullptr) advanced -= advanced % cufile_alignment;  // it goes on where it may
@@ -437,6 +458,10 @@ void Transfer::complete(WorkBlock& block, Statistics& statistics) {
   if (!gates().empty()) statistics.gpu_nbytes.fetch_add(nbytes, std::memory_order_relaxed);
   if (block.cufile) statistics.gds_nbytes.fetch_add(nbytes, std::memory_order_relaxed);
   const auto elapsed = std::chrono::steady_clock::now() - block.begun;
+  const bool as_meant = block.planned.direct == block.direct_descriptor && !block.resident && !block.cufile;
+  if (FirstReads* const reads = spec_.file->first_reads(); reads && !spec_.write && as_meant) {
+    reads->took(block.planned.direct, block.planned.io_nbytes, elapsed);
+  }
   statistics.block_latency.add(
       static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(elapsed).count()));
 }

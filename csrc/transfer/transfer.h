@@ -72,6 +72,7 @@ struct WorkBlock : Block {
   Line::Class in = Line::normal;
   cufile::Handle cufile = nullptr;       // if it moves the block, from or to memory of a GPU
   bool of_gpu = false;                   // its buffer is of the pinned pool
+  mutable std::string why = {};          // it has failed, where the file's source knows it
   bool refused = false;                  // by the direct descriptor: the buffered one is to be opened, and takes it
   std::optional<Checksums::Block> sums;  // of all of it, if they were made while it was read
   std::chrono::steady_clock::time_point begun;
@@ -169,6 +170,7 @@ class Transfer final : public OrderedWrite, public std::enable_shared_from_this<
   PlanInput plan_input(uint64_t block_nbytes, bool direct) const;
   bool verified() const { return spec_.checksums && spec_.checksums->verify(); }
   bool stopped() const { return stopped_.load(std::memory_order_relaxed) || request_->canceled(); }
+  bool goes_through_cache_after_all(const PlannedBlock& planned) const;
   Step advance(WorkBlock& block, Statistics& statistics);
   bool has_gpu_piece(WorkBlock& block) const;
   bool is_to_be_touched(const WorkBlock& block);

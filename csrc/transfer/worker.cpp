@@ -2,6 +2,8 @@
 
 #include <errno.h>
 
+#include <algorithm>
+
 namespace tensorferry {
 namespace {
 
@@ -15,6 +17,9 @@ constexpr uint32_t settled_between_submits = 8;
 // Bounce memory that one worker has in flight. Enough for any drive's bandwidth times latency, small enough to stay
 // in the processor's cache between the copy and the drive, and to leave the pool something for other workers.
 constexpr uint64_t max_bounced_in_flight_nbytes = uint64_t{12} << 20;
+
+// The same where the first reads have shown that the server is far away, as far as the latency asks for it.
+constexpr uint64_t max_far_bounced_in_flight_nbytes = uint64_t{24} << 20;
 
 // With the engine, so that the drive does not wait for copies.
 constexpr uint64_t enough_moving_nbytes = uint64_t{4} << 20;
@@ -142,6 +147,7 @@ void Worker::move(WorkBlock& block) {
   if (first) scheduler_.statistics_.blocks.fetch_add(1, std::memory_order_relaxed);
   const bool blocks = engine_->blocks_on_buffered() || (block.planned.rows && !engine_->has_threads());
   if (!block.direct_descriptor && blocks) return hand_to_helper(block);
+  if (block.transfer->file()->on_fuse() && !engine_->has_threads()) return hand_to_helper(block);
   moving_nbytes_ += block.planned.io_nbytes;
   added_nbytes_ += block.planned.io_nbytes;
   engine_->add(block);
@@ -214,13 +220,19 @@ void Worker::take_returned() {
 // they would wait for ever for a place that others leave.
 bool Worker::is_full_for(const WorkBlock& block) const {
   if (block.planned.io_nbytes <= small_block_nbytes) return false;
-  const uint64_t limit = scheduler_.options().max_in_flight_nbytes();
+  const FirstReads* const first_reads = block.transfer->file()->first_reads();
+  const auto latency = first_reads ? first_reads->latency() : std::chrono::nanoseconds(0);
+  const uint64_t limit = scheduler_.options().max_in_flight_nbytes(latency);
   if (block.in == Line::background) {
     const uint64_t own = in_flight_nbytes_ > 0 ? 0 : limit / background_share;
     return background_in_flight_nbytes_ > 0 && background_in_flight_nbytes_ + block.planned.io_nbytes > own;
   }
-  if (block.planned.bounced && !block.transfer->gates().empty()) return false;  // the pool decides
-  if (block.planned.bounced) return bounced_in_flight_nbytes_ >= max_bounced_in_flight_nbytes;
+  const bool staged = !block.transfer->gates().empty() || block.transfer->file()->source() != nullptr;
+  if (block.planned.bounced && staged) return false;  // the pool decides
+  if (block.planned.bounced) {
+    const uint64_t far = std::min(nbytes_on_their_way(latency), max_far_bounced_in_flight_nbytes);
+    return bounced_in_flight_nbytes_ >= std::max(max_bounced_in_flight_nbytes, far);
+  }
   return in_flight_nbytes_ > 0 && in_flight_nbytes_ + block.planned.io_nbytes > limit;
 }
 

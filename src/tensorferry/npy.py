@@ -21,10 +21,11 @@ from numpy.lib import format as npy_format
 
 import tensorferry
 from tensorferry._core import crc32_combine
-from tensorferry.base.checks import kept_path
 from tensorferry.base.ranges import read_plan, strides_of
 from tensorferry.safetensors.slicing import select
 from tensorferry.transfer.arrays import collect_runs
+from tensorferry.transfer.plain import plain_of
+from tensorferry.transfer.remote import source_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -112,7 +113,7 @@ class NumpyFile(Mapping[str, "Array"]):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = kept_path(path)
+        self.path = source_path(path)
         self._file = tensorferry.open(self.path)
         self._arrays: dict[str, Array] = {}
         with self._stream() as stream, _told(self.path):
@@ -145,7 +146,7 @@ class NumpyFile(Mapping[str, "Array"]):
 
     def _stream(self) -> IO[bytes]:
         """Return the same file, whatever has its name now, as Python has files."""
-        return open(f"/proc/self/fd/{self._file._open_file().descriptor}", "rb")
+        return plain_of(self._file, buffered=True)
 
 
 class Array:

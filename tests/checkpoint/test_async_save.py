@@ -18,7 +18,7 @@ from tests.checkpoint.states import (
     saves_in_processes,
     takes_stagers,
 )
-from tests.support import child, mounts
+from tests.support import mounts, warm
 from tests.support.ranks import call_on_ranks, files_of
 
 if TYPE_CHECKING:
@@ -151,9 +151,8 @@ def test_two_ranks_save_their_parts(directory: pathlib.Path) -> None:
 def test_a_process_saves_what_was_staged_here(directory: pathlib.Path, stager: str) -> None:
     if stager != "the writer's" and takes_stagers.args[0]:
         pytest.skip(takes_stagers.kwargs["reason"])
-    child.call(
+    warm.call(  # torch starts its process by sys.executable
         "tests.checkpoint.programs:save_in_a_process",
-        imports=["torch.distributed.checkpoint"],
         path=directory / "checkpoint",
         stager=stager,
     )

@@ -15,7 +15,7 @@ from tensorferry.checkpoint import FileSystemReader, FileSystemWriter, Stager
 from tensorferry.checkpoint.storage.default import install, installed, uninstall
 from tests.checkpoint.damage import flip
 from tests.checkpoint.states import done, saves_in_processes, takes_stagers
-from tests.support import child
+from tests.support import warm
 
 if TYPE_CHECKING:
     import pathlib
@@ -71,9 +71,8 @@ def test_torchs_come_back(directory: pathlib.Path) -> None:
 def test_asynchronous_saves_that_name_only_a_folder_are_staged_and_written_by_ours(
     directory: pathlib.Path,
 ) -> None:
-    ended = child.call(
+    ended = warm.call(
         "tests.checkpoint.programs:save_in_a_process_by_default",
-        imports=["torch.distributed.checkpoint"],
         path=directory,
     )
     for name in ("thread", "again", "process"):

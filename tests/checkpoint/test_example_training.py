@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from tests.support.ranks import MAX_MEETINGS, NOT_MET
 
 if TYPE_CHECKING:
     import pathlib
+
+    from tests.support.buckets import Bucket
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 7), reason="the example's FSDP came with torch 2.7")
@@ -50,3 +53,18 @@ def test_training_killed_at_random_moments_ends_the_same(directory: pathlib.Path
     assert "All is the same, bit for bit." in done.stdout
     assert "killed 3 times of 3; checkpoints: [100, 200, 300, 390, 395, 400]" in done.stdout
     assert list(directory.iterdir()) == []
+
+
+def test_training_whose_disk_has_gone_goes_on_from_the_bucket(bucket: Bucket) -> None:
+    program = ROOT / "examples" / "checkpoint" / "disk_gone.py"
+    done = subprocess.run(
+        [warm.python(), program, bucket.url("run")],
+        env=os.environ | bucket.environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed, and its folder removed; the bucket has step" in done.stdout
+    assert "another machine: from step 0" not in done.stdout
+    assert "All is the same, bit for bit." in done.stdout

@@ -13,7 +13,7 @@ import torch
 from tensorferry.checkpoint import FileWriter, load, save
 from tests.checkpoint.archives import saved
 from tests.checkpoint.states import assert_same, mixed_state
-from tests.support import child, mounts
+from tests.support import child, mounts, warm
 from tests.support.expect import storage_error
 from tests.support.faultfs import Fault, FaultFS
 from tests.support.ranks import files_of
@@ -193,7 +193,7 @@ def test_a_killed_save_leaves_the_old_file_and_nothing_else(
 ) -> None:
     path = directory / "state.pt"
     save(mixed_state(), path)
-    child.call(
+    warm.call(
         "tests.checkpoint.programs:save_object_and_die",
         path=path,
         nbytes=40 * MIB,
@@ -217,8 +217,8 @@ def test_memory_beyond_the_state_is_bounded(directory: pathlib.Path) -> None:
         "tests.checkpoint.programs:peaks_of_save_and_load", path=directory / "s", nbytes=400 * MIB
     )
     saving, loading = ended.result
-    assert saving <= 64 * MIB
-    assert loading <= 64 * MIB
+    assert saving <= 160 * MIB  # of 400
+    assert loading <= 160 * MIB
 
 
 def test_failures_are_told_by_close_and_leave_nothing(directory: pathlib.Path) -> None:

@@ -572,7 +572,7 @@ def test_consolidation_takes_bounded_memory(directory: pathlib.Path) -> None:
     ended = child.call(
         function, path=directory, nbytes=400 * MIB, imports=["torch.distributed.checkpoint"]
     )
-    assert ended.result <= 96 * MIB
+    assert ended.result <= 160 * MIB  # of 400
 
 
 def test_a_pair_of_four_bits_without_a_dimension_is_refused_by_both_ways_of_saving(

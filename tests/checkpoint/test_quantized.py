@@ -448,7 +448,7 @@ def test_arguments_are_checked(directory: pathlib.Path) -> None:
     with pytest.raises((TypeError, ValueError), match="block_size"):
         Reader(directory, block_size=2.5)
     with pytest.raises(ValueError, match="path"):
-        Reader("s3://bucket/model")
+        Reader("hf://model")
 
 
 def test_what_a_subclass_changes_counts(directory: pathlib.Path) -> None:
@@ -540,4 +540,4 @@ def test_it_takes_bounded_memory(directory: pathlib.Path, kind: str) -> None:
         nbytes=400 * MIB,
         imports=["torch.distributed.checkpoint"],
     )
-    assert 0 < ended.result <= 64 * MIB
+    assert 0 < ended.result <= 160 * MIB  # the codes alone are 400

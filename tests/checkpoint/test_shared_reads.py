@@ -524,4 +524,4 @@ def test_a_shared_load_takes_little_memory(directory: Path, world_size: int) -> 
     # Of another dtype than those it is loaded into.
     save({str(k): torch.full((16 * MIB,), float(k)) for k in range(10)}, directory)
     peaks = call_on_ranks(world_size, peak_of_load, str(directory))
-    assert max(peaks) <= 96 * MIB
+    assert max(peaks) <= 160 * MIB  # of 320

@@ -56,6 +56,7 @@ def _status_nbytes(name: str) -> int:
     return 0
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_large_transfer_takes_little_host_memory(
     gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path, workers: int
@@ -80,6 +81,7 @@ def test_a_large_transfer_takes_little_host_memory(
         assert (np.frombuffer(gpu.bytes_of(gpu.part(array, begin, end)), np.uint8) == 7).all()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("nbytes", [4096, 300_001])
 def test_hundreds_of_transfers_leak_nothing(
     gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path, nbytes: int
@@ -108,6 +110,7 @@ def test_hundreds_of_transfers_leak_nothing(
     assert_moves(gpu, handle, directory)
 
 
+@pytest.mark.in_turn
 def test_hundreds_of_failures_leak_nothing(
     gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path
 ) -> None:
@@ -137,6 +140,7 @@ def test_hundreds_of_failures_leak_nothing(
     assert_moves(gpu, handle, directory)
 
 
+@pytest.mark.in_turn
 def test_a_hundred_handles_leak_nothing(gpu: Gpu, engine: str, directory: pathlib.Path) -> None:
     """Their threads and what they made on the GPU goes with them, or is used by the next."""
     array = gpu.array(300_001)

@@ -81,6 +81,7 @@ def test_reads_into_arrays_that_nobody_holds_touch_no_others(
         assert gpu.bytes_of(usurper) == b"\xff" * 1_000_003
 
 
+@pytest.mark.in_turn
 def test_many_transfers_are_outstanding_at_once(
     gpu: Gpu, make_handle: MakeHandle, directory: pathlib.Path, random_bytes: RandomBytes
 ) -> None:

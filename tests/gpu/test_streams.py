@@ -102,6 +102,7 @@ def test_what_is_queued_before_is_waited_for(
     assert (found[nbytes + 7 : 2 * nbytes + 7] == 2).all()
 
 
+@pytest.mark.in_turn
 def test_streams_of_gpu_memory_that_are_dropped_leave_it_alone(
     gpu: Gpu, engine: str, directory: pathlib.Path
 ) -> None:

@@ -59,6 +59,10 @@ _WRITTEN = "what users write into an offloaded optimizer's state, or into a para
 
 _DEQUANTISED = "a quantised tensor's values are those of its codes, each with its own block's scale, or an error"
 
+_MIRRORED = (
+    "a bucket holds a whole checkpoint at every moment, and nothing of others is removed from it"
+)
+
 _ROWS = "rows of a table are those of the numbers that were given, or an error"
 
 MUTANTS = [
@@ -854,6 +858,26 @@ MUTANTS = [
         "tests/tuning/test_workers.py::test_workers_whose_parent_is_killed_clean_up",
     ),
     _mutant(
+        "io-uring-goes-on-by-itself-on-fuse",
+        "a short transfer goes on where it ended, on every file system",
+        "csrc/transfer/worker.cpp",
+        "  if (block.transfer->file()->on_fuse() && !engine_->has_threads()) return hand_to_helper(block);\n",
+        "",
+        "tests/transfers/test_network_mounts.py::test_short_direct_reads_are_completed",
+        "tests/transfers/test_network_mounts.py::test_short_direct_writes_are_completed",
+    ),
+    _mutant(
+        "no-read-of-a-mount-decides",
+        "which way a network mount is read is decided by its first reads",
+        "csrc/file/first_reads.cpp",
+        "share < max_share_of_direct ? Way::cached : Way::direct",
+        "Way::direct",
+        "tests/cpp/first_reads_test.cpp::"
+        "of the first large blocks some go through the page cache, and none later unless that is much faster",
+        "tests/transfers/test_network_mounts.py::"
+        "test_reads_go_through_the_page_cache_where_that_has_been_much_faster",
+    ),
+    _mutant(
         "any-fault-may-be-raised",
         "the first fault is raised, and knows the others",
         "csrc/transfer/transfer.cpp",
@@ -967,6 +991,38 @@ MUTANTS = [
         "tests/checkpoint/test_manager.py::test_a_checkpoint_that_another_process_is_loading_is_not_removed",
     ),
     _mutant(
+        "uploads-are-believed",
+        _MIRRORED,
+        "src/tensorferry/checkpoint/mirror/uploading.py",
+        """        if there["e_tag"] != f'"{whole}-{len(digests)}"':\n""",
+        "        if not whole:\n",
+        "tests/checkpoint/test_mirror.py::test_bytes_that_change_on_their_way_are_found",
+    ),
+    _mutant(
+        "commits-are-not-conditional",
+        _MIRRORED,
+        "src/tensorferry/checkpoint/mirror/process.py",
+        '"create" if there is None else there[1]',
+        '"overwrite"',
+        "tests/checkpoint/test_mirror.py::test_a_commit_that_meets_anothers_leaves_it",
+    ),
+    _mutant(
+        "tidying-removes-what-counts",
+        _MIRRORED,
+        "src/tensorferry/checkpoint/mirror/bucket.py",
+        "going = listed.difference(names_in(found[0]) if found else ())",
+        "going = listed",
+        "tests/checkpoint/test_mirror.py::test_what_is_in_the_bucket_is_what_is_on_the_drive",
+    ),
+    _mutant(
+        "mirrors-outlive-their-training",
+        "a mirror never fails a save, nor outlives its training",
+        "src/tensorferry/checkpoint/mirror/process.py",
+        'select.select([os.pidfd_open(given["process"])], [], [])',
+        "return",
+        "tests/checkpoint/test_mirror.py::test_the_mirror_ends_with_the_training_though_a_child_of_that_lives",
+    ),
+    _mutant(
         "latest-before-all-ranks",
         "DeepSpeed's `latest` names a checkpoint that is whole on all ranks, and what is loaded are its files",
         "src/tensorferry/deepspeed/checkpoints.py",
@@ -1002,9 +1058,9 @@ MUTANTS = [
         "newer-checkpoints-are-counted",
         "a checkpoint is removed only when a newer one is whole, and never while a link leads to it, a save goes "
         "there, or it is loaded",
-        "src/tensorferry/checkpoint/folder.py",
-        "        older = [each for each in self.steps() if each < step]",
-        "        older = [each for each in self.steps() if each != step]",
+        "src/tensorferry/checkpoint/steps.py",
+        "    older = sorted(each for each in steps if each < step)",
+        "    older = sorted(each for each in steps if each != step)",
         "tests/checkpoint/test_manager.py::test_without_keep_last_all_stay_and_newer_ones_always_do",
     ),
     _mutant(
@@ -1159,5 +1215,21 @@ MUTANTS = [
         "            if self._cache.changing:\n",
         "            if False:\n",
         "tests/offload/test_embedding.py::test_a_signal_handler_may_look_up_rows_at_any_moment",
+    ),
+    _mutant(
+        "an-object-that-was-replaced-is-read-on",
+        "an object of a bucket is read as one version, and no byte of an answer is believed before it is whole",
+        "src/tensorferry/transfer/remote.py",
+        "            if (found := Version._of(answer.meta)) != self._version:\n",
+        "            if (found := self._version) != self._version:\n",
+        "tests/transfers/test_remote.py::test_what_fails_once_is_asked_for_again_or_raised[another version]",
+    ),
+    _mutant(
+        "a-forked-child-waits-for-its-parents-threads",
+        "a forked child is told that obstore's threads are its parent's",
+        "src/tensorferry/transfer/remote.py",
+        "    if processes.forked_with_obstore:\n",
+        "    if False:\n",
+        "tests/transfers/test_remote.py::test_a_forked_child_is_told",
     ),
 ]

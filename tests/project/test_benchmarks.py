@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support import deepspeed_gcc, required, warm
+from tests.support.faultfs import why_unavailable
 from tests.support.leaks import settled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +70,8 @@ def rows_of(content: dict[str, Any], scenario: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("scenario", sorted(set(SCENARIOS) - ON_LOOP_DEVICES - WITH_OTHERS))
 def test_scenario_measures_every_contender(scenario: str, tmp_path: Path) -> None:
+    if scenario == "safetensors_mount" and (reason := why_unavailable()):
+        required.missing("fuse", reason)
     content = run(scenario, tmp_path)
     rows = rows_of(content, scenario)
     assert any(row["kind"] == "ours" for row in rows)
@@ -161,7 +164,10 @@ with only_benchmark(lambda: print("waits", flush=True)):
 
 
 @pytest.mark.parametrize("scenario", [gpu.run, gpu.run_on_tmpfs])
-def test_gpu_scenarios_say_that_there_is_no_gpu(scenario: Any, tmp_path: Path) -> None:
+def test_gpu_scenarios_say_that_there_is_no_gpu(
+    scenario: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm.python())
     if pytest.importorskip("torch").cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(UnavailableError, match="no GPU"):

@@ -280,21 +280,21 @@ def test_cuts_are_in_order_and_at_places_of_the_file(seed: int) -> None:
 def peak_of_load(rank: int, path: str) -> int:
     from tensorferry.tuning.stopwatch import Stopwatch
 
+    os.environ["TENSORFERRY_READ_AHEAD"] = "1GiB"  # nothing but the budget bounds it
     with Stopwatch() as watch:
-        for _, tensor in load_files(path, broadcast=True, memory_budget="48MiB"):
+        for _, tensor in load_files(path, broadcast=True, memory_budget="20MiB"):
             assert not tensor[0]
     assert watch.peak_growth_nbytes is not None
     return watch.peak_growth_nbytes
 
 
 def test_memory_stays_within_the_budget(directory: Path) -> None:
-    tensors = {f"large{number}": torch.zeros(4 * MIB) for number in range(12)}
+    tensors = {f"large{number}": torch.zeros(2 * MIB) for number in range(48)}
     tensors |= {f"small{number}": torch.zeros(16 << 10) for number in range(900)}
     save_file(tensors, directory / "x.safetensors")
     peaks = call_on_ranks(2, peak_of_load, str(directory))
-    assert (
-        max(peaks) < (48 + 16 + 8 + 32) * MIB
-    )  # with the tensor that is looked at, and those that go around
+    # The tensor that is looked at, those that go around, and holes that the C library keeps are not in the budget.
+    assert max(peaks) < 120 * MIB  # it is 50, and above 200 without a budget
 
 
 # --- what goes wrong on one rank ---

@@ -368,7 +368,7 @@ def test_numpys_arrays_need_no_torch(directory: pathlib.Path) -> None:
 def test_memory_beyond_the_state_is_bounded(directory: pathlib.Path) -> None:
     function = "tests.safetensors.programs:peak_of_save"
     ended = child.call(function, path=directory / "f", nbytes=400 * MIB)
-    assert ended.result <= 64 * MIB
+    assert ended.result <= 160 * MIB  # of 400
 
 
 @pytest.mark.parametrize("letter", ["m", "字"])

@@ -76,7 +76,7 @@ def test_the_command_line_knows_the_format(model: pathlib.Path) -> None:
     config = EngineArgs.from_cli_args(parser.parse_args(given)).create_engine_config().load_config
     assert config.load_format == "tensorferry"
     loader = get_model_loader(config)
-    assert type(loader).__module__ == "tensorferry.serving.vllm"
+    assert type(loader).__module__ == "tensorferry.serving.vllm_loader"
     assert loader._options.memory_budget == "2GiB"
 
 

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from typing import TypeGuard
 
 Path: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
+# A path, a URL, or a pair of an obstore store and a key.
+Readable: TypeAlias = "Path | tuple[Any, str]"
 Direct: TypeAlias = "bool | Literal['auto']"
 
 # Offsets are signed 64-bit numbers in the kernel.
@@ -18,6 +21,11 @@ MAX_FILE_NBYTES = (1 << 63) - 1
 
 # pathlib makes one slash of two: of those only known ones are told from a folder whose name ends with a colon.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(s3|gs|gcs|hf|az|abfss?|hdfs|https?|ftp|file):/")
+
+# Those that are read, and stores that callers have made: see transfer.remote.
+_READ_URL = re.compile(
+    r"(s3|gs|az|abfss?|https?):/|(s3a|adl|azure|[a-z0-9]+\+[0-9a-f]{6})://", re.ASCII
+)
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -141,8 +149,8 @@ def checked_path(path: Path, name: str = "path") -> str:
     text = os.fsdecode(path)
     if ":/" in text and _URL.match(text):
         raise ValueError(
-            f"{name}: {path!r} is a URL, and only local files are read and written (remedy: a local folder, or one "
-            "where the storage is mounted)"
+            f"{name}: {path!r} is a URL, and a local file is meant here (remedy: a local folder, or one where the "
+            "storage is mounted; buckets are read by tensorferry.open, and by what loads models and checkpoints)"
         )
     if "\0" in text:
         raise ValueError(f"{name}: {path!r} has a null character")
@@ -152,6 +160,22 @@ def checked_path(path: Path, name: str = "path") -> str:
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: {path!r} is no path: {error}") from None
     return text
+
+
+def is_url(path: object) -> bool:
+    """Return whether this is a place that is read, and is in none of this machine's file systems."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    return isinstance(text, str) and ":/" in text and _READ_URL.match(text) is not None
+
+
+def is_pair(path: object) -> TypeGuard[tuple[Any, str]]:
+    """Return whether this is a pair of an obstore store and a key."""
+    return (
+        isinstance(path, tuple)
+        and len(path) == 2
+        and isinstance(path[1], str)
+        and not isinstance(path[0], (str, bytes, os.PathLike))
+    )
 
 
 def can_be_path(text: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -51,6 +52,16 @@ def in_forked_children(function: Callable[[], object]) -> Callable[[], object]:
     """Decorate a function that makes anew, in a forked child, what another thread may have held at fork()."""
     os.register_at_fork(after_in_child=function)
     return function
+
+
+forked_with_obstore = False
+"""Whether this is a forked child whose parent had obstore, which would wait for ever for that process's threads."""
+
+
+@in_forked_children
+def _note_obstore() -> None:
+    global forked_with_obstore
+    forked_with_obstore |= "obstore" in sys.modules
 
 
 def when_dropped(

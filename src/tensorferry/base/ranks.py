@@ -6,6 +6,7 @@ Imports torch.distributed: only those import this who have a process group.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import socket
 from pathlib import Path
@@ -15,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tensorferry.base.checks import is_url
 from tensorferry.base.mounts import is_remote
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator
 
 T = TypeVar("T")
@@ -174,7 +175,7 @@ def is_worthwhile(kind: str, path: str | os.PathLike[str]) -> bool:
 
     By gloo, memory of CPUs goes from rank to rank more slowly than local drives and the page cache give it.
     """
-    return kind == "cuda" or is_remote(Path(path))
+    return kind == "cuda" or is_url(os.fspath(path)) or is_remote(Path(path))
 
 
 def node() -> str:

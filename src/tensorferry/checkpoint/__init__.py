@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tensorferry.checkpoint.errors import CheckpointError as CheckpointError
+    from tensorferry.checkpoint.errors import MirrorError as MirrorError
     from tensorferry.checkpoint.manager import Checkpoints as Checkpoints
     from tensorferry.checkpoint.objects.file_writer import FileWriter as FileWriter
     from tensorferry.checkpoint.objects.save_load import load as load
@@ -42,6 +43,7 @@ _MODULES = {
     "FileWriter": "objects.file_writer",
     "HuggingFaceStorageReader": "storage.huggingface",
     "HuggingFaceStorageWriter": "storage.huggingface",
+    "MirrorError": "errors",
     "QuantizedHuggingFaceStorageReader": "storage.quantized",
     "Stager": "staging",
     "install": "storage.default",

@@ -61,6 +61,13 @@ class NotACheckpointError(CheckpointError):
     """What is there is something else, of which nothing can be said here."""
 
 
+class MirrorError(RuntimeError):
+    """A checkpoint is not in the bucket where it was to be mirrored, or what is there cannot be told.
+
+    The message names the bucket, and key and status where the store has refused something. The local one is whole.
+    """
+
+
 def cause_of(error: BaseException) -> BaseException:
     """Return what the system refused: torch.save, told of it, fails once more as it closes the archive."""
     cause: BaseException | None = error

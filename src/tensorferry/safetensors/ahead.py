@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tensorferry.base.processes import Owned
 from tensorferry.safetensors.loading import Coming, SourceFile, begin_bytes
-from tensorferry.safetensors.version import Version
 from tensorferry.transfer.pipeline import Pipeline, Read
+from tensorferry.transfer.remote import Version
 
 if TYPE_CHECKING:
     from tensorferry.safetensors.frameworks import Framework

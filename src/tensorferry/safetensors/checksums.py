@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import tensorferry
 from tensorferry._core import crc32
-from tensorferry.base.checks import Path, checked_path
+from tensorferry.base.checks import Path, checked_path, is_url
 from tensorferry.errors import StorageError
 from tensorferry.safetensors import header, small
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.parsing import LENGTH_NBYTES
-from tensorferry.safetensors.version import Version
 from tensorferry.transfer.checksums import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES, Checksums
 from tensorferry.transfer.pipeline import Pipeline, Read
+from tensorferry.transfer.remote import Version, place, text_of
 from tensorferry.transfer.replacement import Replacement
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class FileChecksums(NamedTuple):
 
 def path_of(path: Path) -> str:
     """Return where the checksums of a file are, or would be."""
-    return checked_path(path) + SUFFIX
+    return (text_of(path) if is_url(path) else checked_path(path)) + SUFFIX
 
 
 def write(
@@ -193,18 +193,18 @@ def read(path: Path, file_nbytes: int | None = None) -> FileChecksums:
     OSError
         They cannot be read.
     """
-    text, place = checked_path(path), path_of(path)
+    text, kept = text_of(path), path_of(path)
     if file_nbytes is None:
-        file_nbytes = pathlib.Path(text).stat().st_size
+        file_nbytes = place(text).stat().st_size
     # Of the smallest chunks: what is read is a 512th of the file at most.
     most = _OTHER_NBYTES + _CRC_DIGITS * -(-file_nbytes // MIN_CHUNK_NBYTES)
     try:
-        data = small.read(place, most)
+        data = small.read(kept, most)
     except StorageError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place) from None
-    sums = _parsed(data, place)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), kept) from None
+    sums = _parsed(data, kept)
     if sums.nbytes != file_nbytes:
         raise SafetensorError(
             f"the file has {file_nbytes} bytes, and its checksums are of {sums.nbytes}: it was cut short or replaced",

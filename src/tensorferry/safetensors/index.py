@@ -6,9 +6,10 @@ import os
 import re
 from typing import Any
 
-from tensorferry.base.checks import Path, can_be_path, checked_path
+from tensorferry.base.checks import Path, can_be_path, is_url
 from tensorferry.safetensors import small
 from tensorferry.safetensors.errors import SafetensorError, shortened
+from tensorferry.transfer.remote import place, source_path
 
 FILE_SUFFIX = ".safetensors"
 SUFFIX = ".safetensors.index.json"
@@ -31,8 +32,11 @@ _MAX_NBYTES = 256 << 20
 
 def names_in(folder: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
     """Return the names of the safetensors files in a folder, and of indexes, each of them sorted."""
-    with os.scandir(folder) as entries:
-        names = sorted(each.name for each in entries)
+    if is_url(folder):
+        names = sorted(each.name for each in place(folder).iterdir())
+    else:
+        with os.scandir(folder) as entries:
+            names = sorted(each.name for each in entries)
     files = [name for name in names if name.endswith(FILE_SUFFIX)]
     return files, [name for name in names if name.endswith(SUFFIX)]
 
@@ -52,7 +56,7 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     OSError
         It cannot be read.
     """
-    text = checked_path(path)
+    text = source_path(path)
     content = small.json_of(small.read(text, _MAX_NBYTES), text, "this is no index")
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict):

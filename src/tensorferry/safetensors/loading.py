@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorferry
 from tensorferry import _core
+from tensorferry.base.checks import is_pair
 from tensorferry.base.processes import Owned
 from tensorferry.errors import StorageError
 from tensorferry.safetensors import header
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.frameworks import itemsize_of
+from tensorferry.transfer.remote import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -73,7 +75,7 @@ class SourceFile(Owned):
         if self.is_parents:
             # The same file, whatever has its name now. Two threads may both do so, and both files are right.
             before = self._file  # kept, and so open, while its descriptor is used
-            self._file = tensorferry.open(f"/proc/self/fd/{before._open_file().descriptor}")
+            self._file = before._again()
             self._belong_here()
         return self._file
 
@@ -161,6 +163,8 @@ class SourceFile(Owned):
 
     def _cached_share(self, begin: int, nbytes: int) -> float:
         """Return what part of bytes the page cache has, or is to be taken to have."""
+        if self.file._version is not None:
+            return 0.0  # what is elsewhere cannot be mapped
         if self.direct != "auto":
             return float(self.direct == "never")
         found = self.file._open_file().residency(begin, nbytes)
@@ -333,6 +337,6 @@ def checked_direct(direct: Any, backend: Any) -> str:
 
 def path_of(filename: Any) -> str:
     """Return a path as text."""
-    if not isinstance(filename, (str, bytes, os.PathLike)):
+    if not is_pair(filename) and not isinstance(filename, (str, bytes, os.PathLike)):
         raise TypeError(f"filename: {filename!r} is no path")
-    return os.fsdecode(filename)
+    return text_of(filename, "filename")

@@ -10,18 +10,17 @@ from tensorferry.safetensors.memory import arrays_of
 from tensorferry.safetensors.opened import safe_open
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping
 
     import numpy as np
 
-    from tensorferry.base.checks import Path
+    from tensorferry.base.checks import Path, Readable
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
 
 def load_file(
-    filename: str | bytes | os.PathLike[str],
+    filename: Readable,
     *,
     backend: str = "mmap",
     direct: str = "auto",

@@ -33,9 +33,9 @@ from tensorferry.transfer.arrays import collect_runs
 from tensorferry.transfer.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping
 
+    from tensorferry.base.checks import Readable
     from tensorferry.safetensors.header import Tensor
     from tensorferry.transfer.futures import Future
 
@@ -73,8 +73,8 @@ class safe_open:  # noqa: N801
 
     Parameters
     ----------
-    filename : str, bytes or PathLike
-        The file.
+    filename : str, bytes or PathLike, or pair of store and key
+        The file; also an object of a bucket, as :func:`tensorferry.open` has them: it is read, never mapped.
     framework : str
         "pt", "torch" or "pytorch"; "np" or "numpy".
     device : str, int or torch.device
@@ -97,7 +97,7 @@ class safe_open:  # noqa: N801
 
     def __init__(
         self,
-        filename: str | bytes | os.PathLike[str],
+        filename: Readable,
         framework: str,
         device: Any = "cpu",
         *,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorferry
 from tensorferry import _core
-from tensorferry.base.checks import checked_nbytes
+from tensorferry.base.checks import checked_nbytes, is_url
 from tensorferry.base.ranges import runs, strides_of
 from tensorferry.safetensors import checksums
 from tensorferry.safetensors.dtypes import numpy_dtype, torch_dtype, torch_shape
@@ -34,7 +34,7 @@ from tensorferry.safetensors.frameworks import torch_device
 from tensorferry.safetensors.slicing import select
 from tensorferry.safetensors.sources import stored_tensors
 from tensorferry.transfer.checksums import Checksums
-from tensorferry.transfer.pipeline import Pipeline, Read
+from tensorferry.transfer.pipeline import Pipeline, Read, read_ahead_nbytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,7 +78,7 @@ def load_files(
     Parameters
     ----------
     files : path or sequence of paths
-        Files, a sharded model's index, or a directory with either.
+        Files, a sharded model's index, or a directory with either. Also in a bucket: see :func:`tensorferry.open`.
     plan : mapping of str to index, optional
         The tensors wanted, and of each what of it: None for all, or a slice, an integer, an Ellipsis, None, or a tuple
         of these, by torch's rules. Without a plan all tensors are given whole.
@@ -271,6 +271,8 @@ class Tensors(Iterator[tuple[str, Any]]):
         groups = _groups(parts, min(budget_nbytes, _GROUP_NBYTES), files, sharers)
         self._pipeline = Pipeline(groups, memory_nbytes=budget_nbytes)
         self._pipeline.files = files.opened
+        is_far = any(is_url(part.stored.path) for part in parts[:1])
+        self._pipeline.ahead_nbytes = read_ahead_nbytes(far=is_far)
         self._files = files
         self._sharers = sharers
         if sharers is not None:

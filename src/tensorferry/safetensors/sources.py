@@ -16,22 +16,22 @@ import itertools
 import json
 import math
 import operator
-import pathlib
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import tensorferry
-from tensorferry.base.checks import Path, kept_path
+from tensorferry.base.checks import Readable, is_pair, is_url
 from tensorferry.safetensors import header, index
 from tensorferry.safetensors.dtypes import DTYPES, header_shape
 from tensorferry.safetensors.errors import SafetensorError
-from tensorferry.safetensors.version import Version
+from tensorferry.transfer.remote import Version, place, source_path
 
 if TYPE_CHECKING:
+    import pathlib
     from collections.abc import Callable, Iterable, Sequence
 
     from tensorferry.transfer.files import File
 
-Source: TypeAlias = "Path | Sequence[Path]"
+Source: TypeAlias = "Readable | Sequence[Readable]"
 
 PARTS, PARTS_VERSION, OFFSETS = "DCP_SHARDING_INFO", "DCP_VERSION", "saved_offsets"
 """What torch's writer puts into headers of files that have parts of tensors (its module _hf_utils)."""
@@ -176,7 +176,7 @@ def hold(
         head, version = seen
         said = head.metadata or {}
         parts = _HeaderParts(said, path)
-        if SAVE in said or index.RANKS_FILE.fullmatch(pathlib.Path(path).name):
+        if SAVE in said or index.RANKS_FILE.fullmatch(place(path).name):
             saves.setdefault(said.get(SAVE), []).append(path)
         for key, value in said.items():
             if key not in _OF_PARTS and metadata.setdefault(key, value) != value:
@@ -209,18 +209,18 @@ def hold(
 
 def files_of(source: Source) -> Files:
     """Return which files are the model; errors as for :func:`hold`."""
-    if isinstance(source, (list, tuple)):
-        paths = [kept_path(path) for path in source]
+    if isinstance(source, (list, tuple)) and not is_pair(source):
+        paths = [source_path(path) for path in source]
         if not paths:
             raise ValueError("files: there are none")
         if len(paths) != len(set(paths)):
             raise ValueError("files: one is given twice")
         return Files(paths)
-    path = kept_path(source)  # type: ignore[arg-type]
+    path = source_path(source)  # type: ignore[arg-type]
     if path.endswith(".json"):
         return _indexed(path)
-    folder = pathlib.Path(path)
-    if not folder.is_dir():
+    folder = place(path)
+    if (path.endswith(index.FILE_SUFFIX) and is_url(path)) or not folder.is_dir():
         return Files([path])
     names, indexes = index.names_in(folder)
     if len(indexes) > 1:
@@ -241,7 +241,7 @@ def _beside_index(folder: pathlib.Path, index_name: str, names: list[str]) -> Fi
     path = str(folder / index_name)
     found = _indexed(path)
     assert found.owners is not None
-    named = {pathlib.Path(each).name for each in found.paths}
+    named = {place(each).name for each in found.paths}
     ranks = [name for name in names if index.RANKS_FILE.fullmatch(name) and name not in named]
     if ranks:
         raise SafetensorError(
@@ -268,7 +268,7 @@ def _beside_index(folder: pathlib.Path, index_name: str, names: list[str]) -> Fi
 
 
 def _indexed(path: str) -> Files:
-    folder = pathlib.Path(path).parent
+    folder = place(path).parent
     weights, _ = index.read(path)
     if not weights:
         raise SafetensorError("the index names no tensor", path)
@@ -315,7 +315,7 @@ def _check_saves(
             reason = f"its save had {count[:20]} files, of which {len(paths)} are there"
             problem(SafetensorError(reason, paths[0]))
     # torch's say nothing; each rank may lack some of the numbers, all together may not.
-    unsaid = [pathlib.Path(path) for path in saves.get(None, ())]
+    unsaid = [place(path) for path in saves.get(None, ())]
     ranks = filter(None, (index.RANKS_FILE.fullmatch(path.name) for path in unsaid))
     _check_numbers((found[1] for found in ranks), str(unsaid[0].parent) if unsaid else "")
 

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tensorferry.base.checks import Readable
+
 __all__ = ["load", "load_file", "load_model", "save", "save_file", "save_model"]
 
 
 def load_file(
-    filename: str | bytes | os.PathLike[str],
+    filename: Readable,
     device: Any = "cpu",
     *,
     backend: str = "mmap",

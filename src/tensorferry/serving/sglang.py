@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensorferry.serving.weights import LOAD_FORMAT
+from tensorferry.serving import LOAD_FORMAT
 
 try:
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices

@@ -2,94 +2,42 @@
 
 vLLM calls :func:`register` in each of its processes, by the wheel's entry point in the group ``vllm.general_plugins``.
 Its own DefaultModelLoader finds or downloads the files, as for ``--load-format safetensors``, and gives the tensors to
-the model; only the reading of the files is ours.
+the model; only the reading of the files is ours. Many processes load no model: a class is made of vLLM's loaders where
+these are imported.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import sys
 
-from tensorferry.serving import weights
-from tensorferry.serving.weights import LOAD_FORMAT
+import _tensorferry_startup
+from tensorferry.base.warned import warn
+from tensorferry.serving import LOAD_FORMAT
+
+_NEEDED = f"load format {LOAD_FORMAT!r} needs vLLM, 0.31 or later"
+_REMEDY = "(remedy: pip install vllm)"
+_LOADERS = "vllm.model_executor.model_loader"
 
 try:
-    from vllm.distributed import get_tp_group
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-    from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+    import vllm  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        f"load format {LOAD_FORMAT!r} needs vLLM, 0.31 or later: {error} (remedy: pip install vllm)",
-        name=error.name,
-    ) from error
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+    raise ImportError(f"{_NEEDED}: {error} {_REMEDY}", name=error.name) from error
 
 
 def register() -> None:
-    """Have vLLM know the load format."""
-    register_model_loader(LOAD_FORMAT)(ModelLoader)
+    """Have vLLM know the load format from when its loaders are imported on."""
+    if _LOADERS in sys.modules:
+        _register()
+    else:
+        _tensorferry_startup.arm(_LOADERS, _register)
 
 
-class ModelLoader(DefaultModelLoader):  # type: ignore[misc]  # mypy does not see vLLM
-    """vLLM's DefaultModelLoader, with tensors of safetensors files that tensorferry reads.
+def _register() -> None:
+    try:
+        from vllm.model_executor.model_loader import register_model_loader
 
-    Parameters
-    ----------
-    load_config : vllm.config.load.LoadConfig
-        Its ``model_loader_extra_config`` may have the fields of :class:`tensorferry.serving.weights.Options`, and
-        vLLM's ``enable_weights_track``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Another option, one that is not usable, or a ``safetensors_load_strategy``.
-    """
-
-    counter_before_loading_weights: float  # theirs
-
-    def __init__(self, load_config: Any) -> None:
-        self._options, theirs = weights.options_of(
-            load_config.model_loader_extra_config, ("enable_weights_track",)
-        )
-        super().__init__(
-            dataclasses.replace(
-                load_config, load_format="safetensors", model_loader_extra_config=theirs
-            )
-        )
-        self._check_strategy()
-
-    def _check_strategy(self) -> None:
-        strategy = self.load_config.safetensors_load_strategy
-        if strategy not in (None, "lazy"):
-            raise ValueError(
-                f"safetensors_load_strategy: load format {LOAD_FORMAT!r} has no {strategy!r} (remedy: --load-format "
-                "safetensors)"
-            )
-
-    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Any]]:
-        """Return the tensors of a model's files; in the place of DefaultModelLoader's."""
-        self._check_strategy()  # load_weights() asks for "torchao" where a model is quantised so
-        folder, paths, _, index_name = self._prepare_weights(
-            source.model_or_path,
-            source.subfolder,
-            source.revision,
-            source.fall_back_to_pt,
-            source.allow_patterns_overrides,
-        )
-        overridden = source.allow_patterns_overrides is not None
-        weights.check_files(paths, None if overridden else Path(folder, index_name))
-        if not self.counter_before_loading_weights:
-            self.counter_before_loading_weights = time.perf_counter()
-        skip = functools.partial(should_skip_weight, local_expert_ids=self.local_expert_ids)
-        # Ranks of the stages of a pipeline may load different models; those of a stage load the same, but for experts.
-        ranks = get_tp_group()
-        alike = ranks.world_size > 1 and self.local_expert_ids is None
-        group = ranks.cpu_group if alike else None
-        found = weights.tensors(sorted(paths), self._options, skip, group)
-        return ((source.prefix + name, tensor) for name, tensor in found)
+        from tensorferry.serving.vllm_loader import ModelLoader
+    except ImportError as error:  # its loaders are imported for other formats, too
+        warn(f"{_NEEDED}: {error} {_REMEDY}")
+    else:
+        register_model_loader(LOAD_FORMAT)(ModelLoader)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tensorferry.base.checks import checked_nbytes, one_of
 from tensorferry.safetensors.plans import load_files
 from tensorferry.safetensors.sources import stored_tensors
+from tensorferry.serving import LOAD_FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-
-LOAD_FORMAT = "tensorferry"
 
 _BUDGET_NBYTES = 1 << 30
 # A tensor is read with the rest of its first and its last page.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from tensorferry.base.checks import Direct, Path, checked_offset, checked_path, direct_mode
+from tensorferry.base.checks import Direct, Path, checked_offset, checked_path, direct_mode, is_pair
 from tensorferry.transfer.arrays import memory_of, memory_or_segments
 from tensorferry.transfer.files import File, in_background
 from tensorferry.transfer.requests import checked_items, transfer, transfer_many
@@ -15,6 +15,7 @@ from tensorferry.transfer.striped import StripedFile
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from tensorferry.base.checks import Readable
     from tensorferry.transfer.arrays import Array
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.files import Priority
@@ -315,16 +316,6 @@ def read_many(
 
 @overload
 def open(
-    path: Path,
-    mode: str = "r",
-    *,
-    direct: Direct = "auto",
-    engine: str | None = None,
-    block_size: int | None = None,
-    queue_depth: int | None = None,
-) -> File: ...
-@overload
-def open(
     path: list[_Path] | tuple[Path, ...],
     mode: str = "r",
     *,
@@ -334,8 +325,18 @@ def open(
     block_size: int | None = None,
     queue_depth: int | None = None,
 ) -> StripedFile: ...
+@overload
 def open(
-    path: Path | list[_Path] | tuple[Path, ...],
+    path: Readable,
+    mode: str = "r",
+    *,
+    direct: Direct = "auto",
+    engine: str | None = None,
+    block_size: int | None = None,
+    queue_depth: int | None = None,
+) -> File: ...
+def open(
+    path: Readable | list[_Path] | tuple[Path, ...],
     mode: str = "r",
     *,
     stripe_nbytes: int | None = None,
@@ -349,7 +350,9 @@ def open(
     Parameters
     ----------
     path : str, bytes or PathLike, or a list or tuple of these
-        The file. Several are the parts of one file, in this order: see :class:`StripedFile`.
+        The file. Several are the parts of one file, in this order: see :class:`StripedFile`. To be read, also an object
+        of a bucket, by its URL (``s3://``, ``gs://``, ``az://``, ``https://``) or as a pair of an obstore store and a
+        key, with the extra ``tensorferry[remote]``; the settings below mean nothing for it.
     mode : str
         As for the built-in ``open``: "r" to read, "r+" to read and write an existing file, "w" and "w+" to begin
         with an empty one, "x" and "x+" to create one that must not exist. Always binary: a "b" says nothing more.
@@ -375,8 +378,10 @@ def open(
         The file cannot be opened.
     EngineUnavailableError
         The engine cannot be had here.
+    ImportError
+        It is in a bucket, and obstore is not installed.
     """
-    if isinstance(path, (list, tuple)):
+    if isinstance(path, (list, tuple)) and not is_pair(path):
         return StripedFile(
             path,
             mode,

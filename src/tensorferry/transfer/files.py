@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import errno
+import os
 import threading
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
@@ -10,12 +12,16 @@ from tensorferry import _core
 from tensorferry.base.checks import (
     Direct,
     Path,
+    Readable,
     checked_offset,
     checked_path,
     direct_mode,
+    is_pair,
+    is_url,
     one_of,
     positive,
 )
+from tensorferry.errors import StorageError
 from tensorferry.transfer.arrays import memory_or_segments
 from tensorferry.transfer.defaults import (
     DEFAULT_BLOCK_NBYTES,
@@ -44,6 +50,7 @@ if TYPE_CHECKING:
     from tensorferry.transfer.arrays import Array
     from tensorferry.transfer.checksums import Checksums
     from tensorferry.transfer.futures import Future
+    from tensorferry.transfer.remote import Version
 
     _Path = TypeVar("_Path", bound=Path)
 
@@ -239,9 +246,11 @@ class File(Transferring):
     are context managers.
     """
 
+    _version: Version | None = None  # of an object of a bucket
+
     def __init__(
         self,
-        path: Path,
+        path: Readable,
         mode: str = "r",
         *,
         direct: Direct = "auto",
@@ -250,8 +259,11 @@ class File(Transferring):
         queue_depth: int | None = None,
     ) -> None:
         how = how_to_open(mode)
-        text = checked_path(path)
         past_cache = direct_mode(direct)
+        if mode in ("r", "rb") and (is_pair(path) or is_url(path)):
+            self._open_object(path)
+            return
+        text = checked_path(path)  # type: ignore[arg-type]  # it says what is wrong with a pair
         own = chosen_scheduler(engine, block_size, queue_depth)
         self._open(text, how, past_cache, own or default_scheduler(), own)
 
@@ -265,6 +277,25 @@ class File(Transferring):
         file._open(descriptor, _MODES["r+"], direct_mode(direct), default_scheduler(), None)
         return file
 
+    def _open_object(self, path: Any) -> None:
+        """Open an object of a bucket; the settings of drives are not its own."""
+        from tensorferry.transfer.remote import open_object, source_path  # for those who need it
+
+        found = open_object(source_path(path))
+        self._hold(found.file, found.scheduler, None)
+        self._version = found.version
+
+    def _again(self) -> File:
+        """Open the very same file once more, whatever has its name now; in a forked child as well."""
+        if self._version is None:
+            return File(f"/proc/self/fd/{self._open_file().descriptor}")
+        found = File(self._path)
+        if found._version != self._version:
+            found.close()
+            why = f"{os.strerror(errno.ESTALE)}; the object has been replaced since it was opened"
+            raise StorageError(errno.ESTALE, why, self._path)
+        return found
+
     def _open(
         self,
         path: str | int,
@@ -274,8 +305,6 @@ class File(Transferring):
         own: AnyScheduler | None,
     ) -> None:
         """Open what has been checked; the scheduler ``own`` ends with the file."""
-        self._pending = Pending()
-        self._closing = threading.RLock()
         file = with_descriptors(
             scheduler,
             lambda: (
@@ -284,12 +313,17 @@ class File(Transferring):
                 else _core.open_file(path, *how[:4], False, direct)
             ),
         )
-        self._file: _core.File | None = file
-        self._own_scheduler = own
-        self._scheduler = schedulers_of(scheduler, file)
-        self._path = file.path
+        self._hold(file, schedulers_of(scheduler, file), own)
         if how[4] and file.regular:
             set_size(self._scheduler, file, 0)
+
+    def _hold(self, file: _core.File, scheduler: AnyScheduler, own: AnyScheduler | None) -> None:
+        self._pending = Pending()
+        self._closing = threading.RLock()
+        self._file: _core.File | None = file
+        self._own_scheduler = own
+        self._scheduler = scheduler
+        self._path = file.path
 
     @property
     def path(self) -> str:
@@ -426,6 +460,11 @@ class File(Transferring):
                 if not wait(future._request.wait, self._scheduler):
                     return True
                 future.done()  # sees the end while the array is as it was
+            if self._version is not None:
+                file.retire(
+                    0.0
+                )  # an answer that nobody waits for may take minutes; its memory is kept
+                return False
             return not wait(file.retire, self._scheduler)
         except BaseException:
             self._pending.put_back(pending)

@@ -39,13 +39,15 @@ if TYPE_CHECKING:
 
 _VARIABLE = "TENSORFERRY_READ_AHEAD"
 _READ_AHEAD = "64MiB"
+# Of buckets: as many requests as may be on their way, whose answers take long.
+_FAR_READ_AHEAD = "128MiB"
 
 # Reads on their way, however small they are.
 _MAX_FLYING = 128
 
 
-def read_ahead_nbytes() -> int:
-    """Return how many bytes one reader asks of its files before they are wanted: 64 MiB by default.
+def read_ahead_nbytes(*, far: bool = False) -> int:
+    """Return how many bytes one reader asks of files before they are wanted: 64 MiB by default, 128 of ``far`` ones.
 
     The environment variable TENSORFERRY_READ_AHEAD sets it, for example to ``"32MiB"``.
 
@@ -54,7 +56,9 @@ def read_ahead_nbytes() -> int:
     ValueError
         The variable is not a positive number of bytes.
     """
-    return checked_nbytes(os.environ.get(_VARIABLE) or _READ_AHEAD, _VARIABLE)
+    return checked_nbytes(
+        os.environ.get(_VARIABLE) or (_FAR_READ_AHEAD if far else _READ_AHEAD), _VARIABLE
+    )
 
 
 class Read:

@@ -8,7 +8,6 @@ compared with the directory, and so are the CRC-32s that the core takes on the w
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 import sys
 import zipfile
@@ -24,6 +23,7 @@ from tensorferry._core import crc32
 from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.objects.skeleton import MARK_NBYTES
 from tensorferry.checkpoint.zipformat import zips
+from tensorferry.transfer import plain
 from tensorferry.transfer.checksums import Checksums
 from tensorferry.transfer.pipeline import Pipeline, Read, read_ahead_nbytes
 
@@ -96,18 +96,16 @@ class ArchiveDirectory:
     foreign : bool
         Whether only torch can make something of it: records are compressed, bytes are in another order, or it is
         TorchScript.
-    own_path : str
-        Where the file can be opened again, whatever has happened to its name.
     """
 
     def __init__(self, path: str, file: BinaryIO) -> None:
         self.path = path
-        self.own_path = f"{OWN_FILES}{file.fileno()}"
-        self.nbytes = os.fstat(file.fileno()).st_size
+        self._file = file
+        pread, self.nbytes = plain.reading(file)
         self.payloads: list[Record] = []
         self.contents: list[tuple[str, int, bytes]] = []
         # zipfile takes a failing drive for a file that is no archive.
-        os.pread(file.fileno(), _TAIL_NBYTES, max(0, self.nbytes - _TAIL_NBYTES))
+        pread(_TAIL_NBYTES, max(0, self.nbytes - _TAIL_NBYTES))
         try:
             self._archive = zipfile.ZipFile(file)
         except _DAMAGE as error:
@@ -122,6 +120,10 @@ class ArchiveDirectory:
         if not self.foreign:
             ends = [entry.header_offset for entry in entries[1:]] + [end]
             self._sort([self._record(entry, end) for entry, end in zip(entries, ends, strict=True)])
+
+    def again(self) -> tensorferry.File:
+        """Open the archive once more, whatever has happened to its name."""
+        return plain.again(self._file)
 
     def check_all(self) -> None:
         """Verify all records, in whatever way they are written."""
@@ -149,9 +151,13 @@ class ArchiveDirectory:
     def _read(self, records: list[Record]) -> list[bytes]:
         """Return the data of records, verified."""
         buffers = [bytearray(record.end - record.header) for record in records]
-        tensorferry.read_many(
-            [(self.own_path, buffer, r.header) for r, buffer in zip(records, buffers, strict=True)]
-        )
+        with self.again() as file:
+            futures = [
+                file.read_into(buffer, record.header)
+                for record, buffer in zip(records, buffers, strict=True)
+            ]
+            for future in futures:
+                future.result()
         for record, buffer in zip(records, buffers, strict=True):
             view = memoryview(buffer)
             self.check_header(record, view)
@@ -207,7 +213,7 @@ class Payloads:
     """
 
     def __init__(self, directory: ArchiveDirectory) -> None:
-        file = tensorferry.open(directory.own_path)
+        file = directory.again()
         runs = list(_runs(directory, file))
         self._run_of = {record: (run, k) for run in runs for k, record in enumerate(run.records)}
         # What payloads take beyond the result where that is on another device.

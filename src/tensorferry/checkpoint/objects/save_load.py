@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tensorferry
-from tensorferry.base.checks import checked_path
+from tensorferry.base.checks import checked_path, is_pair, is_url
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.objects.file_writer import FileWriter
 from tensorferry.checkpoint.objects.payloads import OWN_FILES, ArchiveDirectory, Payloads
@@ -34,13 +34,15 @@ from tensorferry.checkpoint.zipformat.archive import (
 )
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, screen
 from tensorferry.safetensors.errors import LOOKED_AT_NBYTES, something_else
+from tensorferry.transfer.plain import open_plain
+from tensorferry.transfer.remote import text_of
 from tensorferry.transfer.replacement import Replacement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import BinaryIO
 
-    from tensorferry.base.checks import Path
+    from tensorferry.base.checks import Path, Readable
     from tensorferry.transfer.replacement import Target
 
 
@@ -120,7 +122,7 @@ def _given_up_if_it_fails(new: Target | FileWriter) -> Iterator[None]:
 
 
 def load(
-    path: Path,
+    path: Readable,
     *,
     mmap: bool = False,
     weights_only: bool = True,
@@ -130,8 +132,8 @@ def load(
 
     Parameters
     ----------
-    path : str, bytes or PathLike
-        The file.
+    path : str, bytes or PathLike, or pair of store and key
+        The file, or an object of a bucket: see :func:`tensorferry.open`.
     mmap : bool
         Map the file instead of reading it, as torch.load does; tensors' bytes are read when they are used, and are
         not verified.
@@ -160,9 +162,12 @@ def load(
     Files in torch's older formats, and TorchScript, are left to torch.load. So is a file that has no checksums
     (written with ``torch.utils.serialization.config.save.compute_crc32`` off) in what concerns verification.
     """
-    text = checked_path(path)
+    text = text_of(path) if is_pair(path) or is_url(path) else checked_path(path)  # type: ignore[arg-type]
     options: dict[str, Any] = {"weights_only": weights_only, "map_location": map_location}
-    with _named(text), open(text, "rb") as file:
+    if mmap and is_url(text):
+        raise ValueError(f"mmap: {text!r} is an object of a bucket, which cannot be mapped")
+    with _named(text), open_plain(text, buffered=True) as file:
+        torchs: Any = file if is_url(text) else text
         begin = file.read(LOOKED_AT_NBYTES)
         if not begin:
             raise CheckpointError("it is empty", text)
@@ -171,26 +176,28 @@ def load(
         if not begin.startswith(b"PK\3\4"):
             if weights_only:
                 _screen_old(text, file)
-            return torch.load(text, mmap=mmap, **options)
+            file.seek(0)
+            return torch.load(torchs, mmap=mmap, **options)
         directory = ArchiveDirectory(text, file)
         if directory.foreign:
             directory.check_all()
         if weights_only:
-            _screen(text, directory, by_torch=directory.foreign or mmap)
+            _screen(text, directory, torchs if directory.foreign or mmap else None)
         if directory.foreign or mmap:
-            return torch.load(text, mmap=mmap, **options)
+            file.seek(0)
+            return torch.load(torchs, mmap=mmap, **options)
         with Payloads(directory) as payloads, _Loading(directory, payloads) as loading:
             if callable(map_location):
                 options["map_location"] = loading.filling(map_location)
             return torch.load(loading.path, mmap=True, **options)
 
 
-def _screen(path: str, directory: ArchiveDirectory, *, by_torch: bool) -> None:
+def _screen(path: str, directory: ArchiveDirectory, torchs: Any) -> None:
     """Refuse what would crash torch.load(weights_only=True)."""
     found = [data for name, _, data in directory.contents if name.endswith("/data.pkl")]
     try:
-        if by_torch:  # which may see other records
-            found = [torch._C.PyTorchFileReader(path).get_record("data.pkl")]
+        if torchs is not None:  # who may see other records
+            found = [torch._C.PyTorchFileReader(torchs).get_record("data.pkl")]
         for pickled in found:
             screen(pickled)
     except MalformedError as error:
@@ -201,9 +208,15 @@ def _screen(path: str, directory: ArchiveDirectory, *, by_torch: bool) -> None:
 
 def _screen_old(path: str, file: BinaryIO) -> None:
     """Do the same with the formats before torch 1.6: five pickles, then payloads."""
-    with mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_READ) as data:
+    with contextlib.ExitStack() as stack:
+        if is_url(path):
+            file.seek(0)
+            data: Any = file.read()
+        else:
+            mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_READ)
+            data = stack.enter_context(mapped)
         try:
-            screen(data, 5)  # type: ignore[arg-type]
+            screen(data, 5)
         except MalformedError as error:
             raise CheckpointError(f"its pickle is damaged ({error})", path) from None
 

@@ -35,7 +35,7 @@ from tensorferry.checkpoint.storage.metadata import (
     metadata_path,
     trailer_of,
 )
-from tensorferry.checkpoint.storage.names import METADATA_NAME, RANK_METADATA
+from tensorferry.checkpoint.storage.names import METADATA_NAME, OWN_NAME, RANK_METADATA
 from tensorferry.checkpoint.storage.savers import LOCK_NAME
 from tensorferry.transfer.publication import (
     removed_if_it_fails,
@@ -58,7 +58,6 @@ METADATA_VERSION = "1.0.0"
 
 # Data files of torch (__0_0.distcp) and ours (__0_1f40fc92da241694_0.distcp), by rank.
 _DATA_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]{16}_)?\d+\.distcp")
-_OWN_NAME = rb"__\d+_[0-9a-f]{16}_\d+\.distcp"
 _ANY_NAME = re.compile(rb"__\d+_(?:[0-9a-f]{16}_)?\d+\.distcp")
 # Metadata that is being written; that of all ranks, or of one.
 _UNFINISHED_METADATA = re.compile(r"(?:__(\d+))?\.metadata\.[0-9a-f]{16}\.tmp")
@@ -325,11 +324,11 @@ def _remove_leftovers(directory: Path, rank: int | None) -> None:
             if trailer != trailer_of(pickled):
                 return
             # Names stand in a pickle as they are; a mention too many only keeps a file for longer.
-            mentioned.update(name.decode() for name in re.findall(_OWN_NAME, pickled))
+            mentioned.update(name.decode() for name in re.findall(OWN_NAME, pickled))
     unlink(
         path
         for path in _data_files(directory, rank)
-        if re.fullmatch(_OWN_NAME, path.name.encode()) and path.name not in mentioned
+        if re.fullmatch(OWN_NAME, path.name.encode()) and path.name not in mentioned
     )
 
 

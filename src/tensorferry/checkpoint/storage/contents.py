@@ -9,7 +9,6 @@ import io
 import math
 import operator
 import os
-import pathlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,6 +32,7 @@ from tensorferry.checkpoint.storage.reading import DataFile, Reading, Want
 from tensorferry.checkpoint.zipformat import blobs
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, RefusedError, screen
 from tensorferry.errors import StorageError
+from tensorferry.transfer.remote import place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -217,7 +217,7 @@ class Contents(Located):
             )
         except StorageError as error:
             if error.errno == errno.ENOENT:
-                if not pathlib.Path(self._folder).exists():
+                if not place(self._folder).exists():
                     why = "the checkpoint has been removed since its metadata was read"
                     error.strerror = f"{error.strerror}; {why}"
                 elif self._named_now is not None and name not in self._named_now:
@@ -230,7 +230,7 @@ class Contents(Located):
         """The files that present metadata names, looked up once; None where there is none that can be read."""
         named: set[str] | None = None
         try:
-            paths = [*pathlib.Path(self._folder).iterdir()]
+            paths = [*place(self._folder).iterdir()]
         except OSError:  # it goes as well; what failed before is what matters
             return None
         for path in paths:

@@ -19,10 +19,13 @@ from torch.distributed.checkpoint import filesystem
 
 from tensorferry.base.checks import checked_path, kept_path
 from tensorferry.base.warned import warn
+from tensorferry.transfer.remote import place, source_path
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
+
+    from tensorferry.base.checks import Readable
 
 _Path: TypeAlias = "str | os.PathLike[str]"
 
@@ -75,14 +78,14 @@ def has_own_files(instance: Any) -> bool:
     return type(fs) is not filesystem.FileSystem or bool(vars(fs))
 
 
-def first_folder(instance: Any, ours: type, path: _Path) -> _Path:
-    """Return the absolute path of the folder that our constructor is given.
+def first_folder(instance: Any, ours: type, path: Readable, *, reads: bool = False) -> Any:
+    """Return the absolute path of the folder that our constructor is given; where it ``reads``, perhaps in a bucket.
 
     A subclass may give a URL, and set behind that constructor the file system that understands it; where it does not,
     :func:`check_folder` refuses it.
     """
     try:
-        return Path(kept_path(path))
+        return _folder(path, "path", reads)
     except ValueError:
         if type(instance) is ours:
             raise
@@ -90,13 +93,19 @@ def first_folder(instance: Any, ours: type, path: _Path) -> _Path:
         return path
 
 
-def folder(instance: Any, path: _Path) -> _Path:
+def folder(instance: Any, path: Readable, *, reads: bool = False) -> Any:
     """Return the absolute path of another folder, or what a subclass's own file system understands."""
     if has_own_files(instance):
         return path
-    kept = Path(kept_path(path, "checkpoint_id"))
+    kept = _folder(path, "checkpoint_id", reads)
     vars(instance).pop("_url", None)
     return kept
+
+
+def _folder(path: Readable, name: str, reads: bool) -> Any:
+    if reads:
+        return place(source_path(path, name))
+    return Path(kept_path(path, name))  # type: ignore[arg-type]  # it says what is wrong
 
 
 def check_folder(instance: Any) -> None:

@@ -53,8 +53,8 @@ from tensorferry.safetensors import dtypes, header, index, sources
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import TensorToSave
 from tensorferry.safetensors.sharded import Model
-from tensorferry.safetensors.version import Version
 from tensorferry.transfer.publication import make_directory
+from tensorferry.transfer.remote import ObjectPath, Version, place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     )
     from torch.futures import Future
 
+    from tensorferry.base.checks import Readable
     from tensorferry.base.ranks import Broadcast
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.storage.assembly import PartsSource
@@ -383,7 +384,7 @@ class HuggingFaceStorageReader(TorchsReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Readable,
         thread_count: int = 1,
         *,
         progress: Listener | None = None,
@@ -391,8 +392,9 @@ class HuggingFaceStorageReader(TorchsReader):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         wanted = {"thread_count": thread_count}
-        folder = hooks.first_folder(self, HuggingFaceStorageReader, path)
+        folder = hooks.first_folder(self, HuggingFaceStorageReader, path, reads=True)
         super().__init__(os.fspath(folder), **_known(TorchsReader, wanted))
+        self._set_path(folder)
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._progress = checked_listener(progress)
@@ -401,7 +403,13 @@ class HuggingFaceStorageReader(TorchsReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another folder next, if one is given."""
-        super().reset(checkpoint_id and hooks.folder(self, checkpoint_id))
+        folder = checkpoint_id and hooks.folder(self, checkpoint_id, reads=True)
+        super().reset(folder)
+        self._set_path(folder)
+
+    def _set_path(self, folder: Any) -> None:
+        if isinstance(folder, ObjectPath):  # of which torch would make a path
+            self.path = folder
 
     @uncollected()
     def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
@@ -420,7 +428,7 @@ class HuggingFaceStorageReader(TorchsReader):
         if "fs" in self._changed():
             return super().read_metadata(*_arguments, **_options)
         hooks.check_folder(self)
-        folder = Path(self.path)
+        folder = place(self.path)
         if folder.is_dir() and not any(index.names_in(folder)):
             raise FileNotFoundError(f"there are no safetensors files in the folder {str(folder)!r}")
         tensors, places = scan(sources.hold(folder).tensors)
@@ -491,14 +499,14 @@ class HuggingFaceStorageReader(TorchsReader):
         for path in sorted(paths):
             # Of what torch's metadata says not all is wanted: other files may be missing.
             here = sources.hold([path], problem=lambda _: None)
-            for key, place in scan(here.tensors)[1].items():
+            for key, part in scan(here.tensors)[1].items():
                 known = places.get(key)
                 if known is None or known.relative_path != path:
                     continue
-                found[key] = place
-                is_as_said = (tuple(known.shape), known.dtype) == (tuple(place.shape), place.dtype)
+                found[key] = part
+                is_as_said = (tuple(known.shape), known.dtype) == (tuple(part.shape), part.dtype)
                 if not is_as_said:
-                    there = f"{place.dtype} of the size {list(place.shape)}"
+                    there = f"{part.dtype} of the size {list(part.shape)}"
                     said = f"{known.dtype} of {list(known.shape)}"
                     raise CheckpointError(
                         f"it is {there} in the file, and not {said} as the metadata says",

@@ -49,6 +49,7 @@ from tensorferry.checkpoint.zipformat.pickles import (
     table,
     text,
 )
+from tensorferry.transfer.remote import ObjectPath, place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +66,8 @@ EXTRAS = "tensorferry"
 EXTRAS_VERSION = 1
 _TRAILER = re.compile(rb"tensorferry crc32 ([0-9a-f]{8})\n")
 TRAILER_NBYTES = 27
+# Of an object: there are no links, and no names that lead upwards.
+_BELOW = re.compile(r"(?!(.*/)?\.{0,2}(/|$))[^\0]+")
 _MIN_CHUNK_NBYTES, _MAX_CHUNK_NBYTES = 4096, 4 << 20
 _PAGE_NBYTES = 4096
 # A list index in `planner_data`: torch makes lists of that length.
@@ -93,7 +96,7 @@ class DataFileChecksums:
 def metadata_path(folder: str | os.PathLike[str], rank: int | None = None) -> pathlib.Path:
     """Return the path of a checkpoint's metadata: of all ranks, or of one that was saved without collectives."""
     name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
-    return pathlib.Path(folder) / name
+    return place(folder) / name
 
 
 def trailer_of(pickled: bytes) -> bytes:
@@ -229,8 +232,13 @@ def data_file(folder: str | os.PathLike[str], relative_path: str, *, trusted: bo
     CheckpointError
         It does not: the name leads out of the folder, by itself or through a link.
     """
-    path = pathlib.Path(folder) / relative_path
-    if not trusted:
+    path = place(folder) / relative_path
+    if isinstance(path, ObjectPath):
+        if not _BELOW.fullmatch(relative_path):
+            raise RefusedCheckpointError(
+                f"the checkpoint names a file outside of its folder: {relative_path!r}", str(folder)
+            )
+    elif not trusted:
         inside = os.path.realpath(folder)
         real = os.path.realpath(path)
         if os.path.commonpath([inside, real]) != inside or real == inside:
@@ -246,7 +254,7 @@ def data_file(folder: str | os.PathLike[str], relative_path: str, *, trusted: bo
 def is_regular(path: str | os.PathLike[str]) -> bool:
     """Return whether there is a file whose bytes end: no pipe, device or folder. What is missing may be one."""
     try:
-        return stat.S_ISREG(pathlib.Path(path).stat().st_mode)
+        return stat.S_ISREG(place(path).stat().st_mode)
     except OSError:
         return True
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tensorferry.transfer.remote import place
+
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
 
 METADATA_NAME = ".metadata"
 RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 """What the metadata of one rank that saved without the others is called."""
+
+OWN_NAME = rb"__\d+_[0-9a-f]{16}_\d+\.distcp"
+"""A data file of our writer; no other save used that name. Names stand in metadata as they are."""
 
 DATA_FILE_SUFFIX = ".distcp"
 
@@ -25,7 +33,7 @@ def metadata_files(path: str | os.PathLike[str]) -> list[Path]:
     FileNotFoundError
         There is none.
     """
-    folder = Path(path)
+    folder = place(path)
     whole = folder / METADATA_NAME
     if whole.exists():
         return [whole]
@@ -44,11 +52,10 @@ def metadata_files(path: str | os.PathLike[str]) -> list[Path]:
 
 def _instead(folder: Path) -> str:
     """Say what a folder without a checkpoint has that may have been meant."""
-    with os.scandir(folder) as entries:
-        found = sorted(itertools.islice(entries, _LOOKED_AT), key=lambda entry: entry.name)
+    found = sorted(itertools.islice(folder.iterdir(), _LOOKED_AT), key=lambda entry: entry.name)
     if not found:
         return "; it is empty"
-    folders = [each.name for each in found if (folder / each.name / METADATA_NAME).is_file()]
+    folders = [each.name for each in found if (each / METADATA_NAME).is_file()]
     if folders:
         return f"; there are checkpoints in its folders {_some(folders)}"
     data_files = [each.name for each in found if each.name.endswith(DATA_FILE_SUFFIX)]

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from tensorferry.base.checks import Readable
     from tensorferry.checkpoint.progress import Listener
     from tensorferry.checkpoint.storage.huggingface import PartPlace
     from tensorferry.checkpoint.storage.reading import Want
@@ -98,7 +99,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Readable,
         thread_count: int = 1,
         target_dtype: torch.dtype = torch.float32,
         block_size: int = 128,
@@ -107,7 +108,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader, TorchsReader):
     ) -> None:
         if not (isinstance(target_dtype, torch.dtype) and target_dtype.is_floating_point):
             raise ValueError(f"target_dtype: {target_dtype!r} is not a dtype of floating point")
-        path = hooks.first_folder(self, QuantizedHuggingFaceStorageReader, path)
+        path = hooks.first_folder(self, QuantizedHuggingFaceStorageReader, path, reads=True)
         # What ranks hand to each other are bytes of files; they would have to be dequantised behind that.
         super().__init__(path, thread_count, progress=progress, broadcast=False)
         self.target_dtype = target_dtype

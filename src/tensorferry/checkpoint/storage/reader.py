@@ -37,6 +37,7 @@ from tensorferry.checkpoint.storage.metadata import (
 )
 from tensorferry.checkpoint.storage.names import METADATA_NAME
 from tensorferry.checkpoint.storage.reading import Reading
+from tensorferry.transfer.remote import ObjectPath
 
 if TYPE_CHECKING:
     import os
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from tensorferry.base.checks import Readable
     from tensorferry.base.ranks import Broadcast
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.storage.contents import Located
@@ -60,8 +62,8 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     Parameters
     ----------
-    path : str or PathLike
-        The checkpoint's folder.
+    path : str or PathLike, or pair of store and key
+        The checkpoint's folder; also a place in a bucket, as :func:`tensorferry.open` has them.
     _extension_registry : optional
         As torch's (from 2.7 on). What went through extensions is read by torch's own code.
     thread_count : int, optional
@@ -99,7 +101,7 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Readable,
         _extension_registry: Any = None,
         thread_count: int | None = None,  # noqa: ARG002 (what torch takes)
         *,
@@ -110,8 +112,9 @@ class FileSystemReader(filesystem.FileSystemReader):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         one_of(verify, "verify", _LEVELS)
-        path = hooks.first_folder(self, FileSystemReader, path)
-        super().__init__(path, *(() if _extension_registry is None else (_extension_registry,)))
+        folder = hooks.first_folder(self, FileSystemReader, path, reads=True)
+        super().__init__(folder, *(() if _extension_registry is None else (_extension_registry,)))
+        self._set_path(folder)
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._verify = verify
@@ -132,9 +135,16 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another folder next, if one is given."""
-        super().reset(checkpoint_id and hooks.folder(self, checkpoint_id))
+        folder = checkpoint_id and hooks.folder(self, checkpoint_id, reads=True)
+        super().reset(folder)
+        self._set_path(folder)
         self._metadata = self._checked = self._global_error = None
         self._let_go()
+
+    def _set_path(self, folder: Any) -> None:
+        """Take a place in a bucket, of which torch would make a path."""
+        if isinstance(folder, ObjectPath):
+            self.path = folder
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
         """Read and check `.metadata`, or that of one ``rank``.
@@ -188,7 +198,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
         self._let_go()
-        if hooks.has_own_files(self):
+        if hooks.has_own_files(self) or isinstance(self.path, ObjectPath):
             return
         try:  # who keeps checkpoints removes none that is being loaded
             self._let_go = read_directory(self, self.path, METADATA_NAME)

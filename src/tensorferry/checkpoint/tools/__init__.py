@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from tensorferry.checkpoint.errors import NotACheckpointError
 from tensorferry.checkpoint.tools.formats import format_of
+from tensorferry.transfer.remote import text_of
 
 if TYPE_CHECKING:
+    from tensorferry.base.checks import Readable
     from tensorferry.checkpoint.progress import Listener
     from tensorferry.checkpoint.tools.findings import Entry, Report
 
 
 def verify(
-    path: str | os.PathLike[str],
+    path: Readable,
     *,
     trust_pickle: bool = False,
     write_checksums: bool = False,
@@ -24,8 +25,9 @@ def verify(
 
     Parameters
     ----------
-    path : str or PathLike
+    path : str or PathLike, or pair of store and key
         The checkpoint's folder, or the file; of safetensors a file, a sharded model's index, or a folder with either.
+        Also in a bucket, as :func:`tensorferry.open` has them.
     trust_pickle : bool
         As for :class:`tensorferry.checkpoint.FileSystemReader`; no code of a single file is ever run.
     write_checksums : bool
@@ -48,7 +50,7 @@ def verify(
     OSError
         It cannot be read.
     """
-    text = os.fsdecode(path)
+    text = text_of(path)
     found = format_of(text)
     if write_checksums and not found.keeps_checksums:
         raise NotACheckpointError("it is no safetensors file: it has checksums of its own", text)
@@ -57,7 +59,7 @@ def verify(
     )
 
 
-def entries(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> list[Entry]:
+def entries(path: Readable, *, trust_pickle: bool = False) -> list[Entry]:
     """Return what is in a checkpoint, by name, or the tensors of files of torch.save's or safetensors, in their order.
 
     Raises
@@ -67,5 +69,5 @@ def entries(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> list
     CheckpointError
         As for :func:`verify`, or what says what there is is damaged, or holds what torch does not put there.
     """
-    text = os.fsdecode(path)
+    text = text_of(path)
     return format_of(text).tools.entries(text, trust_pickle=trust_pickle)

@@ -19,7 +19,8 @@ from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import zips
 from tensorferry.checkpoint.zipformat.zips import Span, UnknownArchiveError
-from tensorferry.safetensors.version import Version
+from tensorferry.transfer.plain import again, open_plain
+from tensorferry.transfer.remote import Version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ _SHOWN_TENSORS = 4
 
 def verify(path: str, *, progress: Listener | None = None, **_options: object) -> Report:
     """Verify a file, which has checksums of its own, and of whose pickle no code is ever run."""
-    with open(path, "rb", buffering=0) as file:
+    with open_plain(path) as file:
         return _ArchiveAudit(path, file, progress).run()
 
 
@@ -55,7 +56,7 @@ def entries(path: str, **_options: object) -> list[Entry]:
     CheckpointError
         What says which tensors there are is damaged.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open_plain(path) as file:
         archive = _OpenArchive(path, file)
         try:
             places = archive.places()
@@ -107,7 +108,7 @@ def payloads(path: str) -> tuple[dict[str, Payload], list[str]]:
     from tensorferry.checkpoint.zipformat.blobs import Payload
 
     others: list[str] = []
-    with open(path, "rb", buffering=0) as file:
+    with open_plain(path) as file:
         archive = _OpenArchive(path, file)
         places = archive.places()
         by_name = {_short(place.name): place for place in places}
@@ -190,8 +191,8 @@ class _OpenArchive:
 
     def __init__(self, path: str, file: BinaryIO) -> None:
         self.path = path
-        self.descriptor = file.fileno()
-        self.read, self.nbytes = zips.reading(self.descriptor)
+        self.file = file
+        self.read, self.nbytes = zips.reading(file)
 
     def places(self, damaged: Callable[[str, int, int, str], None] | None = None) -> list[Span]:
         """Return where the records lie; for ``damaged`` see :func:`zips.layout`."""
@@ -289,8 +290,7 @@ class _ArchiveAudit(Audit):
     def _crcs(self, places: list[Span]) -> list[int | None]:
         """Return the CRC-32 of each place, None where it cannot be read, which is noted."""
         crcs: list[int | None] = [0] * len(places)
-        own_path = f"/proc/self/fd/{self._archive.descriptor}"
-        with tensorferry.open(own_path) as file:
+        with again(self._archive.file) as file:
             for batch in _batches(places):
                 for (index, begin, nbytes), crc in self._read(file, batch):
                     before = None if index is None else crcs[index]

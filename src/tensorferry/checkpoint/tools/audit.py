@@ -7,7 +7,7 @@ zip archive, whose records have checksums that torch itself never looks at.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
@@ -22,6 +22,7 @@ from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.checkpoint.zipformat import blobs, zips
 from tensorferry.safetensors.sources import tiles
 from tensorferry.transfer.checksums import Checksums
+from tensorferry.transfer.plain import plain_of
 
 if TYPE_CHECKING:
     import os
@@ -181,15 +182,13 @@ class _CheckpointAudit(Audit):
                 reading.finish()
             self.report.nbytes += file.nbytes
             return
-        # The same file again, which may be read at any offset.
-        own_path = f"/proc/self/fd/{file.file._open_file().descriptor}"
         try:
             end = 0
-            with open(own_path, "rb", buffering=0) as plain:
+            with plain_of(file.file) as plain:
                 for index, info in infos:
                     if info.offset > end:
                         self.report.unverified.append(f"bytes {end} to {info.offset} of {name}")
-                    self._check_blob(contents, file, plain.fileno(), index, info)
+                    self._check_blob(contents, file, plain, index, info)
                     end = max(end, info.offset + info.length)
             if file.nbytes > end:
                 self.report.unverified.append(f"bytes {end} to {file.nbytes} of {name}")
@@ -200,7 +199,7 @@ class _CheckpointAudit(Audit):
         self,
         contents: Contents,
         file: DataFile,
-        descriptor: int,
+        plain: BinaryIO,
         index: MetadataIndex,
         info: _StorageInfo,
     ) -> None:
@@ -210,7 +209,7 @@ class _CheckpointAudit(Audit):
         except CheckpointError as error:
             self.problem(error)
             return
-        read, _ = zips.reading(descriptor, info.offset, info.length)
+        read, _ = zips.reading(plain, info.offset, info.length)
 
         def crc_of(begin: int, end: int) -> int:
             if end - begin <= _SMALL_NBYTES:

@@ -17,8 +17,10 @@ from tensorferry.checkpoint.storage import assembly, huggingface
 from tensorferry.checkpoint.tools.formats import FORMATS, format_of
 from tensorferry.safetensors import index
 from tensorferry.safetensors.saving import refuse_directory, replacing
+from tensorferry.transfer.remote import text_of
 
 if TYPE_CHECKING:
+    from tensorferry.base.checks import Readable
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.tools.formats import Found
 
@@ -26,7 +28,7 @@ To = Literal["auto", "dcp", "safetensors"]
 
 
 def convert(
-    source: str | os.PathLike[str],
+    source: Readable,
     target: str | os.PathLike[str],
     *,
     to: To = "auto",
@@ -39,8 +41,9 @@ def convert(
 
     Parameters
     ----------
-    source : str or PathLike
-        A checkpoint's folder, a file of torch.save's, a safetensors file, an index of such, or a folder with them.
+    source : str or PathLike, or pair of store and key
+        A checkpoint's folder, a file of torch.save's, a safetensors file, an index of such, or a folder with them. Also
+        in a bucket, as :func:`tensorferry.open` has them.
     target : str or PathLike
         Where to. A name that ends in ".safetensors" becomes one file, any other one a folder. What is there of the same
         kind is replaced when all is written, and durably.
@@ -83,7 +86,7 @@ def convert(
     one_of(to, "to", ("auto", *written))
     limit = decimal_nbytes(max_shard_nbytes, "max_shard_nbytes")
     checked_listener(progress)
-    path, place = os.fsdecode(source), Path(os.fsdecode(target))
+    path, place = text_of(source, "source"), Path(os.fsdecode(target))
     source_format = format_of(path)
     found = source_format.tools.find(path, trust_pickle=trust_pickle)
     if found.others and not tensors_only:

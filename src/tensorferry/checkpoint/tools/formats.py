@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import stat
 import struct
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tensorferry.checkpoint.errors import NotACheckpointError
@@ -21,9 +20,12 @@ from tensorferry.checkpoint.storage.names import (
 from tensorferry.checkpoint.zipformat import zips
 from tensorferry.safetensors import checksums, index
 from tensorferry.safetensors.errors import LOOKED_AT_NBYTES, something_else
+from tensorferry.transfer.plain import open_plain
+from tensorferry.transfer.remote import place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -137,16 +139,16 @@ def format_of(path: str) -> Format:
         It cannot be read.
     """
     try:
-        mode = Path(path).stat().st_mode
+        mode = place(path).stat().st_mode
     except FileNotFoundError:
-        link = " but a link that leads nowhere" if Path(path).is_symlink() else ""
+        link = " but a link that leads nowhere" if place(path).is_symlink() else ""
         raise FileNotFoundError(f"there is nothing at {path!r}{link}") from None
     if stat.S_ISDIR(mode):
         for each in FORMATS:
             if each.is_folder(path):
                 return each
         metadata_files(path)  # says what there is instead
-    name = Path(path).name
+    name = place(path).name
     if name.endswith(index.FILE_SUFFIX + checksums.SUFFIX):
         raise NotACheckpointError("these are the checksums of a file: give the file", path)
     if name.endswith(DATA_FILE_SUFFIX) or name == METADATA_NAME or RANK_METADATA.fullmatch(name):
@@ -156,7 +158,7 @@ def format_of(path: str) -> Format:
     for each in FORMATS:
         if name.endswith(each.suffixes):
             return each
-    with open(path, "rb", buffering=0) as file:
+    with open_plain(path) as file:
         head = file.read(LOOKED_AT_NBYTES)
     return next(each for each in FORMATS if each.is_file(path, head))
 
@@ -170,7 +172,7 @@ def _has_metadata(path: str) -> bool:
 
 def _begins_as_safetensors(path: str, head: bytes) -> bool:
     nbytes = int.from_bytes(head[:8], "little")
-    return head[8:9] == b"{" and nbytes + 8 <= Path(path).stat().st_size
+    return head[8:9] == b"{" and nbytes + 8 <= place(path).stat().st_size
 
 
 def _begins_as_numpys(_path: str, head: bytes) -> bool:
@@ -181,8 +183,8 @@ def _begins_as_numpys(_path: str, head: bytes) -> bool:
 
 def _is_torchs(path: str, head: bytes) -> bool:
     """Return True, or raise NotACheckpointError that says what it is instead: nothing else is left."""
-    with open(path, "rb", buffering=0) as file:
-        read, nbytes = zips.reading(file.fileno())
+    with open_plain(path) as file:
+        read, nbytes = zips.reading(file)
         tail = read(max(0, nbytes - zips.END.size), nbytes)
         if _OLD_MAGIC in head[:32]:
             raise NotACheckpointError(

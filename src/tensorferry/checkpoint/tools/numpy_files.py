@@ -11,7 +11,7 @@ from tensorferry.checkpoint.errors import CheckpointError
 from tensorferry.checkpoint.tools.findings import Audit, Entry, Report, Shard
 from tensorferry.safetensors import dtypes
 from tensorferry.safetensors.errors import SafetensorError
-from tensorferry.safetensors.version import Version
+from tensorferry.transfer.remote import Version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,6 @@ import bisect
 import contextlib
 import functools
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tensorferry
@@ -22,10 +21,11 @@ from tensorferry.safetensors import checksums, header, index, sources
 from tensorferry.safetensors.dtypes import DTYPES
 from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.parsing import METADATA
-from tensorferry.safetensors.version import Version
+from tensorferry.transfer.remote import Version, place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tensorferry.checkpoint.progress import Listener, Throughput
     from tensorferry.checkpoint.tools.formats import Found
@@ -67,12 +67,12 @@ def find(path: str, **_options: object) -> Found:
     from tensorferry.checkpoint.storage import huggingface
     from tensorferry.checkpoint.tools.formats import Found
 
-    file_name = Path(path).name if Path(path).is_file() else ""
+    file_name = place(path).name if place(path).is_file() else ""
     several = index.ONE_OF_SEVERAL.fullmatch(file_name)
     if index.RANKS_FILE.fullmatch(file_name) or (several and int(several[3]) > 1):
         raise CheckpointError("it is one file of several: give their folder, or the index", path)
     held = sources.hold(path, complete=True)
-    if any(Path(checksums.path_of(each)).exists() for each in sources.files_of(path).paths):
+    if any(place(checksums.path_of(each)).exists() for each in sources.files_of(path).paths):
         verify(path).require_sound()
     tensors, places = huggingface.scan(held.tensors)
     others = [f"{METADATA}.{key}" for key in sorted(held.differing)]
@@ -103,7 +103,7 @@ def _missed(
     path: str, problem: Callable[[SafetensorError], None]
 ) -> Callable[[SafetensorError], None]:
     """Return what is told of what does not go together: a file by itself is looked at without others."""
-    return problem if Path(path).is_dir() or path.endswith(index.SUFFIX) else lambda _: None
+    return problem if place(path).is_dir() or path.endswith(index.SUFFIX) else lambda _: None
 
 
 def _entry(shape: tuple[int, ...], parts: list[Stored]) -> Entry:
@@ -114,7 +114,7 @@ def _entry(shape: tuple[int, ...], parts: list[Stored]) -> Entry:
         Shard(
             part.offsets or (0,) * len(shape),
             part.tensor.shape,
-            Path(part.path).name,
+            place(part.path).name,
             part.tensor.begin,
             part.tensor.end,
         )
@@ -129,7 +129,7 @@ class _SafetensorsAudit(Audit):
         self._write = write
 
     def run(self) -> Report:
-        path = Path(self.report.path)
+        path = place(self.report.path)
         files, indexes = index.names_in(path) if path.is_dir() else ([], [])
         inside = [str(path / name) for name in files]
         models = [str(path / name) for name in indexes] if len(indexes) > 1 else [str(path)]
@@ -137,7 +137,7 @@ class _SafetensorsAudit(Audit):
         for model in models:
             with contextlib.suppress(SafetensorError, OSError):  # which will be found
                 known.update(sources.files_of(model).paths)
-        nbytes = sum(Path(file).stat().st_size for file in known if Path(file).is_file())
+        nbytes = sum(place(file).stat().st_size for file in known if place(file).is_file())
         self.meter.expect(nbytes, len(known))
         look = functools.cache(self._look)
         for model in models:
@@ -175,7 +175,7 @@ class _SafetensorsAudit(Audit):
                 if self._write and found is not None:
                     self.report.written += checksums.write(path, progress=self.meter.add)
                 else:
-                    self.report.unverified.append(Path(path).name)
+                    self.report.unverified.append(place(path).name)
                     self.meter.add(file.size)
                 return found
             except (SafetensorError, OSError) as error:

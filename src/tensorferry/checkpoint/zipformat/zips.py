@@ -8,12 +8,14 @@ directory entries have. Needs no torch.
 
 from __future__ import annotations
 
-import os
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
+from tensorferry.transfer import plain
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import BinaryIO
 
     Bytes = bytes | bytearray | memoryview
     Fields = tuple[int, ...]
@@ -82,14 +84,15 @@ class Span(NamedTuple):
 
 
 def reading(
-    descriptor: int, first: int = 0, nbytes: int | None = None
+    file: BinaryIO, first: int = 0, nbytes: int | None = None
 ) -> tuple[Callable[[int, int], bytes], int]:
     """Return a function of (begin, end) that reads a part of an open file, as far as it goes, and the part's size."""
-    size = os.fstat(descriptor).st_size if nbytes is None else nbytes
+    pread, file_nbytes = plain.reading(file)
+    size = file_nbytes if nbytes is None else nbytes
 
     def read(begin: int, end: int) -> bytes:
         count = min(end, size) - begin
-        return os.pread(descriptor, count, first + begin) if begin >= 0 and count > 0 else b""
+        return pread(count, first + begin) if begin >= 0 and count > 0 else b""
 
     return read, size
 

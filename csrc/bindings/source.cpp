@@ -1,0 +1,120 @@
+#include "bindings/source.h"
+
+#include <errno.h>
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "bindings/files.h"
+#include "bindings/python.h"
+#include "file/source.h"
+
+namespace tensorferry {
+namespace {
+
+// Python's objects that threads without the GIL have let go of. They do not wait for it: who has it may be waiting for
+// something that they hold.
+class LetGo {
+ public:
+  void add(PyObject* object) {
+    std::lock_guard lock(mutex_);
+    objects_.push_back(object);
+  }
+
+  // With the GIL.
+  void release() {
+    std::vector<PyObject*> objects;
+    {
+      std::lock_guard lock(mutex_);
+      objects.swap(objects_);
+    }
+    for (PyObject* object : objects) Py_DECREF(object);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<PyObject*> objects_;
+};
+
+LetGo& let_go() {
+  static auto* const objects = new LetGo;  // threads may outlive the interpreter
+  return *objects;
+}
+
+class WithGil {
+ public:
+  WithGil() {
+    try {
+      state_ = PyGILState_Ensure();
+    } catch (abi::__forced_unwind&) {  // see without_gil.h
+      while (true) (void)::pause();
+    }
+  }
+  ~WithGil() { PyGILState_Release(state_); }
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+class PySource final : public Source {
+ public:
+  explicit PySource(nb::object read) : read_(read.release().ptr()) {}
+  ~PySource() override { let_go().add(read_); }
+
+  int64_t read(char* memory, uint64_t nbytes, uint64_t offset, std::string& why) override {
+    const WithGil hold;
+    let_go().release();
+    try {
+      return copy(nb::iter(nb::handle(read_)(offset, nbytes)), memory, nbytes);
+    } catch (nb::python_error& error) {
+      why = nb::str(error.value()).c_str();
+      const nb::object number = nb::getattr(error.value(), "errno", nb::none());
+      int error_number = 0;
+      return nb::try_cast(number, error_number) && error_number > 0 ? -error_number : -EREMOTEIO;
+    } catch (const std::exception& error) {
+      why = error.what();
+      return -EREMOTEIO;
+    }
+  }
+
+ private:
+  // Copies without the GIL what Python has, one buffer after the other.
+  static int64_t copy(nb::iterator chunks, char* memory, uint64_t nbytes) {
+    uint64_t moved = 0;
+    for (; chunks != nb::iterator::sentinel(); ++chunks) {
+      Py_buffer chunk;
+      if (PyObject_GetBuffer((*chunks).ptr(), &chunk, PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
+      const auto chunk_nbytes = static_cast<uint64_t>(chunk.len);
+      const bool fits = chunk_nbytes <= nbytes - moved;
+      if (fits) {
+        const WithoutGil release;
+        std::memcpy(memory + moved, chunk.buf, chunk_nbytes);
+      }
+      PyBuffer_Release(&chunk);
+      if (!fits) throw std::length_error("more bytes came than were asked for");
+      moved += chunk_nbytes;
+    }
+    return static_cast<int64_t>(moved);
+  }
+
+  PyObject* const read_;
+};
+
+PyFile file_of_source(std::string path, uint64_t nbytes, uint64_t device, nb::object read) {
+  let_go().release();
+  return {File::of_source(std::move(path), nbytes, device, std::make_shared<PySource>(std::move(read)))};
+}
+
+}  // namespace
+
+void bind_sources(nb::module_& module) {
+  module.def("file_of_source", &file_of_source, "path"_a, "nbytes"_a, "device"_a, "read"_a);
+}
+
+}  // namespace tensorferry
