@@ -151,13 +151,15 @@ class ArchiveDirectory:
     def _read(self, records: list[Record]) -> list[bytes]:
         """Return the data of records, verified."""
         buffers = [bytearray(record.end - record.header) for record in records]
+        if not records:
+            return []
+        begin = at = records[0].header
+        segments: list[Any] = []
+        for record, buffer in zip(records, buffers, strict=True):
+            segments += [record.header - at, buffer]
+            at = record.end
         with self.again() as file:
-            futures = [
-                file.read_into(buffer, record.header)
-                for record, buffer in zip(records, buffers, strict=True)
-            ]
-            for future in futures:
-                future.result()
+            file.read(segments, begin)
         for record, buffer in zip(records, buffers, strict=True):
             view = memoryview(buffer)
             self.check_header(record, view)
