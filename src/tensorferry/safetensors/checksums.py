@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import tensorferry
 from tensorferry._core import crc32
-from tensorferry.base.checks import Path, checked_path, is_url
+from tensorferry.base.checks import Path, checked_path
 from tensorferry.errors import StorageError
 from tensorferry.safetensors import header, small
 from tensorferry.safetensors.errors import SafetensorError, shortened
 from tensorferry.safetensors.parsing import LENGTH_NBYTES
 from tensorferry.transfer.checksums import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES, Checksums
 from tensorferry.transfer.pipeline import Pipeline, Read
-from tensorferry.transfer.remote import Version, place, text_of
+from tensorferry.transfer.remote import Version, checked_text, place, text_of
 from tensorferry.transfer.replacement import Replacement
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class FileChecksums(NamedTuple):
 
 def path_of(path: Path) -> str:
     """Return where the checksums of a file are, or would be."""
-    return (text_of(path) if is_url(path) else checked_path(path)) + SUFFIX
+    return checked_text(path) + SUFFIX
 
 
 def write(

@@ -34,7 +34,7 @@ from tensorferry.safetensors.frameworks import torch_device
 from tensorferry.safetensors.slicing import select
 from tensorferry.safetensors.sources import stored_tensors
 from tensorferry.transfer.checksums import Checksums
-from tensorferry.transfer.pipeline import Pipeline, Read, read_ahead_nbytes
+from tensorferry.transfer.pipeline import Pipeline, Read
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -269,10 +269,9 @@ class Tensors(Iterator[tuple[str, Any]]):
     def __init__(self, loading: Loading, sharers: Sharers | None = None) -> None:
         parts, _, _, budget_nbytes, files = loading
         groups = _groups(parts, min(budget_nbytes, _GROUP_NBYTES), files, sharers)
-        self._pipeline = Pipeline(groups, memory_nbytes=budget_nbytes)
+        far = bool(parts) and is_url(parts[0].stored.path)
+        self._pipeline = Pipeline(groups, memory_nbytes=budget_nbytes, far=far)
         self._pipeline.files = files.opened
-        is_far = any(is_url(part.stored.path) for part in parts[:1])
-        self._pipeline.ahead_nbytes = read_ahead_nbytes(far=is_far)
         self._files = files
         self._sharers = sharers
         if sharers is not None:

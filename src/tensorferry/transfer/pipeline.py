@@ -133,6 +133,8 @@ class Pipeline(Owned, Generic[_Read]):
         The memory of reads that have begun and are not released; a read that is the only one may have more.
     by_itself : bool
         Begin the next reads as soon as others end, instead of when one is asked for.
+    far : bool
+        The files are in a bucket: see :func:`read_ahead_nbytes`.
 
     Attributes
     ----------
@@ -158,6 +160,7 @@ class Pipeline(Owned, Generic[_Read]):
         *,
         memory_nbytes: int | None = None,
         by_itself: bool = False,
+        far: bool = False,
     ) -> None:
         self._belong_here()
         self._held: deque[_Read] = deque()  # begun and not released, in the order of beginning
@@ -167,7 +170,7 @@ class Pipeline(Owned, Generic[_Read]):
         self.closed = False
         self.memory_nbytes = memory_nbytes
         self._by_itself = by_itself
-        self.ahead_nbytes = read_ahead_nbytes()
+        self.ahead_nbytes = read_ahead_nbytes(far=far)
         self._source = iter(reads)
         self._waiting: deque[_Read] = deque()  # not begun; the front may be, after an interruption
         self._flying: deque[_Read] = deque()  # begun; the front is not known to have ended

@@ -7,8 +7,8 @@ those of all files, and only what is wanted is asked for.
 An object is pinned when it is opened: each answer must be of the same version (ETag, size and time), and whole. obstore
 looks that it is of the range that was asked for.
 
-A place is known by a text: a URL; or, for a store that the caller has made, its number in this process, as
-``s3+1://bucket/key``. Such texts stand where paths do, and :func:`place` gives what pathlib has for them.
+A place is known by a text: a URL; or, for a store that the caller has made, one that only this process knows, as
+``s3+1f3a5c://bucket/key``. Such texts stand where paths do, and :func:`place` gives what pathlib has for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorferry import _core
 from tensorferry.base import processes
-from tensorferry.base.checks import is_pair, is_url, kept_path
+from tensorferry.base.checks import checked_path, is_pair, is_url, kept_path
 from tensorferry.base.processes import in_forked_children
 from tensorferry.errors import StorageError
 from tensorferry.transfer.runtime import start_scheduler
@@ -91,7 +91,7 @@ class Version(NamedTuple):
     def at(path: str) -> Version:
         """Return that of the file that has a name now."""
         if is_url(path):
-            return open_object(path).version
+            return _pinned(path)[2]
         return _of_status(os.stat(path))  # noqa: PTH116
 
     @staticmethod
@@ -141,6 +141,13 @@ def text_of(path: Readable, name: str = "path") -> str:
     return source_path(text, name) if is_url(text) else text
 
 
+def checked_text(path: Readable, name: str = "path") -> str:
+    """Do as :func:`text_of`, and raise ValueError or TypeError for what cannot be a local path."""
+    if is_pair(path) or is_url(path):
+        return source_path(path, name)
+    return checked_path(path, name)  # type: ignore[arg-type]
+
+
 def place(path: Path) -> pathlib.Path | Any:
     """Return a path, or what stands for it in a bucket: an :class:`ObjectPath`."""
     if is_url(path):
@@ -160,18 +167,24 @@ def open_object(text: str) -> Object:
     ImportError, RuntimeError
         obstore is not installed, or has been used before a fork.
     """
-    store, key = _resolved(text)
-    if not key:
-        raise StorageError(errno.EISDIR, f"{os.strerror(errno.EISDIR)}; it names no object", text)
-    found = _asked(lambda: _obstore().head(store, key), text)
-    version = Version._of(found)
-    if version.identity == (None, None):
-        why = "the server sends no ETag for it, so that nobody would notice that it is replaced meanwhile"
-        raise StorageError(errno.EOPNOTSUPP, f"{os.strerror(errno.EOPNOTSUPP)}; {why}", text)
+    store, key, version = _pinned(text)
     reader = _Reader(store, key, version)
     device = (1 << 40) + _core.crc32(text[: -len(key) or None].encode())
     file = _core.file_of_source(text, version.nbytes, device, reader)
     return Object(file, version, _shared_scheduler())
+
+
+def _pinned(text: str) -> tuple[Any, str, Version]:
+    """Return the store, the key and the present version of an object; errors as for :func:`open_object`."""
+    store, key = _resolved(text)
+    if not key:
+        raise StorageError(errno.EISDIR, f"{os.strerror(errno.EISDIR)}; it names no object", text)
+    found = _asked(lambda: usable_obstore().head(store, key), text)
+    version = Version._of(found)
+    if version.identity == (None, None):
+        why = "the server sends no ETag for it, so that nobody would notice that it is replaced meanwhile"
+        raise StorageError(errno.EOPNOTSUPP, f"{os.strerror(errno.EOPNOTSUPP)}; {why}", text)
+    return store, key, version
 
 
 class ObjectPath(os.PathLike[str]):
@@ -243,7 +256,9 @@ class ObjectPath(os.PathLike[str]):
         if self._text.startswith("http"):
             yield from self._usual_files()
             return
-        listed = _asked(lambda: _obstore().list_with_delimiter(store, key or None), self._text)
+        listed = _asked(
+            lambda: usable_obstore().list_with_delimiter(store, key or None), self._text
+        )
         paths = [*listed["common_prefixes"], *(each["path"] for each in listed["objects"])]
         for name in sorted({path.rstrip("/").rpartition("/")[2] for path in paths}):
             yield self / name
@@ -267,7 +282,7 @@ class ObjectPath(os.PathLike[str]):
         store, key = _resolved(self._text)
 
         def read() -> bytes:
-            found = _obstore().get(store, key)
+            found = usable_obstore().get(store, key)
             data = bytes(found.bytes())
             if len(data) != found.meta["size"]:
                 raise _UnfitError(f"{len(data)} of {found.meta['size']} bytes came")
@@ -279,7 +294,7 @@ class ObjectPath(os.PathLike[str]):
         store, key = _resolved(self._text)
         if not key:
             raise FileNotFoundError(errno.ENOENT, "a bucket is no object", self._text)
-        return self._found(lambda: _obstore().head(store, key))
+        return self._found(lambda: usable_obstore().head(store, key))
 
     def _found(self, ask: Callable[[], Any]) -> Any:
         try:
@@ -336,13 +351,12 @@ class _Reader:
         _check_leaving()
         options: dict[str, Any] = {"range": (offset, end)}
         etag = self._version.identity[1]
-        if etag is not None and not etag.startswith(
-            "W/"
-        ):  # a weak one never matches (RFC 9110, 13.1.1)
+        # A weak ETag never matches (RFC 9110, 13.1.1).
+        if etag is not None and not etag.startswith("W/"):
             options["if_match"] = etag
         came = 0
         try:
-            answer = _obstore().get(self._store, self._key, options=options)
+            answer = usable_obstore().get(self._store, self._key, options=options)
             if (found := Version._of(answer.meta)) != self._version:
                 raise _ChangedError(
                     f"the object was {self._version} when it was opened, and is {found}"
@@ -391,7 +405,7 @@ def _interruptibly(ask: Callable[[], Any]) -> Any:
         finally:
             ended.set()
 
-    _obstore()  # imported here, so that a fork of another thread does not meet it half-way
+    usable_obstore()  # imported here, so that a fork of another thread does not meet it half-way
     threading.Thread(target=run, name="tensorferry-ask", daemon=True).start()
     ended.wait()
     for failure in failures:
@@ -433,14 +447,21 @@ def _asked(ask: Callable[[], Any], text: str) -> Any:
         raise StorageError(number, f"{os.strerror(number)}; {_reason(error)}", text) from None
 
 
-def _obstore() -> Any:
+def imported_obstore() -> Any:
+    """Return obstore; ImportError with the extra's name where it is not installed."""
     try:
         import obstore
     except ImportError as error:
         raise ImportError(
-            f"buckets and the web are read by obstore, which cannot be imported ({error}); remedy: pip install "
+            f"buckets and the web are reached by obstore, which cannot be imported ({error}); remedy: pip install "
             "'tensorferry[remote]'"
         ) from None
+    return obstore
+
+
+def usable_obstore() -> Any:
+    """Return obstore; RuntimeError where a call of it would wait for threads of the parent process."""
+    obstore = imported_obstore()
     if processes.forked_with_obstore:
         raise RuntimeError(
             "obstore was imported before fork(), and its threads are the parent process's (remedy: the start method "
@@ -489,7 +510,7 @@ def _text_of_pair(pair: tuple[Any, str], name: str) -> str:
 
 def _resolved(text: str) -> tuple[Any, str]:
     """Return the store and the key of a text."""
-    _obstore()
+    usable_obstore()
     for begin, store in tuple(_stores):
         if text.startswith(begin) or f"{text}/" == begin:
             return store, text[len(begin) :]

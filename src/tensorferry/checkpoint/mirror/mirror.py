@@ -14,9 +14,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from tensorferry.base.checks import is_pair
 from tensorferry.checkpoint.errors import MirrorError
 from tensorferry.checkpoint.steps import name_of
-from tensorferry.transfer.remote import _obstore
+from tensorferry.transfer.remote import imported_obstore, usable_obstore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -146,7 +147,7 @@ class Mirror:
         """Return the steps of which there are checkpoints in the bucket, in order."""
         from tensorferry.checkpoint.mirror.bucket import FAILURES, Bucket, said
 
-        _obstore()  # it cannot be used in a child that was forked after its first use
+        usable_obstore()  # it cannot be used in a child that was forked after its first use
         try:
             return Bucket(self._store, self._prefix).steps()
         except FAILURES as error:
@@ -261,17 +262,13 @@ def _store(where: Any) -> tuple[Any, str]:
     TypeError, ValueError
         It is no place for a mirror.
     """
-    try:
-        from obstore.store import from_url
-    except ImportError as error:
-        message = "mirror: buckets need obstore: pip install 'tensorferry[remote]'"
-        raise ImportError(message) from error
-    if isinstance(where, tuple) and len(where) == 2 and isinstance(where[1], str):
+    obstore = imported_obstore()
+    if is_pair(where):
         return where[0], where[1].strip("/")
     if not isinstance(where, str):
         raise TypeError(f"mirror: an address or (store, prefix) is wanted, not {where!r}")
     try:
-        return from_url(where), ""
+        return obstore.store.from_url(where), ""
     except Exception as error:
         raise ValueError(f"mirror: {where!r}: {str(error).partition(chr(10))[0]}") from error
 

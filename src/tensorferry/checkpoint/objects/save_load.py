@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tensorferry
-from tensorferry.base.checks import checked_path, is_pair, is_url
+from tensorferry.base.checks import is_url
 from tensorferry.checkpoint.errors import CheckpointError, cause_of
 from tensorferry.checkpoint.objects.file_writer import FileWriter
 from tensorferry.checkpoint.objects.payloads import OWN_FILES, ArchiveDirectory, Payloads
@@ -35,7 +35,7 @@ from tensorferry.checkpoint.zipformat.archive import (
 from tensorferry.checkpoint.zipformat.pickles import MalformedError, screen
 from tensorferry.safetensors.errors import LOOKED_AT_NBYTES, something_else
 from tensorferry.transfer.plain import open_plain
-from tensorferry.transfer.remote import text_of
+from tensorferry.transfer.remote import checked_text
 from tensorferry.transfer.replacement import Replacement
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def load(
     Files in torch's older formats, and TorchScript, are left to torch.load. So is a file that has no checksums
     (written with ``torch.utils.serialization.config.save.compute_crc32`` off) in what concerns verification.
     """
-    text = text_of(path) if is_pair(path) or is_url(path) else checked_path(path)  # type: ignore[arg-type]
+    text = checked_text(path)
     options: dict[str, Any] = {"weights_only": weights_only, "map_location": map_location}
     if mmap and is_url(text):
         raise ValueError(f"mmap: {text!r} is an object of a bucket, which cannot be mapped")

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import filesystem
 
 from tensorferry.base.checks import checked_path, kept_path
 from tensorferry.base.warned import warn
-from tensorferry.transfer.remote import place, source_path
+from tensorferry.transfer.remote import ObjectPath, place, source_path
 
 if TYPE_CHECKING:
     import os
@@ -100,6 +100,12 @@ def folder(instance: Any, path: Readable, *, reads: bool = False) -> Any:
     kept = _folder(path, "checkpoint_id", reads)
     vars(instance).pop("_url", None)
     return kept
+
+
+def keep_place(instance: Any, folder: Any) -> None:
+    """Set the place in a bucket that a reader is given; torch's code has made a local path of it."""
+    if isinstance(folder, ObjectPath):
+        instance.path = folder
 
 
 def _folder(path: Readable, name: str, reads: bool) -> Any:

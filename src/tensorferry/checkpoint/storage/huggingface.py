@@ -54,7 +54,7 @@ from tensorferry.safetensors.errors import SafetensorError
 from tensorferry.safetensors.saving import TensorToSave
 from tensorferry.safetensors.sharded import Model
 from tensorferry.transfer.publication import make_directory
-from tensorferry.transfer.remote import ObjectPath, Version, place
+from tensorferry.transfer.remote import Version, place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
@@ -394,7 +394,7 @@ class HuggingFaceStorageReader(TorchsReader):
         wanted = {"thread_count": thread_count}
         folder = hooks.first_folder(self, HuggingFaceStorageReader, path, reads=True)
         super().__init__(os.fspath(folder), **_known(TorchsReader, wanted))
-        self._set_path(folder)
+        hooks.keep_place(self, folder)
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._progress = checked_listener(progress)
@@ -405,11 +405,7 @@ class HuggingFaceStorageReader(TorchsReader):
         """Read from another folder next, if one is given."""
         folder = checkpoint_id and hooks.folder(self, checkpoint_id, reads=True)
         super().reset(folder)
-        self._set_path(folder)
-
-    def _set_path(self, folder: Any) -> None:
-        if isinstance(folder, ObjectPath):  # of which torch would make a path
-            self.path = folder
+        hooks.keep_place(self, folder)
 
     @uncollected()
     def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:

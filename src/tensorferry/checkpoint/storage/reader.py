@@ -114,7 +114,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         one_of(verify, "verify", _LEVELS)
         folder = hooks.first_folder(self, FileSystemReader, path, reads=True)
         super().__init__(folder, *(() if _extension_registry is None else (_extension_registry,)))
-        self._set_path(folder)
+        hooks.keep_place(self, folder)
         self.nbytes_read = 0
         self.last_load: Throughput | None = None
         self._verify = verify
@@ -137,14 +137,9 @@ class FileSystemReader(filesystem.FileSystemReader):
         """Read from another folder next, if one is given."""
         folder = checkpoint_id and hooks.folder(self, checkpoint_id, reads=True)
         super().reset(folder)
-        self._set_path(folder)
+        hooks.keep_place(self, folder)
         self._metadata = self._checked = self._global_error = None
         self._let_go()
-
-    def _set_path(self, folder: Any) -> None:
-        """Take a place in a bucket, of which torch would make a path."""
-        if isinstance(folder, ObjectPath):
-            self.path = folder
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
         """Read and check `.metadata`, or that of one ``rank``.
