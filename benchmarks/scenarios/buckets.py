@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ from tensorferry.safetensors.torch import load_file, save_file
 from tensorferry.tuning.rounds import MeasurementError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from benchmarks.bench import Bench
@@ -111,19 +109,6 @@ def _checked(found: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in found.values())
 
 
-@contextlib.contextmanager
-def _serving(*command: str) -> Iterator[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdout
-    try:
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def _save(folder: Path, nbytes: int) -> None:
     (folder / _BUCKET).mkdir()
     count = max(1, nbytes // _TENSOR_NBYTES)
@@ -140,16 +125,15 @@ def load(bench: Bench) -> None:
     if importlib.util.find_spec("obstore") is None:
         bench.note("obstore is not installed (tensorferry[remote])")
         return
+    from tests.support import buckets
+
     _save(bench.directory, 2 * bench.nbytes)
     with contextlib.ExitStack() as stack:
         # Fresh memory costs all the same: see benchmarks.memory.
         stack.enter_context(little_free_memory(6 * bench.nbytes + GIB))
-        server = stack.enter_context(
-            _serving("tests.support.buckets", "files", str(bench.directory))
-        )
-        proxy = stack.enter_context(
-            _serving("tests.support.fault_proxy", server, str(_DELAY_SECONDS))
-        )
+        server = stack.enter_context(buckets.file_server(bench.directory))
+        delaying = [sys.executable, "-m", "tests.support.fault_proxy", server, str(_DELAY_SECONDS)]
+        proxy = stack.enter_context(buckets.serving(delaying))
         ways = _WAYS[:1] if bench.smoke else _WAYS
         peers = {"runai": "runai_model_streamer", "s3fs": "s3fs"}
         peers = {call: name for call, name in peers.items() if importlib.util.find_spec(name)}

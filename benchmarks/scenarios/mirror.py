@@ -13,7 +13,6 @@ import os
 import signal
 import statistics
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +40,14 @@ class Trainer:
     """Trains, in a worker, with a mirror that is always on its way."""
 
     def __init__(self, root: str, nbytes: int, threads: int, bucket: list[str]) -> None:
+        from tests.support.buckets import Bucket
+
         from tensorferry.checkpoint import Checkpoints
 
+        endpoint, name = bucket
+        store = Bucket(name, endpoint).store(timeout="600s")
         torch.set_num_threads(threads)
-        self.checkpoints = Checkpoints(root, keep_last=1, mirror=_place(*bucket))
+        self.checkpoints = Checkpoints(root, keep_last=1, mirror=(store, "run"))
         self.state = {"weights": torch.rand(nbytes // 4)}
         layers = itertools.chain.from_iterable(
             (nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(4)
@@ -86,21 +89,6 @@ class Trainer:
 def _nbytes_read(process: int) -> int:
     said = Path(f"/proc/{process}/io").read_text()
     return int(said.partition("rchar: ")[2].partition("\n")[0])
-
-
-def _place(endpoint: str, name: str) -> tuple[Any, str]:
-    from obstore.store import S3Store
-
-    store = S3Store(
-        name,
-        endpoint=endpoint,
-        access_key_id="x",
-        secret_access_key="x",
-        region="us-east-1",
-        virtual_hosted_style_request=False,
-        client_options={"allow_http": True, "timeout": timedelta(minutes=10)},
-    )
-    return store, "run"
 
 
 @scenario

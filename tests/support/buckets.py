@@ -38,14 +38,14 @@ def s3_server(command: Iterable[str] = ()) -> Iterator[str]:
     """Run moto's S3 server, give its address; `command` is put before it, such as what starts it in a cgroup."""
     required.module("moto")
     required.module("flask_cors")  # which moto's server needs, and does not install by itself
-    with _serving([*command, sys.executable, "-m", __name__, "s3"]) as address:
+    with serving([*command, sys.executable, "-m", __name__, "s3"]) as address:
         yield address
 
 
 @contextlib.contextmanager
 def file_server(folder: Path, command: Iterable[str] = ()) -> Iterator[str]:
     """Run a web server for a folder, with ranges, ETags, If-Match and If-Range, and give its address."""
-    with _serving([*command, sys.executable, "-m", __name__, "files", str(folder)]) as address:
+    with serving([*command, sys.executable, "-m", __name__, "files", str(folder)]) as address:
         yield address
 
 
@@ -121,7 +121,8 @@ class Bucket:
 
 
 @contextlib.contextmanager
-def _serving(command: list[str]) -> Iterator[str]:
+def serving(command: list[str]) -> Iterator[str]:
+    """Run a server that writes its port and ends with its standard input, and give its address."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,

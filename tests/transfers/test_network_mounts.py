@@ -93,16 +93,23 @@ def test_a_file_that_is_open_for_writing_goes_through_the_page_cache(
     assert nbytes_of(mount, "read_direct") == 0
 
 
+def assert_held_at_once(
+    mount: FaultFS, count: int, data: Bytes, target: Bytes, engine: str
+) -> None:
+    """Read a file, and see that so many requests are with the server before it answers one."""
+    with tensorferry.open(mount.path / "cached", engine=engine, direct=True) as file:
+        future = file.read_into(target)
+        mount.await_held(count)
+        mount.clear()
+        assert_equal(future.result(), data)
+
+
 def test_many_blocks_are_with_the_server_at_once(mount: FaultFS, engine: str) -> None:
     """Although each of them blocks, whoever submits it."""
     data = laid(mount, "cached", 64 * MIB)
     mount.order(Fault("read", hold=True))
     target = tensorferry.empty(data.nbytes, np.uint8)
-    with tensorferry.open(mount.path / "cached", engine=engine, direct=True) as file:
-        future = file.read_into(target)
-        mount.await_held(AT_ONCE)
-        mount.clear()
-        assert_equal(future.result(), data)
+    assert_held_at_once(mount, AT_ONCE, data, target, engine)
 
 
 def test_more_is_on_its_way_to_a_server_that_is_far_away(mount: FaultFS, engine: str) -> None:
@@ -112,11 +119,7 @@ def test_more_is_on_its_way_to_a_server_that_is_far_away(mount: FaultFS, engine:
     read(mount, "cached", 4096, engine, direct=True)
     mount.order(Fault("read", hold=True))
     target = tensorferry.empty(data.nbytes + 8, np.uint8)[8:]
-    with tensorferry.open(mount.path / "cached", engine=engine, direct=True) as file:
-        future = file.read_into(target)
-        mount.await_held(20)
-        mount.clear()
-        assert_equal(future.result(), data)
+    assert_held_at_once(mount, 20, data, target, engine)
 
 
 def test_reads_go_through_the_page_cache_where_that_has_been_much_faster(
