@@ -118,6 +118,9 @@ class LockDescriptors:
 lock_descriptors = LockDescriptors()
 
 
+_SIGNALS = sorted(map(int, signal.valid_signals()))
+
+
 class Interrupts:
     """Holds signals back while something is done that must not be left half done.
 
@@ -127,6 +130,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._count = 0
         self._came: list[int] = []
+        self._defers = False  # in the main thread
 
     def insisted(self) -> bool:
         """Return whether Ctrl-C has come twice: then a wait for a drive should be given up."""
@@ -136,11 +140,12 @@ class Interrupts:
     def deferred(self) -> Iterator[None]:
         """Hold them back; afterwards call their handlers. Other threads are never interrupted anyway."""
         self._count = 0
-        if threading.current_thread() is not threading.main_thread():
+        if self._defers or threading.current_thread() is not threading.main_thread():
             yield
             return
+        self._defers = True
         handlers: dict[int, Any] = {}
-        for number in map(int, signal.valid_signals()):
+        for number in _SIGNALS:
             handler = signal.getsignal(number)
             if callable(handler) and handler != self._note:  # not those that are held back already
                 handlers[number] = handler
@@ -149,6 +154,7 @@ class Interrupts:
         try:
             yield
         finally:
+            self._defers = False
             if handlers:
                 came, self._came, self._count = self._came, [], 0
                 for number, handler in handlers.items():

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tensorferry.base.checks import checked_nbytes, one_of
-from tensorferry.errors import StorageError
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError, OffloadError
 from tensorferry.offload.optimizer import OffloadedOptimizer, of_this_rank, refused_step
-from tensorferry.offload.plan import check_params
-from tensorferry.offload.saved import Saved
+from tensorferry.offload.plan import check_master, check_params
+from tensorferry.offload.saved import Saved, committed
+from tensorferry.offload.trained import TrainingOptimizer, offload_training
 from tensorferry.offload.weights import WeightsMap, WeightStream, stream_weights
 from tensorferry.store import TensorStore
 
@@ -30,9 +29,11 @@ __all__ = [
     "OffloadedOptimizer",
     "TableEmbedding",
     "TableEmbeddingBag",
+    "TrainingOptimizer",
     "WeightStream",
     "WeightsMap",
     "offload_optimizer",
+    "offload_training",
     "stream_weights",
 ]
 
@@ -109,7 +110,7 @@ def offload_optimizer(
     endurance_nbytes = None if endurance is None else checked_nbytes(endurance, "endurance")
     check_params(optimizer.param_groups)
     if master_dtype is not None:
-        _check_master(optimizer, master_dtype)
+        check_master(optimizer, master_dtype)
     one_of(step_device, "step_device", ("param", "cpu"))
     one_of(commit, "commit", ("none", "step", "fsync"))
     paths = directories if commit == "none" else of_this_rank(directories)
@@ -117,7 +118,7 @@ def offload_optimizer(
     earlier: list[Saved] = []
     try:
         if commit != "none":
-            earlier = _committed(of_this_rank(directories))
+            earlier = committed(of_this_rank(directories))
         return OffloadedOptimizer(
             optimizer,
             store,
@@ -133,36 +134,3 @@ def offload_optimizer(
             each.close()
         store.close()
         raise
-
-
-def _committed(paths: list[str]) -> list[Saved]:
-    """Return what an earlier run has committed in directories: its last step, and the one before if that is kept."""
-    found: list[Saved] = []
-    try:
-        for previous in (False, True):
-            store = TensorStore.open(paths, previous=previous)
-            try:
-                found.append(Saved(store, paths[0]))
-            except BaseException:
-                store.close()
-                raise
-    except StorageError as error:
-        if not found and error.errno != errno.ENOENT:
-            raise
-    except BaseException:
-        for each in found:
-            each.close()
-        raise
-    return found
-
-
-def _check_master(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"master_dtype: {dtype!r} is no torch.dtype")
-    if not dtype.is_floating_point:
-        raise ValueError(f"master_dtype: {dtype} is not floating-point")
-    for number, group in enumerate(optimizer.param_groups):
-        if any(param.is_complex() for param in group["params"]):
-            raise ValueError(
-                f"master_dtype: param_groups[{number}] has a complex parameter, and {dtype} is real"
-            )

@@ -55,17 +55,12 @@ class Absent(nn.Parameter):
     ) -> Any:
         """Answer what can be told without values, and refuse the rest."""
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
         first = args[0] if args else None
-        if name in ("__get__", "__set__"):
-            name = getattr(getattr(func, "__self__", None), "__name__", "__cuda_array_interface__")
-            if len(args) > 1:  # a value
-                return _set(first, name, args[1])
-            if name == "data":
-                return first
-            asked = name not in _NOT_ASKED
-        else:
-            asked = name in _ASKED
+        name, asked, is_attribute = question(func)
+        if is_attribute and len(args) > 1:  # a value
+            return _set(first, name, args[1])
+        if is_attribute and name == "data":
+            return first
         if isinstance(first, Absent):
             if name == "detach":
                 return first
@@ -104,6 +99,15 @@ class Absent(nn.Parameter):
             f"<the weight {self.weight_name}, not in memory: {list(self.shape)}, {self.dtype}, "
             f"{self.device}>"
         )
+
+
+def question(func: Callable[..., Any]) -> tuple[str, bool, bool]:
+    """Return the name of what ``__torch_function__`` is asked, whether it needs no values, and is an attribute."""
+    name = getattr(func, "__name__", str(func))
+    if name not in ("__get__", "__set__"):
+        return name, name in _ASKED, False
+    name = getattr(getattr(func, "__self__", None), "__name__", "__cuda_array_interface__")
+    return name, name not in _NOT_ASKED, True
 
 
 def absent(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import operator
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +68,10 @@ class Lender:
         self._step_dtype = step_dtype
         self._on_host = on_host
         self.alone = alone
+        #: Returns a parameter's gradient; one that is not in memory is a :class:`GradientElsewhere`.
+        self.gradient_of: Callable[[torch.Tensor], Any] = operator.attrgetter("grad")
         self._stand_ins: dict[torch.Tensor, torch.nn.Parameter] = {}
-        self._grads: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._grads: dict[torch.Tensor, Any] = {}
         self._kept: tuple[Any, list[list[torch.Tensor]]] | None = None
         self._snapshot: Snapshot | None = None
         self._after: Any = None
@@ -109,7 +112,7 @@ class Lender:
         self._kept = optimizer.state, [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             for param in group["params"]:
-                self._grads[param] = _placed(param, param.grad)
+                self._grads[param] = _placed(param, self.gradient_of(param))
         for group in optimizer.param_groups:
             targets = [self.target_of(param) for param in group["params"]]
             for param in group["params"]:
@@ -128,10 +131,7 @@ class Lender:
         for group, own in zip(optimizer.param_groups, params, strict=True):
             group["params"] = own
         for param, grad in self._grads.items():
-            if not isinstance(grad, _Redistributed):
-                param.grad = grad
-            else:
-                param.grad = grad.given
+            param.grad = grad.kept if isinstance(grad, GradientElsewhere) else grad
         if undone and self._snapshot is not None:
             self._snapshot.restore()
         self._grads, self._kept, self._snapshot, self._after = {}, None, None, None
@@ -146,7 +146,7 @@ class Lender:
         """Yield parameters with their gradients: those of units, or all."""
         for param in self._grads if units is None else dict.fromkeys(unit.param for unit in units):
             grad = self._grads.get(param)
-            yield param, grad.given if isinstance(grad, _Redistributed) else grad
+            yield param, grad.given if isinstance(grad, GradientElsewhere) else grad
 
     def call(
         self,
@@ -208,7 +208,7 @@ class Lender:
                 self._take_back(unit, target, own, memory)
         if born:
             del state
-            _trim_heap()
+            trim_heap()
 
         if checked is not None and expected is not None:
             found = _values_of(checked, memory)
@@ -305,8 +305,8 @@ class Lender:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return a unit's target, that one's own data, and the data and the gradient that it is to have."""
         param, grad = unit.param, self._grads.get(unit.param)
-        if isinstance(grad, _Redistributed):
-            grad = grad.placed
+        if isinstance(grad, GradientElsewhere):
+            grad = grad.lent()
         target = self.target_of(param)
         own = target.data
         if target is param and unit.stop is None:
@@ -336,7 +336,8 @@ class Lender:
         """Take a unit back: its parameter has its own data again, with what has become of those that were lent."""
         param = unit.param
         if target is param and unit.stop is None:
-            self._grads[param] = param.grad
+            if not isinstance(self._grads[param], GradientElsewhere):
+                self._grads[param] = param.grad
             param.grad = None
             return
         stepped = target.data
@@ -371,7 +372,7 @@ class Lender:
                 group["params"] = [self.target_of(param) for param in params]
             for param, target in lent:
                 local, grad = local_of(param).detach(), _placed(param, param.grad)
-                grad = grad.placed if isinstance(grad, _Redistributed) else grad
+                grad = grad.lent() if isinstance(grad, GradientElsewhere) else grad
                 if target.dtype != local.dtype:
                     self.set_master(param, None)
                 else:
@@ -421,11 +422,34 @@ class _Alone:
             group["params"] = params
 
 
-class _Redistributed:
+class GradientElsewhere:
+    """A gradient that is not lent as the parameter has it.
+
+    Attributes
+    ----------
+    given : torch.Tensor
+        What tells the gradient from another one.
+    kept : torch.Tensor or None
+        What the parameter has as its gradient when the step is over.
+    """
+
+    def __init__(self, given: torch.Tensor, kept: torch.Tensor | None) -> None:
+        self.given, self.kept = given, kept
+
+    def lent(self) -> torch.Tensor:
+        """Return the gradient that the optimizer is given."""
+        raise NotImplementedError
+
+
+class _Redistributed(GradientElsewhere):
     """A gradient whose placements were not its parameter's."""
 
     def __init__(self, given: torch.Tensor, placed: torch.Tensor) -> None:
-        self.given, self.placed = given, placed
+        super().__init__(given, given)
+        self._placed = placed
+
+    def lent(self) -> torch.Tensor:
+        return self._placed
 
 
 def _placed(param: torch.Tensor, grad: Any) -> Any:
@@ -464,8 +488,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return made.copy_(tensor)
 
 
-def _trim_heap() -> None:
-    """Give the system back what glibc keeps for later: new state, which is in buckets now, would add up."""
+def trim_heap() -> None:
+    """Give the system back what glibc keeps for later, where what is made and freed would add up."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # malloc_trim(3)
     if trim is not None:
         trim(ctypes.c_size_t(0))

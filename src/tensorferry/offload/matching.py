@@ -15,7 +15,7 @@ from tensorferry.offload.conversions import Elements, Layout, by_transformers
 from tensorferry.safetensors.dtypes import DTYPES, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from tensorferry.safetensors.sources import Stored
 
@@ -67,7 +67,7 @@ class Matches:
     unexpected: list[str]  # names in the files that the model has no place for
 
 
-def match(model: nn.Module, stored: Mapping[str, Stored]) -> Matches:
+def match(model: nn.Module, stored: Mapping[str, Stored], *, in_training: bool = False) -> Matches:
     """Find out what the model has in the files.
 
     Of several names of a tied parameter the last one in the files counts, as for ``load_state_dict``.
@@ -76,16 +76,19 @@ def match(model: nn.Module, stored: Mapping[str, Stored]) -> Matches:
     ------
     ValueError
         Parameters or persistent buffers are missing in the files, have other shapes there, require gradients, or are
-        streamed already.
+        streamed already. ``in_training`` they may require gradients, and those that have values may be missing.
     """
     tensors = {name: tensor for name, _, _, tensor, _ in _tensors(model)}
     if away := [name for name, tensor in tensors.items() if isinstance(tensor, Absent)]:
         raise ValueError(f"model: {told(away)}: streamed already")
-    if training := [name for name, tensor in tensors.items() if tensor.requires_grad]:
+    learning = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    if learning and not in_training:
         raise ValueError(
-            f"model: {told(training)} requires gradients: streamed weights are for inference; call "
+            f"model: {told(learning)} requires gradients: streamed weights are for inference; call "
             "model.requires_grad_(False)"
         )
+    if in_training:
+        stored = {**stored, **_adapted(stored, tensors)}
     here, unexpected = _named(model, stored, tensors)
     found: dict[int, Matched] = {}
     rivals: list[tuple[Matched, Matched]] = []
@@ -106,7 +109,8 @@ def match(model: nn.Module, stored: Mapping[str, Stored]) -> Matches:
     missing: dict[int, str] = {}
     for _, module, attribute, tensor, _ in _tensors(model):
         if id(tensor) not in found:
-            missing[id(tensor)] = " or ".join(names[id(tensor)])
+            if tensor.is_meta or not in_training:  # else it has values
+                missing[id(tensor)] = " or ".join(names[id(tensor)])
         elif (id(module), attribute) not in known:
             known.add((id(module), attribute))
             found[id(tensor)].places.append((module, attribute))
@@ -116,6 +120,18 @@ def match(model: nn.Module, stored: Mapping[str, Stored]) -> Matches:
         raise ValueError(f"files: other shapes than the model's: {told(odd, '; ')}")
     _check_attributes(model)
     return Matches(list(found.values()), rivals, unexpected)
+
+
+def _adapted(
+    stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Stored]:
+    """Return what files have of a model to which peft has added adapters, by its names then."""
+    before = {
+        name: name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        for name in tensors
+        if name not in stored
+    }
+    return {name: stored[plain] for name, plain in before.items() if plain in stored}
 
 
 def _named(
@@ -171,12 +187,12 @@ def told(names: list[str], between: str = ", ") -> str:
 
 
 def users(
-    model: nn.Module, whole: tuple[type[nn.Module], ...]
+    model: nn.Module, is_whole: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[nn.Module, list[nn.Module], list[nn.Module]]]:
     """Yield each module that runs, the modules whose parameters it uses, and those whose are in use meanwhile.
 
-    A module that has no forward() of its own, such as a ParameterList, belongs to the one that has it. Of ``whole``
-    classes, all modules below belong to it.
+    A module that has no forward() of its own, such as a ParameterList, belongs to the one that has it. To a ``whole``
+    one belong all modules below it.
     """
     seen: set[int] = set()
 
@@ -186,7 +202,7 @@ def users(
         if id(module) in seen:
             return
         seen.add(id(module))
-        if isinstance(module, whole):
+        if is_whole(module):
             below = list(module.modules())
             seen.update(map(id, below))
             yield module, below, above

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import pathlib
 import threading
@@ -68,6 +69,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
     """
 
     _refusal = "this optimizer is the parent process's: its state cannot be used after fork()"
+    _params_nbytes = math.inf  # of the units of a bucket
+    _stores_params = False  # the store has parameters all the time, and not in commits alone
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         self._residency: Residency | None = None
         self._staging: Staging | None = None
         self._at_home = False  # all state is the optimizer's own, in memory
-        self._sweep: _Sweep | None = None
+        self._sweep: Sweep | None = None
         self._given = Given(self._put_back)
         self._patterns: list[Any] = []
         self._others: dict[Any, Any] = {}  # entries of a loaded state that are of no parameter
@@ -115,7 +118,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         )
         self._step_device = step_device
         self._probe = Probe(optimizer, self._lender)
-        self._planner = Planner(self._probe, master_dtype)
+        self._planner = Planner(self._probe, master_dtype, params_nbytes=self._params_nbytes)
         # One list and one set of hooks: what was registered before is called once a step.
         kept = optimizer.param_groups
         optimizer.param_groups = self.param_groups
@@ -193,37 +196,42 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._locked():
-            self._usable()
-            if self._sweep is not None:
-                raise self._half_done("a step before it failed")
-            if self._earlier:
-                raise RuntimeError(
-                    f"step {self.committed_step} is committed in these directories, and a step would replace it: call "
-                    "resume() to go on from it, or discard_committed()"
-                )
-            scaling = {
-                name: getattr(self, name)
-                for name in ("grad_scale", "found_inf")
-                if getattr(self, name, None) is not None
-            }
-            if "found_inf" in scaling and scaling["found_inf"].item():
+            sweep = self._begun_step()
+            if sweep is None:
                 return loss
-            with self._storing():
-                # Gradients of all ranks are in this step's, so all of them have committed the step before.
-                self._store.drop_previous()
-            self._given.settle()
-            with self._interrupts.deferred():
-                self._check_step()
-            residency = self._usable()
-            with self._storing():
-                residency.check()
-            order = self._order(lambda param: self._lender.alone or param.grad is not None)
-            self._go_on(residency, _Sweep(order, class_method(self._inner), scaling))
+            self._go_on(self._usable(), sweep)
             if closure is None:
                 loss, self._lender.returned = self._lender.returned, None
             vars(self._inner)["_opt_called"] = True  # for schedulers that were made of it
             self._warn_of_drive()
         return loss
+
+    def _begun_step(self) -> Sweep | None:
+        """Return a step that has begun; None where GradScaler has found that it is to be left out."""
+        self._usable()
+        if self._sweep is not None:
+            raise self._half_done("a step before it failed")
+        if self._earlier:
+            raise RuntimeError(
+                f"step {self.committed_step} is committed in these directories, and a step would replace it: call "
+                "resume() to go on from it, or discard_committed()"
+            )
+        scaling = {
+            name: getattr(self, name)
+            for name in ("grad_scale", "found_inf")
+            if getattr(self, name, None) is not None
+        }
+        if "found_inf" in scaling and scaling["found_inf"].item():
+            return None
+        with self._storing():
+            # Gradients of all ranks are in this step's, so all of them have committed the step before.
+            self._store.drop_previous()
+        self._given.settle()
+        with self._interrupts.deferred():
+            self._check_step()
+        with self._storing():
+            self._usable().check()
+        return Sweep(self._order(self._is_stepped), class_method(self._inner), scaling)
 
     def _apply(self, name: str) -> None:
         """Call another method of the optimizer's for all parameters: train(), eval()."""
@@ -233,7 +241,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             order = self._order(lambda _: True)
             alone, self._lender.alone = self._lender.alone, True
             try:
-                sweep = _Sweep(order, class_method(self._inner, name), {}, is_step=False)
+                sweep = Sweep(order, class_method(self._inner, name), {}, is_step=False)
                 self._go_on(residency, sweep)
             finally:
                 self._lender.alone = alone
@@ -255,7 +263,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             if self._sweep is not None:
                 if self._sweep.broken:
                     raise self._half_done("the optimizer raised in the middle of it")
-                changed = self._sweep.changed_gradient(self._buckets)
+                changed = self._sweep.changed_gradient(self._buckets, self._gradient_of)
                 if changed is not None:
                     raise self._half_done(
                         f"the gradient of a parameter of shape {tuple(changed.shape)} is not the one that it had"
@@ -325,10 +333,11 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                         f"param_groups[{number}]: a parameter has changed: {_described(names, now)}; it was {was} when "
                         "it was added; make a new optimizer, or add_param_group()"
                     )
-                placements: Any = getattr(param.grad, "placements", None)
+                grad = self._gradient_of(param)
+                placements: Any = getattr(grad, "placements", None)
                 if placements not in (None, getattr(param, "placements", None)):
-                    self._probe.check_placed(group, param, param.grad)
-                if param.grad is not None and param.grad.layout != torch.strided:
+                    self._probe.check_placed(group, param, grad)
+                if grad is not None and grad.layout != torch.strided:
                     raise TypeError(
                         f"param_groups[{number}]: a parameter of shape {tuple(param.shape)} has a sparse gradient; "
                         "offloaded optimizers step dense ones (remedy: sparse=False in nn.Embedding)"
@@ -351,7 +360,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 
     def _check_apart(self) -> None:
         """Refuse a step that would depend on several parameters at once: a few of them are tried."""
-        params = [param for param in self._shapes if self._lender.alone or param.grad is not None]
+        params = list(filter(self._is_stepped, self._shapes))
         tried = list(dict.fromkeys([*params[:1], *params[len(params) // 2 :][:1], *params[-1:]]))
         if len(tried) < 2 or self._probe.gradients != "any":
             return
@@ -369,7 +378,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         cut = [
             param
             for param, pieces in self._pieces.items()
-            if pieces[0][1].stop is not None and (self._lender.alone or param.grad is not None)
+            if pieces[0][1].stop is not None and self._is_stepped(param)
         ]
         if not cut:
             return True
@@ -391,9 +400,10 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
                 late = id(param) not in with_state and with_state
-                if param.grad is None and (self._probe.gradients == "always" or not with_state):
+                lacks = self._gradient_of(param) is None
+                if lacks and (self._probe.gradients == "always" or not with_state):
                     what = "has no gradient"
-                elif param.grad is not None and late:
+                elif not lacks and late:
                     what = "has its first gradient after others have had theirs"
                 else:
                     continue
@@ -402,6 +412,17 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                     f"{type(self._inner).__name__} fails, or treats others otherwise; what would help: a gradient of "
                     "zeros, or foreach=False and fused=False where the optimizer has these"
                 )
+
+    def _is_stepped(self, param: torch.Tensor) -> bool:
+        """Return whether the next step has to do with a parameter."""
+        return self._lender.alone or self._gradient_of(param) is not None
+
+    def _gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return a parameter's gradient, or what stands for it."""
+        return param.grad
+
+    def _bring(self, bucket: Bucket | None) -> None:
+        """Have a bucket's parameters and gradients in memory, and no others; here all are."""
 
     def _patterns_now(self) -> list[Any]:
         return [pattern(group, numbers=True) for group in self.param_groups]
@@ -415,8 +436,8 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         self._install(planned)
         self._fill(lambda param: states.get(param))
 
-    def _go_on(self, residency: Residency, sweep: _Sweep) -> None:
-        """Step the buckets that are left."""
+    def _go_on(self, residency: Residency, sweep: Sweep) -> None:
+        """Step the buckets that are left, if need be without ending the step."""
         with self._interrupts.deferred(), self._timed(residency), self._scaled(sweep):
             self._sweep = sweep
             try:
@@ -435,23 +456,28 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 if sweep.done == 0 and not sweep.broken:
                     self._sweep = None  # nothing has changed
                 raise
+            if not sweep.ends:
+                return
             self._sweep = None
             self._patterns = self._patterns_now()
             if sweep.is_step:
                 self._steps += 1
                 self._committed = False
 
-    def _step_buckets(self, residency: Residency, sweep: _Sweep) -> None:
+    def _step_buckets(self, residency: Residency, sweep: Sweep) -> None:
         lender = self._lender
         sweep.snapshot = lender.begin(sweep.snapshot)
         whole = False
         try:
             sweep.note_gradients(lender.gradients())
             left = sweep.order[sweep.done :]
-            residency.begin(left)
+            if sweep.ends:
+                residency.begin(left)
             try:
                 for index in left:
-                    bucket, memory = self._buckets[index], residency.acquire(index)
+                    bucket = self._buckets[index]
+                    self._bring(bucket)
+                    memory = residency.acquire(index)
                     here = memory if self._staging is None else self._staging.load(memory)
                     sweep.broken = True
                     lender.call(
@@ -474,10 +500,11 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 lender.call([], torch.empty(0, dtype=torch.uint8, device="cpu"), sweep.function)
             whole = True
         finally:
-            lender.end(undone=not whole)
+            self._bring(None)
+            lender.end(undone=not whole or not sweep.ends)
 
     @contextlib.contextmanager
-    def _scaled(self, sweep: _Sweep) -> Iterator[None]:
+    def _scaled(self, sweep: Sweep) -> Iterator[None]:
         """Let the optimizer have what GradScaler leaves for those that unscale gradients themselves."""
         vars(self._inner).update(sweep.scaling)
         try:
@@ -553,7 +580,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             paths = of_this_rank(path)
             store = type(self._store).open(paths)
             try:
-                return self._load(Saved(store, paths[0]), with_params=False)
+                return self._load(Saved(store, paths[0]), with_params=self._stores_params)
             finally:
                 store.close()
 
@@ -585,7 +612,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         with self._locked():
             self._usable(loading=True)
             steps = self.committed_step
-            if self._commit != "none" and _ranks() > 1:
+            if self._commit != "none" and ranks() > 1:
                 steps = _common_step([earlier.steps for earlier in self._earlier])
             if steps is None:
                 return None
@@ -613,8 +640,24 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
             values = {key: value for key, value in group.items() if key != "param_names"}
             groups.append({**values, "params": [places[param] for param in group["params"]]})
         return to_record(
-            self._steps, type(self._inner).__name__, groups, list(self._shapes), self._buckets
+            *(self._steps, type(self._inner).__name__, groups, list(self._shapes), self._buckets),
+            slabs=self._slabs_of_params(),
         )
+
+    def _slabs_of_params(self) -> list[tuple[str, int]] | None:
+        """Return where in the store parameters are, by tensor and offset, if that has them all the time."""
+        return None
+
+    def _store_params(self) -> None:
+        """Write parameters into the store."""
+        tickets = []
+        for name, members in packed_params(list(self._shapes)):
+            # Two on their way at a time: some are copies.
+            tickets.append(self._store.write(name, pack(members)))
+            if len(tickets) > 1:
+                tickets.pop(0).result()
+        for ticket in tickets:
+            ticket.result()
 
     def _commit_step(self, residency: Residency) -> None:
         """Commit state, and parameters as they are now: hooks may have changed them since they were stepped."""
@@ -623,18 +666,11 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         self._settle_and_store(residency)
         try:
             with self._interrupts.deferred():
-                tickets = []
-                for name, members in packed_params(list(self._shapes)):
-                    # Two on their way at a time: some are copies.
-                    tickets.append(self._store.write(name, pack(members)))
-                    if len(tickets) > 1:
-                        tickets.pop(0).result()
-                for ticket in tickets:
-                    ticket.result()
+                self._store_params()
                 self._store.commit(
                     self._record(),
                     sync=self._commit == "fsync",
-                    keep_previous=self._keeps_previous and _ranks() > 1,
+                    keep_previous=self._keeps_previous and ranks() > 1,
                 )
                 self._keeps_previous = True
         except StorageError as error:
@@ -680,11 +716,14 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                 saved.read(bucket, memory)
                 residency.release(bucket.index, dirty=True)
             if with_params:
-                saved.set_params(params)
+                self._load_params(saved, params)
             self._bring_home()
             self._incomplete = False
         self._steps = saved.steps
         return saved.steps
+
+    def _load_params(self, saved: Saved, params: Sequence[torch.Tensor]) -> None:
+        saved.set_params(params)
 
     @contextlib.contextmanager
     def _groups_of(self, twin: torch.optim.Optimizer) -> Iterator[None]:
@@ -872,7 +911,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
                     self._probe.try_together(self.param_groups)
                     added = self._planner.pack([group], len(self._shapes), len(self._buckets))
                 buckets = [*self._buckets, *added]
-                plan.check_budget(self._budget_nbytes, buckets, self._at_once())
+                self._check_budget(buckets)
                 leaves_home = self._at_home and not self._fits_at_home(buckets)
                 with self._interrupts.deferred():
                     if leaves_home:
@@ -940,8 +979,11 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
         with self._interrupts.deferred():  # parameters have other data while the optimizer is tried
             self._probe.try_together(self.param_groups)
             buckets = self._planner.pack(self.param_groups)
-        plan.check_budget(self._budget_nbytes, buckets, self._at_once())
+        self._check_budget(buckets)
         return buckets
+
+    def _check_budget(self, buckets: Sequence[Bucket]) -> None:
+        plan.check_budget(self._budget_nbytes, buckets, self._at_once())
 
     def _at_once(self) -> int:
         """Return how many buckets are in memory at a time, at least: copies of them may be on their way to a GPU."""
@@ -1216,7 +1258,7 @@ class OffloadedOptimizer(Owned, torch.optim.Optimizer):
 
     # Steps
 
-    def _locked(self) -> threading.RLock:
+    def _locked(self) -> contextlib.AbstractContextManager[Any]:
         """Return the lock, unless a thread of the parent process may hold it for ever."""
         self._check_process()
         return self._lock
@@ -1320,7 +1362,7 @@ def _kinds(buckets: Sequence[Bucket]) -> list[Any]:
     ]
 
 
-class _Sweep:
+class Sweep:
     """A step's way through buckets."""
 
     def __init__(
@@ -1335,6 +1377,7 @@ class _Sweep:
         self.function = function
         self.scaling = scaling
         self.is_step = is_step
+        self.ends = True  # with the buckets of its order; others may follow
         self.done = 0
         self.broken = False  # in the middle of a bucket
         self.snapshot: Any = None  # of what the step began with
@@ -1354,11 +1397,15 @@ class _Sweep:
         for param, grad in gradients:
             self._gradients[param] = None if grad is None else (weakref.ref(grad), grad._version)
 
-    def changed_gradient(self, buckets: Sequence[Bucket]) -> torch.Tensor | None:
+    def changed_gradient(
+        self,
+        buckets: Sequence[Bucket],
+        gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> torch.Tensor | None:
         """Return a parameter of what is left whose gradient is another one, or was written to."""
         for index in self.order[self.done :]:
             for unit in buckets[index].units:
-                noted, grad = self._gradients.get(unit.param), unit.param.grad
+                noted, grad = self._gradients.get(unit.param), gradient_of(unit.param)
                 if (noted is None) != (grad is None):
                     return unit.param
                 if noted is not None and grad is not None:
@@ -1368,7 +1415,7 @@ class _Sweep:
         return None
 
 
-def _ranks() -> int:
+def ranks() -> int:
     """Return how many ranks there are."""
     return torch.distributed.get_world_size() if _is_distributed() else 1
 
@@ -1385,7 +1432,7 @@ def _common_step(steps: list[int]) -> int | None:
     RuntimeError
         There is none, and some ranks have committed steps; it has those of each rank, and is raised on all of them.
     """
-    of_ranks: list[Any] = [None] * _ranks()
+    of_ranks: list[Any] = [None] * ranks()
     torch.distributed.all_gather_object(of_ranks, steps)
     common = set(steps).intersection(*of_ranks)
     if common or not any(of_ranks):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tensorferry.offload.probe import Probe
+    from tensorferry.store import TensorStore
+    from tensorferry.transfer.futures import Future
 
 PAGE_NBYTES = 4096
 # Fields that are smaller need not begin at a page.
@@ -133,6 +135,14 @@ class Bucket:
         """What the store calls it."""
         return f"bucket-{self.index:06d}"
 
+    def read(self, store: TensorStore, memory: torch.Tensor) -> Future[Any]:
+        """Begin to read it."""
+        return store.read(self.name, memory)
+
+    def write(self, store: TensorStore, memory: torch.Tensor) -> Future[Any]:
+        """Begin to write it."""
+        return store.write(self.name, memory)
+
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, or the tensor itself."""
@@ -210,7 +220,7 @@ def check_params(groups: Sequence[dict[str, Any]]) -> None:
                     "and only dense ones (torch.strided) can be offloaded"
                 )
             local = local_of(param)
-            if local.numel():
+            if local.numel() and local.untyped_storage().nbytes():
                 last = sum(
                     (length - 1) * step
                     for length, step in zip(local.shape, local.stride(), strict=True)
@@ -227,6 +237,19 @@ def check_params(groups: Sequence[dict[str, Any]]) -> None:
             )
         if end > reach:
             reach, one = end, other
+
+
+def check_master(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    """Refuse a dtype that masters cannot have."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"master_dtype: {dtype!r} is no torch.dtype")
+    if not dtype.is_floating_point:
+        raise ValueError(f"master_dtype: {dtype} is not floating-point")
+    for number, group in enumerate(optimizer.param_groups):
+        if any(param.is_complex() for param in group["params"]):
+            raise ValueError(
+                f"master_dtype: param_groups[{number}] has a complex parameter, and {dtype} is real"
+            )
 
 
 def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -252,11 +275,20 @@ class Planner:
         Knows which state the optimizer makes, and which parameters may be cut.
     master_dtype : torch.dtype, optional
         Units whose parameters have another dtype step a copy of this one, which is a field.
+    params_nbytes : float
+        How many bytes of parameters the units of a bucket have at most, if they are several.
     """
 
-    def __init__(self, probe: Probe, master_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        master_dtype: torch.dtype | None = None,
+        *,
+        params_nbytes: float = math.inf,
+    ) -> None:
         self._probe = probe
         self._master_dtype = master_dtype
+        self._params_nbytes = params_nbytes
 
     def step_dtype(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype of what the optimizer steps for a parameter."""
@@ -281,12 +313,18 @@ class Planner:
         # The total is of the units before they are cut, so that it is known now.
         size = bucket_nbytes(sum(_nbytes_of(unit) for unit, _ in units))
         buckets = [Bucket(first_bucket)]
+        params_nbytes = 0  # of the last bucket
         for unit, group in units:
             for piece in self._pieces(unit, group, size):
-                if buckets[-1].units and (
-                    piece.start or buckets[-1].nbytes + _nbytes_of(piece) > size
-                ):
+                own_nbytes = local_of(piece.param).nbytes
+                full = (
+                    buckets[-1].nbytes + _nbytes_of(piece) > size
+                    or params_nbytes + own_nbytes > self._params_nbytes
+                )
+                if buckets[-1].units and (piece.start or full):
                     buckets.append(Bucket(first_bucket + len(buckets)))
+                    params_nbytes = 0
+                params_nbytes += own_nbytes
                 _place(piece, buckets[-1])
         return buckets if buckets[-1].units else []
 

@@ -35,7 +35,7 @@ _SHORT_SECONDS = 0.002  # and before looking whether more can be begun
 
 
 @dataclass(eq=False)
-class _Slot:
+class Slot:
     """Where a bucket is."""
 
     bucket: Bucket
@@ -77,14 +77,14 @@ class Residency:
     ) -> None:
         self._store = store
         self._all_in_flight = all_in_flight
-        self._places: list[_Slot] = []
+        self._places: list[Slot] = []
         self._arena = Arena(nbytes)
         self._order: list[int] = []
         self._fresh = False
         self._position = 0
         self._next_read = 0
         self._kept_from = 0
-        self._writing: list[_Slot] = []
+        self._writing: list[Slot] = []
         self.counters = BucketCounters()
         self.interrupted: Callable[[], bool] = bool
         self._gpu = gpu
@@ -107,7 +107,7 @@ class Residency:
         total = sum(wanted.values())
         in_flight = total if self._all_in_flight else min(total, self.nbytes) or None
         self._store.reserve(wanted, in_flight_nbytes=in_flight)
-        self._places += [_Slot(bucket) for bucket in buckets]
+        self._places += [Slot(bucket) for bucket in buckets]
 
     @property
     def nbytes(self) -> int:
@@ -277,7 +277,7 @@ class Residency:
 
     # Steps
 
-    def _give_place(self, place: _Slot, *, insist: bool) -> bool:
+    def _give_place(self, place: Slot, *, insist: bool) -> bool:
         """Give a bucket a place, if there is one, and begin to read it; ``insist`` lets go of others for it."""
         nbytes = place.bucket.nbytes
         at = self._arena.take(place.bucket.index, nbytes) if nbytes else 0
@@ -292,7 +292,7 @@ class Residency:
         place.view = self._memory[at : at + nbytes]
         if place.stored and not self._fresh:
             try:
-                place.reading = self._store.read(place.bucket.name, place.view)
+                place.reading = place.bucket.read(self._store, place.view)
             except BaseException:
                 self._take_back(place)  # it has nothing of the bucket's
                 raise
@@ -301,18 +301,24 @@ class Residency:
     def _evict(self) -> bool:
         """Let go of the bucket that the rest of the order wants last, or not at all; False if there is none."""
         wanted = {self._order[at]: at for at in range(self._position, len(self._order))}
-        current = self._order[self._position] if self._position < len(self._order) else None
-        last: _Slot | None = None
-        last_at = -1
-        for place in self._places:
-            index = place.bucket.index
-            at = wanted.get(index, len(self._order))
-            may_go = place.view is not None and place.writing is None and not place.held
-            if may_go and index != current and at > last_at:
-                last, last_at = place, at
+        last = self._last_wanted(lambda index: wanted.get(index, len(self._order)))
         if last is None:
             return False
-        self._next_read = min(self._next_read, last_at)
+        self._next_read = min(self._next_read, wanted.get(last.bucket.index, len(self._order)))
+        self._let_go(last)
+        return True
+
+    def _last_wanted(self, distance: Callable[[int], float]) -> Slot | None:
+        """Return the bucket whose next use is the furthest, of those that may leave memory."""
+        may_go = [
+            place
+            for place in self._places
+            if place.view is not None and place.writing is None and not place.held
+        ]
+        return max(may_go, key=lambda place: distance(place.bucket.index), default=None)
+
+    def _let_go(self, last: Slot) -> None:
+        """Have a bucket no longer; what is dirty has its place until it has been written."""
         if last.reading is not None:
             self._await(last.reading)
             last.reading.exception()  # whoever wants it will read it again
@@ -324,7 +330,6 @@ class Residency:
                 raise error
         else:
             self._take_back(last)
-        return True
 
     def _read_ahead(self) -> None:
         """Begin reads, in order, as far as there is room."""
@@ -342,7 +347,7 @@ class Residency:
                     return
             self._next_read += 1
 
-    def _write(self, place: _Slot, *, keep: bool) -> StorageError | None:
+    def _write(self, place: Slot, *, keep: bool) -> StorageError | None:
         """Begin to write a bucket; return why that is not possible, a full disk, say."""
         place.keep = keep
         if place.bucket.nbytes == 0:
@@ -350,7 +355,8 @@ class Residency:
             place.stored = False
             return None
         try:
-            place.writing = self._store.write(place.bucket.name, place.view)
+            assert place.view is not None
+            place.writing = place.bucket.write(self._store, place.view)
         except StorageError as error:
             return error
         self._writing.append(place)
@@ -374,7 +380,7 @@ class Residency:
         if failure is not None and wanted:
             raise failure
 
-    def _take_back(self, place: _Slot) -> None:
+    def _take_back(self, place: Slot) -> None:
         if place.view is not None:
             if place.bucket.nbytes:
                 self._arena.give_back(place.bucket.index)

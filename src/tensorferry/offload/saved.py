@@ -6,6 +6,7 @@ units have is in it once (all count the same steps), and where state lies as JSO
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -25,12 +26,11 @@ from tensorferry.offload.plan import (
     unflatten,
 )
 from tensorferry.offload.states import shape_of_state
+from tensorferry.store import TensorStore
 from tensorferry.transfer.arrays import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from tensorferry.store import TensorStore
 
 _FORMAT = 3
 # Tensors of no more bytes are compared.
@@ -45,8 +45,10 @@ def to_record(
     groups: list[dict[str, Any]],
     params: Sequence[torch.Tensor],
     buckets: Sequence[Bucket],
+    *,
+    slabs: list[tuple[str, int]] | None = None,
 ) -> bytes:
-    """Return the record of an optimizer.
+    """Return the record of an optimizer; ``slabs`` are the tensors and offsets where parameters are.
 
     Raises
     ------
@@ -66,6 +68,7 @@ def to_record(
         "params": [_kind_of(param) for param in params],
         "buckets": json.dumps(layout),
         "states": states.all,
+        **({} if slabs is None else {"slabs": slabs}),
     }
     written = io.BytesIO()
     try:
@@ -150,6 +153,7 @@ class Saved:
     def __init__(self, store: TensorStore, path: str) -> None:
         self._store = store
         self._path = path
+        self._slab: tuple[str, torch.Tensor] | None = None  # the last one that was read
         try:
             record = torch.load(io.BytesIO(store.record), weights_only=True)
             if record["format"] != _FORMAT:
@@ -162,6 +166,7 @@ class Saved:
                 for shape, stride, dtype in record["params"]
             ]
             self.buckets = self._read_buckets(json.loads(record["buckets"]), list(record["states"]))
+            self._slabs = [(str(name), int(at)) for name, at in record.get("slabs", ())]
         except StorageError:
             raise
         except Exception as error:
@@ -346,6 +351,10 @@ class Saved:
         StorageError
             As with :meth:`read`.
         """
+        if self._slabs:
+            raise ValueError(
+                f"{self._path!r} is of a training whose parameters are on drives: it is restored by offload_training()"
+            )
         for name, members in packed_params(params):
             locals_ = [local_of(param).detach() for param in members]
             direct = [each.is_contiguous() and each.device.type == "cpu" for each in locals_]
@@ -356,8 +365,29 @@ class Saved:
             for local, value in zip(locals_, unpacked(members, values), strict=True):
                 local.copy_(value)
 
+    def read_param(self, index: int, memory: torch.Tensor) -> None:
+        """Read the bytes of a parameter that was on a drive when this was committed.
+
+        Raises
+        ------
+        ValueError
+            It was in memory.
+        StorageError
+            As with :meth:`read`.
+        """
+        if not self._slabs:
+            raise ValueError(
+                f"{self._path!r} is of an optimizer whose parameters were in memory: offload_optimizer() restores it"
+            )
+        name, at = self._slabs[index]
+        if self._slab is None or self._slab[0] != name:
+            self._slab = None
+            self._slab = name, self._store.read(name).result()
+        memory.copy_(self._slab[1][at : at + memory.numel()])
+
     def close(self) -> None:
         """Let go of the store."""
+        self._slab = None
         self._store.close()
 
     def _read_buckets(self, layout: list[dict[str, Any]], states: list[Any]) -> list[Bucket]:
@@ -402,6 +432,27 @@ class Saved:
                     raise ValueError(f"{names[int(at)]!r} of parameter {index} has another field")
                 unit.swapped.append((int(at), unit.fields[int(number)]))
         return unit
+
+
+def committed(paths: list[str]) -> list[Saved]:
+    """Return what an earlier run has committed in directories: its last step, and the one before if that is kept."""
+    found: list[Saved] = []
+    try:
+        for previous in (False, True):
+            store = TensorStore.open(paths, previous=previous)
+            try:
+                found.append(Saved(store, paths[0]))
+            except BaseException:
+                store.close()
+                raise
+    except StorageError as error:
+        if not found and error.errno != errno.ENOENT:
+            raise
+    except BaseException:
+        for each in found:
+            each.close()
+        raise
+    return found
 
 
 def packed_params(

@@ -169,8 +169,8 @@ class WeightStream:
         self._total_nbytes = sum(one.nbytes for one in found)
         try:
             for one in fixed:
-                tensor = _read(one, device)
-                _put_fixed(one, tensor if one.buffer else nn.Parameter(tensor, requires_grad=False))
+                tensor = read_matched(one, device)
+                put_fixed(one, tensor if one.buffer else nn.Parameter(tensor, requires_grad=False))
             self._take_over(modules)
         except BaseException:
             self.close()
@@ -222,7 +222,7 @@ class WeightStream:
                 assert weight.matched.original is not None
                 weight.put(weight.matched.original)
             for one in self._fixed:
-                _put_fixed(one, one.original)
+                put_fixed(one, one.original)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied, and with it the model."""
@@ -249,7 +249,7 @@ class WeightStream:
                 of_module.setdefault(id(module), []).append(weight)
         modules: list[nn.Module] = []
         steps: list[list[int]] = []
-        for module, own, above in users(model, whole):
+        for module, own, above in users(model, lambda each: isinstance(each, whole)):
             wanted = [weight for one in own for weight in of_module.get(id(one), ())]
             if not wanted:
                 continue
@@ -405,7 +405,7 @@ class WeightsMap(Mapping[str, torch.Tensor]):
         self._device = torch.device(device)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return _read(matched(name, self._stored[name]), self._device)
+        return read_matched(matched(name, self._stored[name]), self._device)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -417,7 +417,8 @@ class WeightsMap(Mapping[str, torch.Tensor]):
         return name in self._stored  # without reading it
 
 
-def _put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:
+def put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:
+    """Have a tensor where the model has one of the files'."""
     for module, name in one.places:
         if one.buffer:
             module._buffers[name] = tensor
@@ -425,7 +426,8 @@ def _put_fixed(one: Matched, tensor: torch.Tensor | None) -> None:
             module._parameters[name] = tensor  # type: ignore[assignment]
 
 
-def _read(one: Matched, device: torch.device) -> torch.Tensor:
+def read_matched(one: Matched, device: torch.device) -> torch.Tensor:
+    """Return a tensor of files."""
     tensor = torch.empty(one.shape, dtype=one.dtype, device=device)
     if tensor.numel():
         flat = tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,597 @@
+"""Training a model whose parameters, gradients and optimizer's state are on drives: what users call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _foreach_utils
+
+import tensorferry
+from tensorferry.base.checks import checked_nbytes, one_of
+from tensorferry.offload.errors import MemoryBudgetError
+from tensorferry.offload.matching import match, told
+from tensorferry.offload.optimizer import OffloadedOptimizer, of_this_rank, ranks, refused_step
+from tensorferry.offload.plan import check_master, needed_nbytes
+from tensorferry.offload.saved import committed
+from tensorferry.offload.slabs import MAX_SLAB_NBYTES, Cycle
+from tensorferry.offload.training import Plan, StoredElsewhere, Together, Training
+from tensorferry.offload.weights import put_fixed, read_matched
+from tensorferry.safetensors.sources import stored_tensors
+from tensorferry.store import TensorStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from tensorferry.base.checks import Path as Directory
+    from tensorferry.offload.matching import Matched
+    from tensorferry.offload.optimizer import Commit, Sweep
+    from tensorferry.offload.plan import Bucket
+    from tensorferry.offload.residency import Residency
+    from tensorferry.offload.saved import Saved
+    from tensorferry.offload.slabs import Entry, Slab
+    from tensorferry.safetensors.sources import Source
+    from tensorferry.transfer.files import File
+
+# What a directory has that is a checkpoint of torch's.
+METADATA = ".metadata"
+
+# State has at least this part of the budget, where it does not fit whole.
+_STATE_SHARE = 8
+
+
+class TrainingOptimizer(OffloadedOptimizer):
+    """The optimizer of a model that is trained on drives; made by :func:`offload_training`."""
+
+    _refusal = "this training is the parent process's: its model cannot be used after fork()"
+    _stores_params = True
+    _params_nbytes = MAX_SLAB_NBYTES
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        store: TensorStore,
+        memory_budget_nbytes: int,
+        training: Training,
+        **options: Any,
+    ) -> None:
+        self._training = training
+        self._last_order: list[int] = []  # of buckets, in the last step
+        self._waiting: dict[int, set[torch.Tensor]] = {}  # for gradients, by bucket
+        self._is_planned = False
+        super().__init__(optimizer, store, memory_budget_nbytes, **options)
+        self._lender.gradient_of = self._lent_gradient
+
+    # Gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients.
+
+        Raises
+        ------
+        ValueError
+            ``set_to_none`` is False: gradients of zeros would be written to the drive.
+        """
+        if not set_to_none:
+            raise ValueError(
+                "set_to_none: gradients on drives are forgotten, not filled with zeros; it must be True"
+            )
+        with self._locked():
+            self._break_early()
+            self._inner.zero_grad(set_to_none=True)  # of parameters without elements
+            self._training.forget_gradients()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Do what ``torch.nn.utils.clip_grad_norm_`` does for all parameters of the model, to the last bit.
+
+        Norms are taken when gradients come; they are read for it in the first call alone, and after ``unscale_``.
+
+        Returns
+        -------
+        torch.Tensor
+            The norm of all gradients as one vector, before.
+        """
+        limit, kind = float(max_norm), float(norm_type)
+        with self._locked():
+            training = self._training
+            training.check_gradients()
+            params: list[torch.Tensor] = [
+                param for param in training.plan.names if self._gradient_of(param) is not None
+            ]
+            if not params:
+                return torch.tensor(0.0)
+            total = self._total_norm(params, kind)
+            if error_if_nonfinite and bool(torch.logical_or(total.isnan(), total.isinf())):
+                raise RuntimeError(
+                    f"The total norm of order {kind} for gradients from `parameters` is non-finite, so it cannot be "
+                    "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                    "`error_if_nonfinite=False`"
+                )
+            factor = torch.clamp(limit / (total + 1e-6), max=1.0)
+            training.change_gradients(lambda views: _multiply(views, factor))
+            return total
+
+    def _total_norm(self, params: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of norms, added up in torch's order: by dtype, and in each in the order of the model."""
+        alike: list[Any] = [torch.empty(0, dtype=param.dtype) for param in params]
+        grouped: Any = _foreach_utils._group_tensors_by_device_and_dtype([alike], with_indices=True)
+        norms = [
+            each if each is not None else torch.linalg.vector_norm(empty, norm_type)
+            for each, empty in zip(self._training.norms(params, norm_type), alike, strict=True)
+        ]
+        ordered = [norms[at] for _, indices in grouped.values() for at in indices]
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
+        return total
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Do what ``torch.nn.utils.clip_grad_value_`` does for all parameters of the model."""
+        limit = float(clip_value)
+        with self._locked():
+            self._training.check_gradients()
+            self._training.change_gradients(
+                lambda views: [view.clamp_(min=-limit, max=limit) for view in views]
+            )
+
+    def _gradient_of(self, param: torch.Tensor) -> Any:
+        if param in self._training.plan.place_of:
+            return self._training.gradients.get(param)
+        return param.grad
+
+    def _lent_gradient(self, param: torch.Tensor) -> Any:
+        """Return what the lender has for a parameter's gradient."""
+        found = self._gradient_of(param)
+        if found is None or param not in self._training.plan.place_of:
+            return found
+        return StoredElsewhere(self._training, found, param)
+
+    # Steps
+
+    def _break_early(self) -> None:
+        """Note that a step cannot be finished whose backward pass has failed."""
+        sweep = self._sweep
+        if sweep is not None and not sweep.ends and self._training.are_partial:
+            sweep.broken = True
+
+    def retry(self) -> None:
+        """Go on where a failure stopped; see :meth:`OffloadedOptimizer.retry`."""
+        with self._locked():
+            self._break_early()
+            super().retry()
+
+    def _begun_step(self) -> Sweep | None:
+        self._break_early()
+        sweep = self._sweep
+        if sweep is None or not sweep.broken:
+            self._training.check_gradients()
+        if sweep is None or sweep.ends or sweep.broken:
+            return super()._begun_step()
+        # The backward pass has begun it.
+        sweep.ends = True
+        sweep.order += sorted(set(self._order(self._is_stepped)) - set(sweep.order))
+        return sweep
+
+    def _go_on(self, residency: Residency, sweep: Sweep) -> None:
+        if sweep.ends:
+            left = [self._buckets[index] for index in sweep.order[sweep.done :]]
+            with self._interrupts.deferred():
+                self._training.begin_step([self._params_of(bucket) for bucket in left])
+        super()._go_on(residency, sweep)
+        if sweep.ends and sweep.is_step:
+            self._last_order = sweep.order
+            self._training.end_step()
+
+    def _step_early(self, params: Iterable[torch.Tensor]) -> None:
+        """Step what can be stepped now that the backward pass is done with some parameters."""
+        with self._locked():
+            sweep = self._sweep
+            if sweep is None:
+                # What has no gradient yet is not asked for one: it may come.
+                sweep = super()._begun_step()
+                assert sweep is not None
+                if sweep.scaling:
+                    raise RuntimeError(
+                        "step_in_backward=True: GradScaler must see all gradients before a step"
+                    )
+                sweep.order, sweep.ends = [], False
+                residency = self._usable()
+                order = self._last_order or [bucket.index for bucket in reversed(self._buckets)]
+                residency.begin(order)
+                self._waiting = {
+                    bucket.index: {unit.param for unit in bucket.units} for bucket in self._buckets
+                }
+                self._training.begin_step(
+                    [list(params) for params in self._waiting.values()], in_backward=True
+                )
+            if sweep.broken or sweep.done < len(sweep.order):
+                raise self._half_done("a part of it failed in the backward pass")
+            found = []
+            for param in params:
+                for bucket, _ in self._pieces[param]:
+                    waiting = self._waiting[bucket.index]
+                    waiting.discard(param)
+                    if not waiting:
+                        found.append(bucket.index)
+            if found:
+                sweep.order += sorted(found)
+                self._go_on(self._usable(), sweep)
+
+    def _bring(self, bucket: Bucket | None) -> None:
+        self._training.bring(None if bucket is None else self._params_of(bucket))
+
+    def _params_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        return [unit.param for unit in bucket.units if self._is_stepped(unit.param)]
+
+    @contextlib.contextmanager
+    def in_memory(self, module: nn.Module) -> Iterator[None]:
+        """Have a module's parameters in memory, with those of modules below it, to be read or written.
+
+        They must fit the budget together. What is written in place counts from then on.
+        """
+        with self._locked():
+            slabs = self._training.slabs_below(module)
+        with self._training.held(slabs, written=True):
+            yield
+
+    def stats(self) -> dict[str, Any]:
+        """Return what steps have cost so far: as :meth:`OffloadedOptimizer.stats`, with parameters and gradients.
+
+        Returns
+        -------
+        dict
+            Besides what it has there: ``params_nbytes``, those of parameters and of gradients that are on drives.
+            ``read_nbytes``, ``written_nbytes``, ``endurance_share``, ``wait_seconds`` and ``memory_nbytes`` are of all
+            passes; ``step_seconds`` and ``drive_share`` are of the optimizer's steps.
+        """
+        with self._locked():
+            found = super().stats()
+            cycle = self._training.cycle
+            found["params_nbytes"] = sum(slab.nbytes for slab in self._training.plan.slabs)
+            found["memory_nbytes"] += cycle.nbytes
+            found["read_nbytes"] += cycle.counters.read_nbytes
+            found["written_nbytes"] += cycle.counters.written_nbytes
+            found["wait_seconds"] += cycle.counters.wait_seconds
+            if self._endurance_nbytes:
+                found["endurance_share"] = found["written_nbytes"] / self._endurance_nbytes
+            return found
+
+    def drain(self) -> None:
+        """Wait until what is being written behind has been written; raises as :meth:`OffloadedOptimizer.drain`."""
+        super().drain()
+        with self._locked(), self._storing():
+            self._training.cycle.drain()
+
+    # Checkpoints and commits: the store has parameters, too
+
+    def _settle_and_store(self, residency: Residency) -> None:
+        super()._settle_and_store(residency)
+        with self._storing():
+            self._training.cycle.flush()
+
+    def _store_params(self) -> None:
+        self._training.cycle.flush()
+
+    def _slabs_of_params(self) -> list[tuple[str, int]] | None:
+        place_of = self._training.plan.place_of
+        places = [place_of.get(param) for param in self._shapes]
+        return [("", 0) if place is None else (place[0].name, place[1].offset) for place in places]
+
+    def _load_params(self, saved: Saved, params: Sequence[torch.Tensor]) -> None:
+        training = self._training
+        index_of = {param: index for index, param in enumerate(params)}
+        for slab in training.plan.of_params:
+            if slab.gradients is None:
+                continue
+            with training.held([slab], written=True):
+                assert slab.memory is not None
+                for entry in slab.entries:
+                    begin = entry.offset
+                    memory = slab.memory[begin : begin + entry.nbytes]
+                    saved.read_param(index_of[entry.param], memory)
+        training.forget_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: which parameters are where is decided when the training is offloaded."""
+        if self._residency is not None:
+            raise RuntimeError(
+                "add_param_group: parameters cannot be added to a training that is on drives"
+            )
+        super().add_param_group(param_group)
+
+    def close(self) -> None:
+        """Give the memory and the space on drives back. The model cannot be used any more: save it before."""
+        if self.is_parents or self._residency is None:
+            return
+        with self._locked():
+            self._training.give_up()
+        super().close()
+        self._training.cycle.close()
+
+    # Where things are
+
+    def _begin(self, *, early: bool) -> None:
+        """Have the model's modules bring parameters from now on; ``early`` steps them in the backward pass."""
+        self._training.take_over(self._guarded, self._step_early if early else None)
+
+    def _check_budget(self, buckets: Sequence[Bucket]) -> None:
+        if self._is_planned:
+            super()._check_budget(buckets)
+            return
+        # The first time: the state's share. Each byte saves as much whatever is kept in it.
+        plan, nbytes = self._training.plan, self._budget_nbytes
+        of_slabs = plan.needed_nbytes([[unit.param for unit in each.units] for each in buckets])
+        of_state = needed_nbytes(buckets, self._at_once())
+        if nbytes < of_slabs + of_state:
+            raise MemoryBudgetError(
+                f"memory_budget: {nbytes} bytes are too few; {of_slabs + of_state} are needed at least: {of_slabs} for "
+                f"parameters and gradients that are wanted at the same time, and {of_state} for state on its way",
+                of_slabs + of_state,
+            )
+        share = max(of_state, nbytes - plan.nbytes, nbytes // _STATE_SHARE)
+        self._budget_nbytes = min(share, nbytes - of_slabs)
+        self._is_planned = True
+
+    def _fits_at_home(self, _: Sequence[Bucket]) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with super()._locked(), self._training.inside():
+            yield
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Hold the lock, and signals back, for what is done while the model runs."""
+        with super()._locked():
+            if self._residency is None:
+                raise ValueError("the training is closed: its parameters are gone")
+            with self._interrupts.deferred():
+                yield
+
+
+def _multiply(views: list[torch.Tensor], factor: torch.Tensor) -> None:
+    torch._foreach_mul_(views, factor)
+
+
+def offload_training(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    directories: Directory | Sequence[Directory],
+    *,
+    memory_budget: int | str,
+    blocks: Iterable[nn.Module] = (),
+    checkpoint_activations: bool = True,
+    step_in_backward: bool = False,
+    files: Source | None = None,
+    master_dtype: torch.dtype | None = None,
+    commit: Commit = "none",
+    weights: Sequence[float] | None = None,
+    endurance: int | str | None = None,
+    device: torch.device | str | int = "cpu",
+) -> tuple[nn.Module, TrainingOptimizer]:
+    """Have a model trained whose parameters, gradients and optimizer's state are on drives.
+
+    Losses and parameters are those that the same training has in memory, bit for bit. Parameters come before their
+    module runs, in the forward pass and again in the backward pass, gradients go as they are made, and the optimizer's
+    step passes over everything once. What the budget has room for stays in memory.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        All its parameters that require gradients are the optimizer's. It is changed: its parameters, which stay the
+        same objects, have their values while their module runs.
+    optimizer : torch.optim.Optimizer
+        As for :func:`offload_optimizer`; from now on it is used by what is returned, alone.
+    directories : path, or a list of paths
+        As for :func:`offload_optimizer`.
+    memory_budget : int or str
+        Bytes of memory for parameters, gradients and state. Activations, and the gradient of one module that autograd
+        has just made, come on top.
+    blocks : iterable of torch.nn.Module
+        The layers: modules that are in memory whole while they run. Of modules outside of blocks, those that have
+        parameters of their own come one by one.
+    checkpoint_activations : bool
+        Whether what blocks compute is computed again in the backward pass (``torch.utils.checkpoint``), so that their
+        activations need no memory between the passes.
+    step_in_backward : bool
+        Whether parameters are stepped as soon as the backward pass is done with them, so that their gradients are never
+        written. Then each ``backward()`` is followed by ``step()``, and there is neither clipping nor GradScaler, which
+        need all gradients before the step.
+    files : path or sequence of paths, optional
+        Safetensors files with the model's parameters, as for :func:`stream_weights`, or one directory with a checkpoint
+        of ``torch.distributed.checkpoint``; the model may be on the meta device then. Frozen parameters that have their
+        dtype in safetensors files stay there.
+    master_dtype, commit, weights, endurance
+        As for :func:`offload_optimizer`. A commit has the parameters, too, and not the model's buffers.
+    device : torch.device, str or int
+        Where the model computes. The optimizer's step is done in host memory.
+
+    Returns
+    -------
+    tuple of torch.nn.Module and TrainingOptimizer
+        The same model, and the optimizer to step. Gradients are clipped by its ``clip_grad_norm_`` and
+        ``clip_grad_value_``; schedulers and ``torch.amp.GradScaler`` take it as it is.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument is not usable, or several ranks train together; nothing has changed.
+    NotSeparableError
+        The optimizer cannot be stepped piece by piece with the same result.
+    MemoryBudgetError
+        The budget is too small; ``needed_nbytes`` would do.
+    StorageError
+        The directories have no space for everything, or a file cannot be read.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} is not a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
+    if isinstance(optimizer, OffloadedOptimizer) or vars(optimizer).get("step") is refused_step:
+        raise ValueError("optimizer: it is offloaded already")
+    if ranks() > 1:
+        raise ValueError(
+            "model: several ranks cannot train one model on drives together; offload_optimizer() takes sharded ones"
+        )
+    one_of(commit, "commit", ("none", "step", "fsync"))
+    nbytes = checked_nbytes(memory_budget, "memory_budget")
+    endurance_nbytes = None if endurance is None else checked_nbytes(endurance, "endurance")
+    if master_dtype is not None:
+        check_master(optimizer, master_dtype)
+    where = torch.device(device)
+    plan = Plan(model, optimizer, list(blocks))
+    given = _Given(plan, files)
+    training = Training(plan, where, checkpoint_activations=bool(checkpoint_activations))
+    with contextlib.ExitStack() as undo:
+        undo.callback(given.close)
+        store = TensorStore(directories, weights=weights, temporary=commit == "none")
+        undo.callback(store.close)
+        of_gradients = TensorStore(directories, weights=weights)
+        undo.callback(of_gradients.close)
+        for slab in plan.slabs:
+            slab.store = of_gradients if slab.is_of_gradients else store
+        earlier = [] if commit == "none" else committed(of_this_rank(directories))
+        for each in earlier:
+            undo.callback(each.close)
+        given.read_buffers()
+        given.take_from_meta()
+
+        offloaded = TrainingOptimizer(
+            *(optimizer, store, nbytes, training),
+            master_dtype=master_dtype,
+            commit=commit,
+            earlier=earlier,
+            endurance_nbytes=endurance_nbytes,
+            step_device="cpu",
+        )
+        left = nbytes - offloaded._usable().nbytes
+        training.cycle = Cycle(
+            *(store, min(left, plan.nbytes), plan.slabs),
+            all_in_flight=commit != "none",
+            gpu=where.index or 0 if where.type == "cuda" else -1,
+        )
+        training.move(given.values_of)
+        offloaded._begin(early=bool(step_in_backward))
+        undo.pop_all()
+    return model, offloaded
+
+
+class _Given:
+    """What a model's parameters are before they are on drives: their own values, or those of files."""
+
+    def __init__(self, plan: Plan, files: Source | None) -> None:
+        self._plan = plan
+        self._found: dict[torch.Tensor, Matched] = {}
+        self._buffers: list[Matched] = []
+        self._files: dict[str, File] = {}
+        self._checkpoint: _Checkpoint | None = None
+        folder = os.fsdecode(files) if isinstance(files, (str, bytes, os.PathLike)) else None
+        if folder is not None and Path(folder, METADATA).exists():
+            self._checkpoint = _Checkpoint(folder, plan)
+        elif files is not None:
+            for one in match(plan.model, stored_tensors(files), in_training=True).found:
+                if one.buffer:
+                    self._buffers.append(one)
+                else:
+                    assert isinstance(one.original, torch.Tensor)
+                    self._found[one.original] = one
+            for slab in plan.of_params:
+                if slab.gradients is None and all(map(self._lies_alike, slab.entries)):
+                    slab.source = functools.partial(self._read, slab)
+        missing = [
+            name
+            for param, name in plan.names.items()
+            if param.is_meta and param not in self._found and self._checkpoint is None
+        ]
+        if missing:
+            raise ValueError(
+                f"model: {told(missing)}: on the meta device, and no files have values"
+            )
+
+    def _lies_alike(self, entry: Entry) -> bool:
+        """Return whether files have a parameter's bytes as its slab has them."""
+        contiguous = torch.empty(entry.shape, device="meta").stride()
+        return self._found[entry.param].dtype == entry.dtype and contiguous == entry.stride
+
+    def _read(self, slab: Slab, memory: torch.Tensor) -> Any:
+        """Begin to read frozen parameters from their files."""
+        futures = []
+        for entry in slab.entries:
+            for part in self._found[entry.param].parts:
+                path = part.stored.path
+                if path not in self._files:
+                    file = tensorferry.open(path)
+                    self._files[path] = file
+                    part.stored.check(file)
+                begin = entry.offset + part.at
+                place = memory[begin : begin + part.end - part.begin]
+                futures.append(self._files[path].read_into(place, part.begin))
+        return Together(futures)
+
+    def take_from_meta(self) -> None:
+        """Have parameters that are on the meta device on the CPU, without memory."""
+        for param in self._plan.names:
+            if param.is_meta:
+                empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
+                empty.untyped_storage().resize_(0)
+                swap: Any = torch.utils.swap_tensors
+                swap(param, nn.Parameter(empty, requires_grad=param.requires_grad))
+
+    def values_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return a parameter's values, if files have them."""
+        if self._checkpoint is not None:
+            return self._checkpoint.values_of(param)
+        one = self._found.get(param)
+        return None if one is None else read_matched(one, torch.device("cpu"))
+
+    def read_buffers(self) -> None:
+        """Have the files' buffers in the model."""
+        for one in self._buffers:
+            assert one.original is not None
+            is_meta = one.original.is_meta
+            value = read_matched(one, torch.device("cpu") if is_meta else one.original.device)
+            if is_meta:
+                put_fixed(one, value)
+            else:
+                one.original.copy_(value)
+
+    def close(self) -> None:
+        """Close files."""
+        for file in self._files.values():
+            file.close()
+
+
+class _Checkpoint:
+    """A model in a checkpoint of torch's, by itself or below one name."""
+
+    def __init__(self, path: str, plan: Plan) -> None:
+        torch_checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
+        self._load = torch_checkpoint.load
+        self._reader = torch_checkpoint.FileSystemReader(path)
+        there = self._reader.read_metadata().state_dict_metadata
+        names = list(plan.names.values())
+        prefixes = {name.removesuffix(names[0]) for name in there if name.endswith(names[0])}
+        complete = [each for each in prefixes if all(f"{each}{name}" in there for name in names)]
+        if len(complete) != 1:
+            raise ValueError(
+                f"files: the checkpoint {path!r} has {'several models' if complete else 'no model'} with "
+                f"the parameters {told(names)}"
+            )
+        self._names = {param: f"{complete[0]}{name}" for param, name in plan.names.items()}
+        for param, name in self._names.items():
+            if tuple(getattr(there[name], "size", ())) != tuple(param.shape):
+                raise ValueError(f"files: {name} has another shape there than {list(param.shape)}")
+
+    def values_of(self, param: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's values."""
+        values = torch.empty(param.shape, dtype=param.dtype)
+        state: dict[str, Any] = {self._names[param]: values}
+        self._load(state, storage_reader=self._reader, no_dist=True)
+        return values

@@ -1,0 +1,855 @@
+"""A model on drives is trained as one in memory: losses, parameters, buffers and state are equal bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import gc
+import signal
+import subprocess
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tensorferry
+from tensorferry.offload import (
+    MemoryBudgetError,
+    OffloadError,
+    TrainingOptimizer,
+    offload_optimizer,
+    offload_training,
+    plan,
+    slabs,
+)
+from tensorferry.offload.counted import same
+from tensorferry.offload.training import Training
+from tests.offload.test_memory import memory
+from tests.offload.trainings import (
+    MODELS,
+    OPTIMIZERS,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    Mixture,
+    Run,
+    Transformer,
+    assert_same,
+)
+from tests.support import child, warm
+from tests.support.effort import examples
+from tests.support.faultfs import Fault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ADAMW = OPTIMIZERS["AdamW"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have several slabs in each block, and parameters in several buckets: as large models do."""
+    monkeypatch.setattr(slabs, "MAX_SLAB_NBYTES", 64 << 10)
+    monkeypatch.setattr(TrainingOptimizer, "_params_nbytes", 64 << 10)
+    monkeypatch.setattr(plan, "_MIN_BUCKET_NBYTES", 16 << 10)
+
+
+@pytest.fixture
+def pair(directory: Path) -> Iterator[Callable[..., tuple[Run, Run]]]:
+    """A function that makes a training in memory and the same one on drives."""
+    made: list[Run] = []
+
+    def make(model: Callable[[], nn.Module] = Transformer, **options: Any) -> tuple[Run, Run]:
+        ours = {
+            name: options.pop(name)
+            for name in ("budget", "blocks", "checkpoint_activations", "step_in_backward", "commit")
+            if name in options
+        }
+        optimizer = options.pop("optimizer", ADAMW)
+        path = options.pop("path", directory / "training")
+        expected = Run(model, optimizer, None, **options)
+        made.append(Run(model, optimizer, path, **options, **ours))
+        return expected, made[-1]
+
+    yield make
+    for each in made:
+        each.optimizer.close()
+
+
+def train(*runs: Run, steps: int = 2) -> None:
+    for run in runs:
+        run.train(steps)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_optimizer(pair: Any, optimizer: str) -> None:
+    both = pair(optimizer=OPTIMIZERS[optimizer], groups=True, micro=2, clip="norm")
+    for run in both:
+        run.schedule()
+    train(*both, steps=5)
+    assert_same(*both)
+    stats = both[1].optimizer.stats()
+    assert stats["memory_nbytes"] < stats["state_nbytes"] + stats["params_nbytes"]
+    assert stats["read_nbytes"] > stats["params_nbytes"]  # it has moved
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_any_model(pair: Any, model: Any, checkpoints: bool, early: bool) -> None:
+    both = pair(model, checkpoint_activations=checkpoints, step_in_backward=early)
+    for run in both:
+        run.train(3)
+        run.evaluate()
+        run.train(2)
+    assert_same(*both)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_parameters_are_copied_to_a_device(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, model: Any, checkpoints: bool
+) -> None:
+    """Here the host plays the device, with copies that are real."""
+    monkeypatch.setattr(Training, "_computes_elsewhere", lambda _: True)
+    both = pair(model, checkpoint_activations=checkpoints, micro=2, clip="norm")
+    train(*both, steps=3)
+    assert_same(*both)
+
+
+@settings(
+    max_examples=examples(12),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_any_training(directory: Path, data: Any) -> None:
+    early = data.draw(st.booleans())
+    model = data.draw(st.sampled_from(MODELS))
+    options = {
+        "groups": data.draw(st.booleans()),
+        "micro": 1 if early else data.draw(st.integers(1, 3)),
+        "clip": "" if early else data.draw(st.sampled_from(["", "norm", "value"])),
+        "frozen": data.draw(st.sampled_from([(), ("embedding",), ("head",), ("blocks.0",)])),
+        "dtype": data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64])),
+    }
+    optimizer = OPTIMIZERS[data.draw(st.sampled_from(sorted(OPTIMIZERS)))]
+    expected = Run(model, optimizer, None, **options)
+    run = Run(
+        *(model, optimizer, directory / "any"),
+        budget="least" if data.draw(st.booleans()) else data.draw(st.integers(2 << 20, 8 << 20)),
+        blocks=data.draw(st.booleans()),
+        checkpoint_activations=data.draw(st.booleans()),
+        step_in_backward=early,
+        **options,
+    )
+    try:
+        for _ in range(data.draw(st.integers(1, 3))):
+            if data.draw(st.booleans()):
+                for each in (expected, run):
+                    each.evaluate()
+            train(expected, run, steps=data.draw(st.integers(1, 3)))
+        assert_same(expected, run)
+    finally:
+        run.optimizer.close()
+
+
+def test_masters_are_stepped_as_an_offloaded_optimizer_steps_them(directory: Path) -> None:
+    expected = Run(Transformer, ADAMW, None, dtype=torch.bfloat16, clip="norm")
+    expected.optimizer = offload_optimizer(
+        *(expected.optimizer, directory / "state"),
+        memory_budget="64MiB",
+        master_dtype=torch.float32,
+    )
+    run = Run(
+        *(Transformer, ADAMW, directory / "training"),
+        dtype=torch.bfloat16,
+        clip="norm",
+        master_dtype=torch.float32,
+    )
+    train(expected, run, steps=6)
+    assert run.losses == expected.losses
+    for name, value in expected.model.state_dict().items():
+        assert same(value, run.model.state_dict()[name])
+    assert same(expected.optimizer.state_dict(), run.optimizer.state_dict())
+    run.optimizer.close()
+    expected.optimizer.close()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_scaler_unscales_and_leaves_steps_out(pair: Any, clips: bool) -> None:
+    both = pair()
+    for run in both:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2)
+        torch.set_rng_state(run.state_of_random)
+        for number in range(5):
+            tokens = torch.randint(0, VOCABULARY, (2, 9), generator=run.random)
+            loss = run.model(tokens).float().pow(2).mean()
+            scaler.scale(loss * (float("inf") if number == 2 else 1.0)).backward()
+            if clips:
+                scaler.unscale_(run.optimizer)
+                norm = (
+                    run.optimizer.clip_grad_norm_(0.5)
+                    if run.offloaded
+                    else nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+                )
+                run.losses.append(str(norm.item()))
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+            run.losses.append((str(loss.item()), scaler.get_scale()))
+    assert_same(*both)
+
+
+def test_state_dicts_go_both_ways(pair: Any, directory: Path) -> None:
+    expected, run = pair()
+    train(expected, run)
+    model, optimizer = expected.model.state_dict(), expected.optimizer.state_dict()
+    snapshot = {name: value.clone() for name, value in run.model.state_dict().items()}
+    kept = run.model.state_dict()
+    train(run)
+    assert same(kept, snapshot)  # it stays as it is while training goes on
+    run.model.load_state_dict(model)
+    run.optimizer.load_state_dict(optimizer)
+    run.random.set_state(expected.random.get_state())
+    run.state_of_random, run.losses = expected.state_of_random, list(expected.losses)
+    train(expected, run)
+    assert_same(expected, run)
+    with pytest.raises(RuntimeError, match="assign=True"):
+        run.model.load_state_dict(model, assign=True)
+
+
+def test_a_model_begins_in_files_and_is_saved_to_files(directory: Path) -> None:
+    from torch.distributed import checkpoint
+
+    from tensorferry.safetensors.torch import load_file, save_file
+
+    expected = Run(Mixture, ADAMW, None)
+    save_file(expected.model.state_dict(), directory / "model.safetensors")
+    checkpoint.save(
+        {"model": expected.model.state_dict()}, checkpoint_id=directory / "dcp", no_dist=True
+    )
+    train(expected, steps=3)
+    for files in (directory / "model.safetensors", directory / "dcp"):
+        run = Run(lambda: Mixture().to("meta"), ADAMW, directory / "training", files=files)
+        train(run, steps=3)
+        assert_same(expected, run)
+        save_file(run.model.state_dict(), directory / "trained.safetensors")
+        loaded = load_file(directory / "trained.safetensors")
+        assert same(dict(expected.model.state_dict()), dict(loaded))
+        run.optimizer.close()
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and what is learned beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class AdaptedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Adapted() for _ in range(6))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+FROZEN = ("embedding", "head", *(f"blocks.{number}.base" for number in range(6)))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_frozen_base_stays_in_its_files(directory: Path, checkpoints: bool) -> None:
+    from tensorferry.safetensors.torch import save_file
+
+    expected = Run(AdaptedModel, ADAMW, None, frozen=FROZEN)
+    save_file(expected.model.state_dict(), directory / "base.safetensors")
+    run = Run(
+        *(lambda: AdaptedModel().to("meta"), ADAMW, directory / "training"),
+        frozen=FROZEN,
+        files=directory / "base.safetensors",
+        checkpoint_activations=checkpoints,
+    )
+    train(expected, run, steps=4)
+    assert_same(expected, run)
+    stats = run.optimizer.stats()
+    adapters = sum(p.nbytes for p in expected.model.parameters() if p.requires_grad)
+    assert stats["written_nbytes"] < 4 * 20 * adapters  # the base never
+    with pytest.raises(RuntimeError, match="frozen parameters"):
+        run.model.load_state_dict(expected.model.state_dict())
+    run.optimizer.close()
+
+
+def test_adapters_begin_in_memory_and_their_base_in_its_own_files(directory: Path) -> None:
+    from tensorferry.safetensors.torch import save_file
+
+    class Layer(nn.Module):  # as peft names them
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(WIDTH, WIDTH)
+            self.lora_A = nn.Linear(WIDTH, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base_layer(x) + self.lora_A(x).sum(-1, keepdim=True)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.blocks = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    frozen = ("embedding", *(f"blocks.{number}.base" for number in range(4)))
+    expected = Run(Model, ADAMW, None, frozen=frozen)
+    base = {
+        name.replace(".base_layer.", "."): value
+        for name, value in expected.model.state_dict().items()
+        if "lora" not in name
+    }
+    save_file(base, directory / "base.safetensors")
+
+    def begun() -> nn.Module:
+        model = Model()
+        model.embedding.to("meta")
+        for block in model.blocks:
+            block.base_layer.to("meta")
+        return model
+
+    run = Run(
+        begun, ADAMW, directory / "training", frozen=frozen, files=directory / "base.safetensors"
+    )
+    train(expected, run, steps=3)
+    assert_same(expected, run)
+    run.optimizer.close()
+
+
+def test_a_training_that_is_dropped_is_freed(directory: Path) -> None:
+    run = Run(Transformer, ADAMW, directory / "training")
+    train(run)
+    there = [weakref.ref(each) for each in (run.optimizer, run.model)]
+    del run
+    gc.collect()
+    assert [each() for each in there] == [None] * 2
+
+
+def test_parameters_in_memory_for_a_while(pair: Any) -> None:
+    both = pair()
+    for run in both:
+        run.train(2)
+        block = run.model.blocks[1]
+        with (
+            torch.no_grad(),
+            run.optimizer.in_memory(block) if run.offloaded else contextlib.nullcontext(),
+        ):
+            block.up.weight.clamp_(-0.01, 0.01)
+            block.norm.bias.data = torch.full((WIDTH,), 0.5)
+            run.losses.append(block.down.weight.sum().item())
+        run.train(2)
+    assert_same(*both)
+
+
+def test_clipping_by_other_norms_and_several_times(pair: Any) -> None:
+    both = pair()
+    for run in both:
+        torch.set_rng_state(run.state_of_random)
+        for kind in (2.0, 1.0, float("inf"), 3.0, 2.0):
+            run.forward_and_backward()
+            for limit in (0.7, 0.3):
+                norm = (
+                    run.optimizer.clip_grad_norm_(limit, kind)
+                    if run.offloaded
+                    else nn.utils.clip_grad_norm_(run.model.parameters(), limit, kind)
+                )
+                run.losses.append(norm.item())
+            run.clip = "value"
+            run.step()
+    assert_same(*both)
+
+
+# What a pass may not do, or must do right
+
+
+class Holder(nn.Module):
+    """A model with one odd block among others."""
+
+    def __init__(self, odd: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Attention(0.0), odd(), Attention(0.0), Attention(0.0)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Keeps(nn.Linear):
+    """Keeps a view of its weight when it has run."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.weight.detach()[:2]
+        return super().forward(x)
+
+
+class Writes(nn.Linear):
+    """Writes into its weight each time it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.99)
+        return super().forward(x)
+
+
+class Shares(nn.Module):
+    """Two buffers of one memory, which change in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("many", torch.zeros(3))
+        self.register_buffer("first", self.many[:1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.many += 1
+        return self.linear(x) * self.first
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_views_that_are_kept_are_refused(pair: Any, checkpoints: bool) -> None:
+    _, run = pair(functools.partial(Holder, Keeps), checkpoint_activations=checkpoints)
+    with pytest.raises(RuntimeError, match=r"blocks\.1: Keeps returns or keeps one of its param"):
+        run.forward_and_backward()
+
+
+def test_parameters_that_forward_changes(pair: Any) -> None:
+    both = pair(functools.partial(Holder, Writes), checkpoint_activations=False)
+    train(*both, steps=3)
+    assert_same(*both)
+    _, run = pair(functools.partial(Holder, Writes))
+    with pytest.raises(RuntimeError, match="writes into its parameters, and would do so twice"):
+        run.forward_and_backward()
+
+
+def test_buffers_that_share_memory(pair: Any) -> None:
+    both = pair(functools.partial(Holder, Shares))
+    train(*both, steps=3)
+    assert_same(*both)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_gradients_of_gradients_are_refused(pair: Any, blocks: bool) -> None:
+    _, run = pair(blocks=blocks)
+    x = run.model(torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        x.sum().backward(create_graph=True)
+    run.optimizer.zero_grad()
+    train(run)
+
+
+def test_activations_that_change_are_noticed(pair: Any) -> None:
+    class Changed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x * 2)
+            z = torch.exp(y)
+            y.mul_(2)
+            z.mul_(3)  # exp() has saved it
+            return z
+
+    for run in pair(functools.partial(Holder, Changed), blocks=False):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run.forward_and_backward()
+
+
+def test_passes_in_several_threads_are_refused(pair: Any) -> None:
+    _, run = pair()
+    losses = [run.model(torch.zeros(1, 4, dtype=torch.int64)).sum() for _ in range(2)]
+    failures: list[BaseException] = []
+
+    def other(_: torch.Tensor) -> None:
+        def backward() -> None:
+            try:
+                losses[1].backward()
+            except RuntimeError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+
+    handle = run.model.blocks[1].up.bias.register_hook(other)
+    losses[0].backward()
+    handle.remove()
+    assert [str(each)[:33] for each in failures] == ["a backward pass has begun before "]
+    with pytest.raises(RuntimeError, match="gradients are not whole"):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    train(run)
+
+
+def test_a_parameter_that_learns_later(pair: Any) -> None:
+    both = pair()
+    for run in both:
+        run.model.blocks[0].up.weight.requires_grad_(False)
+        run.train(2)
+        run.model.blocks[0].up.weight.requires_grad_(True)
+        run.train(2)
+    assert_same(*both)
+
+
+def test_gradients_and_parameters_on_drives_are_refused_by_name(pair: Any) -> None:
+    _, run = pair()
+    model, optimizer = run.model, run.optimizer
+    weight = model.blocks[0].up.weight
+    assert weight.grad is None
+    run.forward_and_backward()
+    assert weight.grad is not None
+    for call in (
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: weight.grad.norm(),
+        lambda: weight.grad.mul_(2),
+    ):
+        with pytest.raises(RuntimeError, match=r"on a drive.*clip_grad_norm_\(\)"):
+            call()
+    for call in (
+        lambda: weight.add_(1),
+        lambda: weight.sum(),
+        lambda: weight @ weight.T,
+        lambda: nn.init.zeros_(weight),
+    ):
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight is on a drive"):
+            call()
+    with pytest.raises(RuntimeError, match="cannot be set"):
+        weight.grad = torch.zeros_like(torch.empty(weight.shape))
+    model.zero_grad()
+    assert weight.grad is None
+    model.to("cpu").float()
+    for number in range(2):  # a step forgets gradients, and says so
+        train(run, steps=1)
+        run.forward_and_backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="zero_grad"):
+            run.forward_and_backward() if number else optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_cannot_be_trained_is_refused_before_anything(directory: Path) -> None:
+    def refused(error: type[Exception], match: str, **options: Any) -> None:
+        model = options.pop("model", None) or Transformer()
+        optimizer = options.pop("optimizer", None) or ADAMW(model.parameters())
+        given = {"memory_budget": "16MiB", "blocks": model.blocks, **options}
+        with pytest.raises(error, match=match):
+            offload_training(model, optimizer, directory / "refused", **given)
+        assert all(type(each) is nn.Parameter for each in model.parameters())
+
+    model = Transformer()
+    refused(TypeError, "blocks", blocks=["a"])
+    refused(ValueError, r"blocks\[0\]: this Linear is not in the model", blocks=[nn.Linear(1, 1)])
+    refused(ValueError, "is within", model=model, blocks=[model.blocks[0], model.blocks[0].up])
+    refused(ValueError, "the model itself", model=model, blocks=[model])
+    refused(MemoryBudgetError, "bytes are too few", memory_budget=4096)
+    refused(
+        ValueError,
+        "the optimizer does not have it",
+        optimizer=ADAMW(Transformer().head.parameters()),
+    )
+    refused(ValueError, "on the meta device", model=Transformer().to("meta"))
+    model = Transformer()
+    model.register_buffer("view", model.norm.weight[:3].detach())
+    refused(ValueError, "view shares memory", model=model)
+    model = Transformer()
+    refused(
+        tensorferry.offload.NotSeparableError,
+        "",
+        model=model,
+        optimizer=torch.optim.LBFGS(model.parameters()),
+    )
+
+
+# Faults
+
+
+@pytest.fixture
+def both(pair: Any, faultfs: Any) -> tuple[Run, Run]:
+    found: tuple[Run, Run] = pair(path=faultfs.path)
+    train(*found)
+    found[1].optimizer.drain()
+    return found
+
+
+def whole(expected: Run, run: Run) -> None:
+    """Check that training goes on as in memory."""
+    train(expected, run)
+    assert_same(expected, run)
+
+
+@pytest.mark.parametrize("skip", [0, 2, 5, 9])
+def test_a_drive_that_does_not_read(both: tuple[Run, Run], faultfs: Any, skip: int) -> None:
+    expected, run = both
+    tokens = torch.randint(0, VOCABULARY, (2, 9), generator=run.random)
+    expected.random.set_state(run.random.get_state())
+    for each in both:
+        torch.set_rng_state(each.state_of_random)
+        before = torch.get_rng_state()
+        if each is run:
+            faultfs.order(Fault("read", error=errno.EIO, skip=skip))
+
+            def iteration(run: Run = each) -> None:
+                run.model(tokens).sum().backward()
+                run.optimizer.step()
+
+            with pytest.raises((tensorferry.StorageError, OffloadError)) as caught:
+                iteration()
+            while isinstance(caught.value, OffloadError):  # a step that can be finished
+                faultfs.clear()
+                each.optimizer.retry()
+                break
+            else:
+                assert caught.value.errno == errno.EIO
+                faultfs.clear()
+                torch.set_rng_state(before)
+                each.optimizer.zero_grad()
+                each.model(tokens).sum().backward()
+                each.optimizer.step()
+        else:
+            each.model(tokens).sum().backward()
+            each.optimizer.step()
+        each.optimizer.zero_grad()
+        each.state_of_random = torch.get_rng_state()
+    whole(expected, run)
+
+
+def test_a_drive_that_does_not_write(both: tuple[Run, Run], faultfs: Any) -> None:
+    expected, run = both
+    expected.train(1)
+    state, random = run.state_of_random, run.random.get_state()
+    faultfs.order(Fault("write", error=errno.ENOSPC))
+
+    def iterations() -> None:
+        for _ in range(3):
+            torch.set_rng_state(state)
+            run.random.set_state(random)
+            run.forward_and_backward()
+            run.step()
+            run.optimizer.drain()
+
+    with pytest.raises((tensorferry.StorageError, OffloadError)):
+        iterations()
+    faultfs.clear()
+    # Nothing is lost: what could not be written is in memory, and a backward pass that failed is done again.
+    finished = run.optimizer.steps > expected_steps(expected) - 1
+    if not finished:
+        with contextlib.suppress(OffloadError):
+            run.optimizer.retry()
+        finished = run.optimizer.steps > expected_steps(expected) - 1
+    run.optimizer.zero_grad()
+    run.losses = list(expected.losses) if finished else run.losses[: len(expected.losses) - 1]
+    if not finished:
+        run.state_of_random = state
+        run.random.set_state(random)
+        run.train(1)
+    else:
+        run.state_of_random = expected.state_of_random
+        run.random.set_state(expected.random.get_state())
+    whole(expected, run)
+
+
+def expected_steps(run: Run) -> int:
+    steps = {int(each["step"]) for each in run.optimizer.state_dict()["state"].values()}
+    [found] = steps
+    return found
+
+
+class StopError(Exception):
+    """Raised in the middle."""
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "hook"])
+@pytest.mark.parametrize("early", [False, True])
+def test_an_exception_in_the_middle_of_a_pass(pair: Any, where: str, early: bool) -> None:
+    expected, run = pair(step_in_backward=early)
+    train(expected, run)
+    state, random = run.state_of_random, run.random.get_state()
+
+    def stop(*_: Any) -> None:
+        raise StopError
+
+    block = run.model.blocks[1]
+    if where == "forward":
+        handle = block.up.register_forward_hook(stop)
+    elif where == "backward":
+        handle = block.register_full_backward_hook(stop)
+    else:
+        handle = block.up.weight.register_hook(stop)
+    with pytest.raises(StopError):
+        run.train(1)
+    handle.remove()
+    if early and where != "forward":
+        # Some parameters are stepped, and gradients for the others will not come.
+        for call in (
+            run.optimizer.step,
+            run.optimizer.retry,
+            run.optimizer.zero_grad,
+            lambda: run.train(1),
+        ):
+            if call == run.optimizer.zero_grad:
+                call()
+                continue
+            with pytest.raises(OffloadError, match=r"half done.*cannot be finished"):
+                call()
+        return
+    with (
+        pytest.raises(RuntimeError, match="not whole")
+        if where != "forward"
+        else contextlib.nullcontext()
+    ):
+        if where != "forward":
+            run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.state_of_random = state
+    run.random.set_state(random)
+    whole(expected, run)
+
+
+def committed(directory: str, steps: int, early: bool) -> None:
+    """Train with commits, and say of each step that it is done; run by the test of kills."""
+    torch.set_num_threads(1)
+    run = Run(
+        *(Transformer, ADAMW, Path(directory)),
+        budget="64MiB",
+        commit="step",
+        step_in_backward=early,
+    )
+    done = run.optimizer.resume() or 0
+    for number in range(done, steps):
+        run.random.manual_seed(number)
+        torch.manual_seed(number)
+        run.state_of_random = torch.get_rng_state()
+        run.train(1)
+        print(number + 1, flush=True)
+    values = [value.double().sum().item() for value in run.model.state_dict().values()]
+    print("end", values, flush=True)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_kills_leave_the_last_committed_step(directory: Path, early: bool) -> None:
+    def run(path: Path, kill_after: int | None) -> str:
+        code = f"from tests.offload.test_training import committed; committed({str(path)!r}, 4, {early})"
+        with subprocess.Popen(
+            [warm.python(), "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("end"):
+                    return line
+                if kill_after is not None and int(line) >= kill_after:
+                    process.send_signal(signal.SIGKILL)
+        return ""
+
+    whole = run(directory / "whole", None)
+    assert whole
+    assert run(directory / "killed", 2) == ""
+    assert run(directory / "killed", None) == whole
+
+
+def test_checkpoints_have_parameters_too(pair: Any, directory: Path) -> None:
+    expected, run = pair()
+    train(expected, run)
+    run.optimizer.checkpoint(directory / "kept")
+    state, random = run.state_of_random, run.random.get_state()
+    train(run)
+    run.optimizer.restore(directory / "kept")
+    run.state_of_random, run.losses = state, list(expected.losses)
+    run.random.set_state(random)
+    whole(expected, run)
+
+
+def test_a_commit_is_resumed_with_other_blocks_and_another_budget(directory: Path) -> None:
+    expected = Run(Transformer, ADAMW, None)
+    run = Run(Transformer, ADAMW, directory / "training", commit="step")
+    train(expected, run)
+    run.optimizer.close()
+    again = Run(
+        Transformer, ADAMW, directory / "training", commit="step", blocks=False, budget="64MiB"
+    )
+    assert again.optimizer.resume() == 2
+    again.losses, again.state_of_random = list(expected.losses), expected.state_of_random
+    again.random.set_state(expected.random.get_state())
+    whole(expected, again)
+    again.optimizer.close()
+
+
+def larger(directory: str) -> dict[str, int]:
+    """Train a model that begins in a file, in less memory than its parameters take."""
+    from tensorferry.safetensors.torch import save_file
+
+    torch.set_num_threads(1)
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(40)))  # 160 MiB
+
+    path = Path(directory) / "model.safetensors"
+    save_file(model().state_dict(), path)
+    small = nn.Linear(2, 2)
+    small(torch.ones(2)).sum().backward()
+    torch.optim.AdamW(small.parameters(), fused=True).step()
+    with torch.device("meta"):
+        large = model()
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    budget = 64 << 20
+    large, optimizer = offload_training(
+        *(large, torch.optim.AdamW(large.parameters(), fused=True), Path(directory) / "training"),
+        memory_budget=budget,
+        blocks=list(large),
+        files=path,
+    )
+    for _ in range(3):
+        large(torch.ones(1, 1024)).sum().backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = memory("VmHWM") - before
+    optimizer.close()
+    return {"peak": peak, "budget": budget}
+
+
+def test_memory_is_the_budget_and_what_a_block_computes(directory: Path) -> None:
+    told = child.call(f"{__name__}:larger", directory=str(directory)).result
+    # All would be 640 MiB, and gradients that add up in the heap 160; beside the budget are imports, and 32 of these.
+    assert told["peak"] < told["budget"] + (96 << 20)
