@@ -47,6 +47,13 @@ _ACCEPTED = (
     "csv",
     "sequential_requests",
 )
+# Of a predicted step: whether it is a whole training's.
+_NOTES = {
+    False: "A step takes the longer of I/O and arithmetic.",
+    True: "Arithmetic is AdamW's. What your model computes is not in here: its forward pass, and its backward pass "
+    "with the second run of the blocks. A step takes at least the longer of that and I/O. Compare what is written "
+    "with the drive's endurance (TBW).",
+}
 
 
 Engine = Enum("Engine", {n: n for n in ("aio_handle", "files", "torch_io")}, type=str)  # type: ignore[misc]
@@ -140,7 +147,11 @@ def bench(
         "--offload",
         "PARAMETERS",
         "Predict instead how long a step of AdamW takes with its state in the folder, for a model of so many "
-        "parameters, say 7B. Takes --io-size, --loops and --json.",
+        "parameters, say 7B. Takes --training, --io-size, --loops and --json.",
+    ),
+    training: bool = switch(
+        "--training",
+        "With --offload: parameters and gradients are in the folder, too; says what a step reads and writes.",
     ),
     plot: Optional[Path] = value(
         None, "--plot", "FILE", "Draw a chart, too (.svg, .png or .pdf; needs matplotlib)."
@@ -155,6 +166,8 @@ def bench(
     if offload is not None:
         _predict(given)
         return
+    if training:
+        raise LeavingError(UNUSABLE, ["--training: needs --offload PARAMETERS"])
     job, notes = make_job(given)
     if plot is not None:
         from tensorferry.tuning.plot import draw, problem_of
@@ -308,7 +321,7 @@ def _predict(given: dict[str, Any]) -> None:
         problems.append(f"--offload: {reason}")
     if problems:
         raise LeavingError(UNUSABLE, problems)
-    job = offload.Job(parameters, folders[0], given["io_size"], given["loops"])
+    job = offload.Job(parameters, folders[0], given["io_size"], given["loops"], given["training"])
     with progress_bar() as told:
         predicted = offload.run(job, told)
     if given["as_json"]:
@@ -319,27 +332,30 @@ def _predict(given: dict[str, Any]) -> None:
 
 def _show_prediction(result: Prediction, console: Console) -> None:
     job, gb = result.job, 1e9
+    what = "parameters, gradients and state" if job.training else "its state"
     say(
         console,
-        f"AdamW of {job.parameters / 1e6:,.6g} M parameters, its state in {job.folder}: reading and writing at once "
+        f"AdamW of {job.parameters / 1e6:,.6g} M parameters, {what} in {job.folder}: reading and writing at once "
         f"{result.nbytes_per_second / gb:.2f} GB/s together, arithmetic {result.parameters_per_second / 1e6:,.0f} M "
         f"parameters a second with {result.threads} threads",
     )
-    numbers = ("budget GB", "moved GB", "I/O s", "arithmetic s", "step s", "limit")
-    table = make_table(["parameters"], numbers)
+    numbers = ("budget GB", "moved GB", "written GB", "I/O s", "arithmetic s", "step s", "limit")
+    # How long a training's step takes depends on what the model computes.
+    shown = numbers[:5] if job.training else numbers
+    table = make_table(["parameters"], shown)
     for each in result.predictions:
-        table.add_row(
-            f"{each.layout}: {each.state_nbytes / gb:,.4g} GB",
+        cells = [
             f"{each.budget_nbytes / gb:,.4g}" if each.budget_nbytes else "small",
             f"{each.moved_nbytes / gb:,.4g}",
+            f"{each.written_nbytes / gb:,.4g}",
             *(f"{s:.3g}" for s in (each.io_seconds, each.arithmetic_seconds, each.step_seconds)),
             each.limit,
-        )
+        ]
+        table.add_row(f"{each.layout}: {each.state_nbytes / gb:,.4g} GB", *cells[: len(shown)])
     show(console, table)
     say(
         console,
-        "GB: 10^9 bytes. small: a budget that is small beside the state. A step takes the longer of I/O and "
-        "arithmetic.",
+        f"GB: 10^9 bytes. small: a budget that is small beside {what}. {_NOTES[job.training]}",
     )
     if max(each.state_nbytes for each in result.predictions) > result.free_nbytes:
         free = f"{result.free_nbytes / gb:,.4g} GB free, less than the largest of these states"

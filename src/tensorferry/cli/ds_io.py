@@ -16,7 +16,8 @@ _DS_IO_GB = 1 << 30
 # Where its defaults are not those of `tensorferry bench`, and what it has no options for.
 _DEFAULTS: dict[str, Any] = {"block_size": 1 << 20, "queue_depth": 32, "io_size": ...}
 _OURS = {"path": None, "write": False, "keep_files": True, "io_engine": None, "memory": None}
-_OURS |= {"compare": False, "csv": False, "offload": None, "plot": None, "as_json": False}
+_OURS |= {"compare": False, "csv": False, "offload": None, "training": False}
+_OURS |= {"plot": None, "as_json": False}
 
 
 def main(arguments: list[str] | None = None) -> None:

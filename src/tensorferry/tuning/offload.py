@@ -1,4 +1,7 @@
-"""What a step of an offloaded AdamW would take: reading and writing at once through a store, arithmetic, and a sum."""
+"""What a step would take of an offloaded AdamW, or of a training on drives with it.
+
+Reading and writing at once through a store, and arithmetic, are measured; the rest is a sum.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,11 @@ SMALLEST_NBYTES = 1 << 20
 # How much of its budget an optimizer has left at a step's end for the next one: the rest is on its way.
 _KEPT_SHARE = 0.75
 
-# What is stored for each parameter, in bytes.
-LAYOUTS = {"fp32": 8, "bf16, fp32 masters": 12}
+# In bytes for each parameter: what is stored, what a step reads, and what it writes.
+LAYOUTS = {"fp32": (8, 8, 8), "bf16, fp32 masters": (12, 12, 12)}
+# Of a whole training. Parameters are read in both passes and by the step, which writes them; gradients are written by
+# the backward pass and read by the step; state is read and written by it.
+TRAINING_LAYOUTS = {"fp32": (16, 24, 16), "bf16, fp32 masters": (16, 20, 16)}
 _SHARES = (0.0, 0.25, 0.5, 1.0)
 
 
@@ -44,6 +50,7 @@ class Job:
     folder: Path
     io_nbytes: int
     loops: int
+    training: bool = False  # with parameters and gradients on the drive
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,10 @@ class Prediction:
     """A step of one layout with one budget."""
 
     layout: str
-    state_nbytes: int
+    state_nbytes: int  # all that is stored
     budget_nbytes: int  # 0: one that is small beside the state
     moved_nbytes: int  # read and written together
+    written_nbytes: int
     io_seconds: float
     arithmetic_seconds: float
 
@@ -97,6 +105,7 @@ class Result:
         return {
             "tensorferry": tensorferry.__version__,
             "parameters": self.job.parameters,
+            "training": self.job.training,
             "folder": str(self.job.folder),
             "free_nbytes": self.free_nbytes,
             "measured": {"io_nbytes": self.job.io_nbytes}
@@ -175,25 +184,38 @@ def run(job: Job, told: Callable[[str, int, int], None] = lambda *_: None) -> Re
         shutil.disk_usage(job.folder).free,
     )
     rates = measured.nbytes_per_second, measured.parameters_per_second
-    return dataclasses.replace(measured, predictions=predict(job.parameters, *rates))
+    layouts = TRAINING_LAYOUTS if job.training else LAYOUTS
+    return dataclasses.replace(measured, predictions=predict(job.parameters, *rates, layouts))
 
 
 def predict(
-    parameters: int, nbytes_per_second: float, parameters_per_second: float
+    parameters: int,
+    nbytes_per_second: float,
+    parameters_per_second: float,
+    layouts: dict[str, tuple[int, int, int]] = LAYOUTS,
 ) -> list[Prediction]:
     """Return how long steps take, for each layout and some budgets.
 
-    ``nbytes_per_second`` are those read and written together.
+    ``nbytes_per_second`` are those read and written together. Of a training it is what AdamW takes, and not the model.
     """
     found = []
     arithmetic_seconds = parameters / parameters_per_second
-    for layout, each in LAYOUTS.items():
-        state = parameters * each
+    for layout, (stored, read, written) in layouts.items():
         for share in _SHARES:
-            kept = state if share == 1 else share * _KEPT_SHARE * state
-            moved = math.ceil(2 * (state - kept))
-            io_seconds, budget = moved / nbytes_per_second, round(share * state)
-            found.append(Prediction(layout, state, budget, moved, io_seconds, arithmetic_seconds))
+            # What the budget keeps is neither read nor written.
+            part = 0.0 if share == 1 else parameters * (1 - share * _KEPT_SHARE)
+            moved = math.ceil((read + written) * part)
+            found.append(
+                Prediction(
+                    layout,
+                    state_nbytes=stored * parameters,
+                    budget_nbytes=round(share * stored * parameters),
+                    moved_nbytes=moved,
+                    written_nbytes=math.ceil(written * part),
+                    io_seconds=moved / nbytes_per_second,
+                    arithmetic_seconds=arithmetic_seconds,
+                )
+            )
     return found
 
 

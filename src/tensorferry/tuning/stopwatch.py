@@ -19,6 +19,7 @@ class Stopwatch:
     started = 0.0
     ended = 0.0
     cpu_seconds = 0.0
+    peak_nbytes: int | None = None
     peak_growth_nbytes: int | None = None
 
     @property
@@ -35,9 +36,9 @@ class Stopwatch:
     def __exit__(self, *_: object) -> None:
         self.ended = time.monotonic()
         self.cpu_seconds = _cpu_seconds() - self._cpu_start
-        peak = _status("VmHWM")
-        if self._resident is not None and peak is not None:
-            self.peak_growth_nbytes = max(0, peak - self._resident)
+        self.peak_nbytes = _status("VmHWM")
+        if self._resident is not None and self.peak_nbytes is not None:
+            self.peak_growth_nbytes = max(0, self.peak_nbytes - self._resident)
 
 
 def _cpu_seconds() -> float:
