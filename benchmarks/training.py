@@ -1,4 +1,4 @@
-"""A small transformer under DeepSpeed's ZeRO-3, its states on NVMe: what the benchmark times, and the tests compare.
+"""A transformer under DeepSpeed's ZeRO-3, its states on NVMe: what benchmarks time, and the tests compare.
 
 It imports DeepSpeed, so it is for processes of its own. Which engine moves the tensors is decided outside.
 """
@@ -12,44 +12,11 @@ import deepspeed
 import torch
 from torch import nn
 
+from benchmarks.models import Transformer, batch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-VOCABULARY = 256
-
-
-class Block(nn.Module):
-    """Attention and a perceptron, whose matrices are beyond the least size that DeepSpeed swaps."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.projection = nn.Linear(hidden, hidden)
-        self.perceptron_norm = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 4 * hidden)
-        self.down = nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = [part.unsqueeze(1) for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)]
-        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True).squeeze(1)
-        x = x + self.projection(attended)
-        return x + self.down(nn.functional.gelu(self.up(self.perceptron_norm(x))))
-
-
-class Transformer(nn.Module):
-    """Learns to count."""
-
-    def __init__(self, layers: int, hidden: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, hidden)
-        self.blocks = nn.Sequential(*(Block(hidden) for _ in range(layers)))
-        self.head = nn.Linear(hidden, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.blocks(self.embedding(tokens[:, :-1])))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Training:
@@ -71,6 +38,9 @@ class Training:
         "float32" or "bfloat16".
     aio : dict
         DeepSpeed's section of that name.
+    memory_budget : int, optional
+        Bytes for parameters, gradients and buffers, as far as DeepSpeed can keep to them: what is beyond really is on
+        NVMe, and activations of blocks are computed again.
     """
 
     def __init__(
@@ -84,15 +54,18 @@ class Training:
         sequence: int = 32,
         dtype: str = "float32",
         aio: dict[str, Any] | None = None,
+        memory_budget: int | None = None,
     ) -> None:
         self._directory = directory
         self._evaluate = evaluate
         self._step = 0
         self._sequence = sequence
         config = _configuration(directory, offload, evaluate, hidden, dtype, aio or {})
+        if memory_budget is not None:
+            _hold_to(config, memory_budget, layers, hidden)
         torch.manual_seed(1)
         with deepspeed.zero.Init(config_dict_or_path=config):
-            model = Transformer(layers, hidden)
+            model = Transformer(layers, hidden, checkpoint_activations=memory_budget is not None)
         parameters = None if evaluate else list(model.parameters())
         self._engine = deepspeed.initialize(
             model=model, model_parameters=parameters, config=config
@@ -102,8 +75,7 @@ class Training:
     def step(self) -> str:
         """Compute and, where it trains, learn from one batch; return the loss to the last bit, hexadecimal."""
         rank = torch.distributed.get_rank()
-        starts = torch.tensor([[7 * self._step + rank], [11 * self._step + rank]])
-        tokens = (starts + torch.arange(self._sequence)) % VOCABULARY
+        tokens = batch(self._step, self._sequence, rank)
         self._step += 1
         if self._evaluate:
             with torch.no_grad():
@@ -205,6 +177,32 @@ def _configuration(
         config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}
         config["zero_force_ds_cpu_optimizer"] = False  # torch's Adam: nothing else to compile
     return config
+
+
+def _hold_to(config: dict[str, Any], memory_budget: int, layers: int, hidden: int) -> None:
+    """Have parameters on NVMe that the budget has no room for, and the fastest settings that work.
+
+    By its defaults DeepSpeed keeps the first 10^9 parameters in memory, all that are used again within 10^9, and a
+    bucket of 5 * 10^8 gradients. Gradients are in memory in any case. Of parameters it prefetches one: where it may
+    prefetch more, and they are used twice in a row, as the last block's are, it fails to assign their buffers; so does
+    a head that is on NVMe. Activations are computed again by torch's reentrant function: with the other one DeepSpeed
+    0.19.8 trains with wrong gradients.
+    """
+    largest = 4 * hidden * hidden
+    zero = config["zero_optimization"]
+    zero["reduce_bucket_size"] = largest
+    zero["stage3_max_reuse_distance"] = 0
+    zero["stage3_prefetch_bucket_size"] = 1
+    zero["stage3_max_live_parameters"] = 4 * largest
+    buffers = {"buffer_count": 8, "buffer_size": largest}
+    gradients = 12 * layers * hidden * hidden
+    buffers_numel = (8 + zero["offload_optimizer"]["buffer_count"]) * largest
+    room = memory_budget // 4 - gradients - buffers_numel
+    zero["offload_param"] |= buffers | {"max_in_cpu": max(0, room)}
+    config["optimizer"] = {
+        "type": "AdamW",
+        "params": {"lr": 1e-4, "torch_adam": True, "fused": True},
+    }
 
 
 class Kept:

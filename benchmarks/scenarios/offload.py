@@ -33,7 +33,7 @@ from tensorferry.offload import (
 )
 from tensorferry.tuning import fio
 from tensorferry.tuning.offload import Traffic
-from tensorferry.tuning.rounds import GB, Contender, MeasurementError, Sample
+from tensorferry.tuning.rounds import GB, Contender, Estimate, MeasurementError, Sample
 from tensorferry.tuning.scratch import make_cold, remove
 from tensorferry.tuning.workers import UnavailableError
 
@@ -396,30 +396,37 @@ def _moved_nbytes(row: Row) -> float:
 
 
 def _mixed(bench: Bench, nbytes: int) -> list[Contender]:
-    """Reads of one file beside writes of another, both of all state: the drive's limit for both at once."""
-    huge = fio.free_huge_pages_nbytes() >= 2 * 64 * MIB  # for two jobs
-    source, target = bench.directory / "fio-read", bench.directory / "fio-written"
-    nbytes -= nbytes % MIB
-
-    def measure(config: Config, _: int) -> Sample:
-        for path in (source, target):
-            if not path.exists():
-                write_pattern(path, nbytes, 1)
-            make_cold(path)
-        common = [f"--size={nbytes}", *config.arguments()]
-        read, written = fio.jobs_of(
-            [
-                *("--name=read", f"--filename={source}", "--rw=read", *common),
-                *("--name=write", f"--filename={target}", "--rw=write", "--overwrite=1", *common),
-            ]
-        )
-        both = fio.sample(read, "read"), fio.sample(written, "write")
-        seconds = max(sample.seconds for sample in both)
-        moved = sum(sample.nbytes for sample in both)
-        return Sample(seconds, seconds, moved, sum(sample.cpu_seconds or 0 for sample in both))
-
-    found = bench.each_fio([Config("io_uring", MIB, 64, huge_pages=huge)], measure)
+    """All state read and written at once: the drive's limit for both."""
+    config = both_ways_config()
+    found = bench.each_fio([config], lambda *_: both_ways(bench.directory, config, nbytes, nbytes))
     return [replace(each, label=MIXED, kind="limit") for each in found]
+
+
+def both_ways_config() -> Config:
+    """What fio reads and writes with at once, in huge pages where there are enough for two jobs."""
+    huge = fio.free_huge_pages_nbytes() >= 2 * 64 * MIB
+    return Config("io_uring", MIB, 64, huge_pages=huge)
+
+
+def both_ways(directory: Path, config: Config, read_nbytes: int, written_nbytes: int) -> Sample:
+    """Time fio's reads of one file beside its writes of another."""
+    arguments: list[str] = []
+    wanted = {"read": read_nbytes // MIB * MIB, "write": written_nbytes // MIB * MIB}
+    wanted = {way: nbytes for way, nbytes in wanted.items() if nbytes}
+    for way, nbytes in wanted.items():
+        path = directory / f"fio-{way}"
+        if not path.exists() or path.stat().st_size < nbytes:
+            write_pattern(path, nbytes, 1)
+        make_cold(path)
+        arguments += [f"--name={way}", f"--filename={path}", f"--rw={way}", "--overwrite=1"]
+        arguments += [f"--size={nbytes}", *config.arguments()]
+    jobs = fio.jobs_of(arguments) if wanted else []
+    both = [fio.sample(job, way) for job, way in zip(jobs, wanted, strict=True)]
+    seconds = max((sample.seconds for sample in both), default=0.0)
+    moved = {way: sample.nbytes for way, sample in zip(wanted, both, strict=True)}
+    details = {"read_nbytes": moved.get("read", 0), "written_nbytes": moved.get("write", 0)}
+    cpu_seconds = sum(sample.cpu_seconds or 0 for sample in both)
+    return Sample(seconds, seconds, sum(moved.values()), cpu_seconds, details=details)
 
 
 def _label(budget_nbytes: int) -> str:
@@ -709,17 +716,17 @@ def streamed_weights(bench: Bench) -> None:
         unit="s a token",
     )
     bench.leave_out(comparison, ACCELERATE, "accelerate")
-    over = _over_the_slower(comparison)
+    over = over_the_slower(comparison, STREAMED, READ, ALL_IN_MEMORY)
     bench.at_most("stream_weights: time for a token over max(reading, computing)", 1.1, over)
 
 
-def _over_the_slower(comparison: Comparison) -> float | None:
-    """Return the median of rounds' ratios, each of what was measured one after the other."""
-    rows = [comparison.row(label) for label in (STREAMED, READ, ALL_IN_MEMORY)]
+def over_the_slower(comparison: Comparison, ours: str, *bounds: str) -> Estimate | None:
+    """Return ours over the slower of what bounds it, round by round; None where one of them is missing."""
+    rows = [comparison.row(label) for label in (ours, *bounds)]
     values = [[sample.value for sample in row.samples] for row in rows if row is not None]
     if len(values) < len(rows):
         return None
-    return statistics.median(a / max(b, c) for a, b, c in zip(*values, strict=True))
+    return Estimate.of(one / max(others) for one, *others in zip(*values, strict=True))
 
 
 # An embedding on the drive before a pass that takes as long as its reads: the time for both, beside the same in memory.

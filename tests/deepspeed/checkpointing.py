@@ -16,7 +16,8 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from benchmarks.training import Transformer, join
+from benchmarks.models import Transformer
+from benchmarks.training import join
 
 import tensorferry.deepspeed
 from tensorferry.transfer import replacement

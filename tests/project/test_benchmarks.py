@@ -21,7 +21,7 @@ TINY = ("--rounds=2", f"--nbytes={4 << 20}", "--parameters=1000000", "--no-huge-
 ON_LOOP_DEVICES = {"loop", "segments", "striped", "offload_drives"}
 ON_LOOP_DEVICES |= {"safetensors_loop", "checkpoint_loop"}
 # With DeepSpeed or a GPU.
-WITH_OTHERS = {"deepspeed", "zero3", "offload_deepspeed", "gpu", "gpu_tmpfs"}
+WITH_OTHERS = {"deepspeed", "zero3", "offload_deepspeed", "larger_than_memory", "gpu", "gpu_tmpfs"}
 
 pytest.importorskip("torch")
 required.module("rich")
@@ -100,7 +100,9 @@ def test_loop_devices_are_detached_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_engine")
-@pytest.mark.parametrize(("scenario", "count"), [("deepspeed", 1), ("zero3", 2)])
+@pytest.mark.parametrize(
+    ("scenario", "count"), [("deepspeed", 1), ("zero3", 2), ("larger_than_memory", 2)]
+)
 def test_scenarios_measure_ours_even_where_deepspeeds_fails(
     scenario: str, count: int, tmp_path: Path
 ) -> None:
