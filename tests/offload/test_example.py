@@ -1,7 +1,8 @@
-"""The example: a training that is killed for memory, and goes through with its optimizer's state on a drive."""
+"""The examples: trainings and models that are killed for memory, and go through with what they need on a drive."""
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -53,3 +54,20 @@ def test_streamed_model_generates_in_a_limit_that_kills_the_one_in_memory(direct
     told = run("generate.py", directory, "--tokens=3", "--built-in", "--parameters=60000000")
     assert "in memory: killed for memory." in told
     assert "tokens are the same" in told
+
+
+@pytest.mark.root
+def test_larger_model_trains_in_a_limit_that_kills_it_in_memory(directory: Path) -> None:
+    told = run("train_larger.py", directory, "--steps=1", "--parameters=24M", "--reference")
+    assert "torch alone: killed for memory." in told
+    assert re.search(
+        r"accelerate(: killed for memory| is not installed|: .* have no gradient)", told
+    )
+    assert "budget of 48 MiB: trained" in told
+    assert "the same, bit for bit" in told
+
+
+def test_llama_is_fine_tuned_as_in_memory(directory: Path) -> None:
+    required.module("peft")
+    told = run("finetune.py", directory, "--steps=2", "--layers=2", "--lora")
+    assert "Losses and saved weights are the same, bit for bit." in told

@@ -1,0 +1,313 @@
+"""Train a transformer that does not fit into memory: weights, gradients and optimizer's state.
+
+    python examples/offload/train_larger.py
+    python examples/offload/train_larger.py --parameters 1B --reference
+
+The model is written to safetensors files layer by layer, and is never in memory whole. Then it is trained on the CPU in
+a memory limit (a cgroup) that has no room for it, each time in a process of its own:
+
+1. by torch alone: it is killed;
+2. by torch with accelerate's ``disk_offload`` (where that is installed): killed, or nothing is trained;
+3. by ``offload_training``: it trains.
+
+With ``--reference`` torch trains without a limit, too, and must end as the third one did, bit for bit.
+
+Limits take root, and a system that lets one make cgroups. Where there are none, torch alone is not killed, and both
+trainings must end with the same weights and losses (``--no-limit`` does that everywhere).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from limits import memory_limit, memory_nbytes, run
+
+if TYPE_CHECKING:
+    import torch
+
+VOCABULARY, BATCH, LENGTH = 1000, 2, 16
+MIB = 1 << 20
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
+# What each parameter takes in training: itself, its gradient, and AdamW's state.
+PARAMETER_NBYTES = 16
+
+
+def train_on_drives(options: argparse.Namespace) -> tuple[torch.nn.Module, list[float], int]:
+    """Train with what fits into a budget. This is all that it takes."""
+    import torch
+
+    from tensorferry.offload import offload_training
+
+    with torch.device("meta"):  # without memory
+        model = new_model(options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model, optimizer = offload_training(
+        model,
+        optimizer,
+        options.directory / "scratch",
+        memory_budget=options.budget_nbytes,
+        blocks=model.layers,
+        files=options.directory / "model",
+    )
+    return model, *train(model, optimizer, optimizer.clip_grad_norm_, options)
+
+
+def train(
+    model: Any, optimizer: Any, clip: Any, options: argparse.Namespace
+) -> tuple[list[float], int]:
+    """Train: the same for all of them. Return losses, and how many bytes of memory it took."""
+    import torch
+
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+    losses, peak_nbytes = [], 0
+    for number in range(options.steps):
+        text = torch.randint(
+            VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(number)
+        )
+        found = model(text[:, :-1]).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(found, text[:, 1:].flatten())
+        loss.backward()
+        clip(1.0)
+        optimizer.step()
+        peak_nbytes = max(peak_nbytes, memory_nbytes())
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    return losses, peak_nbytes
+
+
+def train_in_memory(options: argparse.Namespace) -> tuple[torch.nn.Module, list[float], int]:
+    import torch
+
+    model = loaded(options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def clip(limit: float) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+    return model, *train(model, optimizer, clip, options)
+
+
+def train_with_accelerate(options: argparse.Namespace) -> str:
+    """Have accelerate keep the weights on the drive, and return what comes of a training."""
+    import accelerate
+    import torch
+
+    model = loaded(options)
+    accelerate.disk_offload(
+        model,
+        options.directory / "accelerate",
+        execution_device="cpu",
+        preload_module_classes=["TransformerEncoderLayer"],  # they use weights of modules below
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    try:
+        train(model, optimizer, lambda _: _check_gradients(model), options)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return "trained"
+
+
+def _check_gradients(model: torch.nn.Module) -> None:
+    params = list(model.parameters())
+    lacking = sum(param.grad is None for param in params)
+    if lacking:
+        raise ValueError(f"{lacking} of {len(params)} parameters have no gradient")
+
+
+def new_model(options: argparse.Namespace) -> Any:
+    import torch
+    from torch import nn
+
+    width, layers = shape(options.parameters)
+
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, width)
+            self.positions = nn.Embedding(LENGTH, width)
+            self.layers = nn.ModuleList(new_layer(width) for _ in range(layers))
+            self.head = nn.Linear(width, VOCABULARY)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    return Transformer()
+
+
+def new_layer(width: int) -> torch.nn.Module:
+    from torch import nn
+
+    return nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True)
+
+
+def shape(parameters: int) -> tuple[int, int]:
+    """Return width and layers of a model of about so many parameters."""
+    width = 256
+    while parameters > 60 * 12 * width * width and width < 8192:
+        width *= 2
+    return width, max(1, round(parameters / (12 * width * width)))
+
+
+def save_new(options: argparse.Namespace) -> dict[str, Any]:
+    """Write a model with random weights, layer by layer; one layer's training shows what torch itself takes."""
+    import torch
+    from safetensors.torch import save_file
+    from torch import nn
+
+    width, layers = shape(options.parameters)
+    torch.manual_seed(0)
+    folder = options.directory / "model"
+    folder.mkdir()
+    outer = {"embedding": nn.Embedding(VOCABULARY, width), "positions": nn.Embedding(LENGTH, width)}
+    outer["head"] = nn.Linear(width, VOCABULARY)
+    save_file(nn.ModuleDict(outer).state_dict(), folder / "outer.safetensors")
+    parameters = sum(param.numel() for each in outer.values() for param in each.parameters())
+    for number in range(layers):
+        layer = new_layer(width)
+        state = {f"layers.{number}.{name}": value for name, value in layer.state_dict().items()}
+        save_file(state, folder / f"layer-{number:05}.safetensors")
+    parameters += layers * sum(param.numel() for param in layer.parameters())
+    layer(torch.rand(BATCH, LENGTH, width)).square().mean().backward()
+    torch.optim.AdamW(layer.parameters(), fused=True).step()
+    layer_nbytes = sum(param.nbytes for param in layer.parameters())
+    return {
+        "parameters": parameters,
+        "layer_nbytes": layer_nbytes,
+        "peak_nbytes": memory_nbytes(),
+    }
+
+
+def loaded(options: argparse.Namespace) -> Any:
+    """Return the model in memory."""
+    import torch
+    from safetensors.torch import load_file
+
+    with torch.device("meta"):
+        model = new_model(options)
+    model.to_empty(device="cpu")
+    for file in sorted((options.directory / "model").iterdir()):
+        model.load_state_dict(load_file(file), strict=False)
+    return model
+
+
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """Do what a process of its own is for."""
+    import torch
+
+    torch.set_num_threads(min(torch.get_num_threads(), 2))
+    if options.kind == "new":
+        return save_new(options)
+    if options.kind == "accelerate":
+        return {"told": train_with_accelerate(options)}
+    trained = train_on_drives if options.kind == "ours" else train_in_memory
+    model, losses, peak_nbytes = trained(options)
+    weights = hashlib.sha256()
+    for value in model.state_dict().values():  # mapped from the drive, where they are there
+        weights.update(value.numpy().data)
+    return {"losses": losses, "weights": weights.hexdigest(), "peak_nbytes": peak_nbytes}
+
+
+def compare(options: argparse.Namespace, directory: Path) -> int:
+    bare = _run(options, "new", directory, 0)
+    total_nbytes = PARAMETER_NBYTES * bare["parameters"]
+    # Two layers on their way and one that is computed with, each with its gradients, are the least.
+    budget_nbytes = max(total_nbytes // 8, 8 * bare["layer_nbytes"], 16 * MIB)
+    limit_nbytes = bare["peak_nbytes"] + budget_nbytes * 11 // 10 + 96 * MIB
+    print(
+        f"{bare['parameters'] / 1e6:.1f} M parameters; with gradients and AdamW's state "
+        f"{total_nbytes / MIB:.0f} MiB."
+    )
+    plain: dict[str, Any] = {"killed": True}
+    with memory_limit(None if options.no_limit else limit_nbytes) as group:
+        if group is None:
+            print("There is no memory limit.")
+        else:
+            print(f"The limit is {limit_nbytes / MIB:.0f} MiB, with torch itself.")
+            plain = _run(options, "memory", directory, 0, group)
+            _tell("torch alone", plain)
+            if importlib.util.find_spec("accelerate") is None:
+                print("accelerate is not installed.")
+            else:
+                _tell("accelerate", _run(options, "accelerate", directory, 0, group))
+        ours = _run(options, "ours", directory, budget_nbytes, group)
+        _tell(f"on the drive, with a budget of {budget_nbytes / MIB:.0f} MiB", ours)
+    if "killed" in ours:
+        return 1
+    if "killed" in plain and (options.reference or group is None):
+        plain = _run(options, "memory", directory, 0)
+        _tell("torch alone, without a limit", plain)
+    if "killed" in plain:
+        return 0
+    equal = all(plain[name] == ours[name] for name in ("losses", "weights"))
+    print(f"Losses and weights are {'the same, bit for bit' if equal else 'different'}.")
+    return 0 if equal else 1
+
+
+def _tell(what: str, result: dict[str, Any]) -> None:
+    if "killed" in result:
+        print(f"{what}: killed for memory.")
+    elif "told" in result:
+        print(f"{what}: {result['told']}.")
+    else:
+        first, last = result["losses"][0], result["losses"][-1]
+        peak = result["peak_nbytes"] / MIB
+        print(f"{what}: trained, loss {first:.4f} to {last:.4f}, {peak:.0f} MiB at most.")
+
+
+def _run(
+    options: argparse.Namespace,
+    kind: str,
+    directory: Path,
+    budget_nbytes: int,
+    group: Path | None = None,
+) -> dict[str, Any]:
+    command = [f"--kind={kind}", f"--budget-nbytes={budget_nbytes}", f"--directory={directory}"]
+    command += [f"--parameters={options.parameters}", f"--steps={options.steps}"]
+    return run([__file__, *command], group)
+
+
+def count(text: str) -> int:
+    """Return the number that a text such as "100M" means."""
+    unit = UNITS.get(text[-1:].upper())
+    return round(float(text) if unit is None else float(text[:-1]) * unit)
+
+
+def main() -> int:
+    options = _options()
+    if options.kind:
+        print(json.dumps(work(options)))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="tensorferry-", dir=options.directory) as name:
+        return compare(options, Path(name))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a transformer that does not fit into memory."
+    )
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where the files go")
+    parser.add_argument("--parameters", type=count, default=24_000_000, help="as 100M, or 1B")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--no-limit", action="store_true", help="compare results instead")
+    parser.add_argument(
+        "--reference", action="store_true", help="compare results with those without a limit, too"
+    )
+    kinds = ["new", "memory", "accelerate", "ours"]
+    parser.add_argument("--kind", choices=kinds, help=argparse.SUPPRESS)
+    parser.add_argument("--budget-nbytes", type=int, default=0, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
