@@ -19,7 +19,6 @@ import torch
 import torch.utils.dlpack
 from torch import nn
 
-import tensorferry
 from tensorferry import _core
 from tensorferry.offload import scan
 from tensorferry.offload.absent import absent
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tensorferry.offload.matching import ByteRange, Matched
-    from tensorferry.safetensors.sources import Stored
-    from tensorferry.transfer.files import File
     from tensorferry.transfer.futures import Future
 
 # Where torch's tensors begin. Kernels that find them elsewhere add in another order, and give other last bits.
@@ -415,19 +412,12 @@ class Streaming:
         assert weight.at is not None
         begin = weight.at + part.at
         place = self._memory[begin : begin + part.end - part.begin]
-        file = self._pipeline.files.get(part.stored.path) or self._opened(part.stored)
+        files, path = self._pipeline.files, part.stored.path
+        file = files.get(path)
+        if file is None:
+            file = files[path] = part.stored.open()
         with self._after_kernels():
             return file.read_into(place, part.begin)
-
-    def _opened(self, stored: Stored) -> File:
-        file = tensorferry.open(stored.path)
-        try:
-            stored.check(file)
-        except BaseException:
-            file.close()
-            raise
-        self._pipeline.files[stored.path] = file
-        return file
 
     @contextlib.contextmanager
     def _after_kernels(self) -> Iterator[None]:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import tensorferry
 from tensorferry import _core
 from tensorferry.base.checks import checked_nbytes, is_url
 from tensorferry.base.ranges import runs, strides_of
@@ -359,13 +358,7 @@ class _OpenFiles:
         key = stored.path, cached
         file = self.opened.get(key)
         if file is None:
-            file = tensorferry.open(stored.path, direct=False if cached else "auto")
-            try:
-                stored.check(file)
-            except BaseException:
-                file.close()
-                raise
-            self.opened[key] = file  # only now: who asks again must not get it unchecked
+            file = self.opened[key] = stored.open(direct=False if cached else "auto")
         return file
 
     def close_all_but(self, paths: Iterable[str]) -> None:

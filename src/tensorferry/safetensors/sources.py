@@ -56,6 +56,16 @@ class Stored(NamedTuple):
     # Where in the whole tensor it begins, if the file says so.
     offsets: tuple[int, ...] | None = None
 
+    def open(self, **options: Any) -> File:
+        """Open its file, which must be the one whose header was read; ``options`` are those of `tensorferry.open`."""
+        file = tensorferry.open(self.path, **options)
+        try:
+            self.check(file)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
     def check(self, file: File) -> None:
         """Raise SafetensorError where the file that is open now is not the one whose header was read."""
         if Version.of(file) != self.version:
