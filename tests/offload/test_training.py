@@ -28,9 +28,10 @@ from tensorferry.offload import (
     offload_training,
     plan,
     slabs,
+    trained,
 )
 from tensorferry.offload.counted import same
-from tensorferry.offload.training import Training
+from tensorferry.offload.training import Plan, Training
 from tests.offload.test_memory import memory
 from tests.offload.trainings import (
     MODELS,
@@ -40,6 +41,7 @@ from tests.offload.trainings import (
     Attention,
     Mixture,
     Run,
+    Stack,
     Transformer,
     assert_same,
 )
@@ -261,18 +263,9 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
-class AdaptedModel(nn.Module):
+class AdaptedModel(Stack):
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Adapted() for _ in range(6))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(Adapted() for _ in range(6))
 
 
 FROZEN = ("embedding", "head", *(f"blocks.{number}.base" for number in range(6)))
@@ -312,17 +305,9 @@ def test_adapters_begin_in_memory_and_their_base_in_its_own_files(directory: Pat
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.base_layer(x) + self.lora_A(x).sum(-1, keepdim=True)
 
-    class Model(nn.Module):
+    class Model(Stack):
         def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-            self.blocks = nn.ModuleList(Layer() for _ in range(4))
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(tokens)
-            for block in self.blocks:
-                x = block(x)
-            return x
+            super().__init__(Layer() for _ in range(4))
 
     frozen = ("embedding", *(f"blocks.{number}.base" for number in range(4)))
     expected = Run(Model, ADAMW, None, frozen=frozen)
@@ -346,6 +331,46 @@ def test_adapters_begin_in_memory_and_their_base_in_its_own_files(directory: Pat
     train(expected, run, steps=3)
     assert_same(expected, run)
     run.optimizer.close()
+
+
+def test_what_is_frozen_in_memory_need_not_be_in_the_files(directory: Path) -> None:
+    from tensorferry.safetensors.torch import save_file
+
+    expected = Run(AdaptedModel, ADAMW, None, frozen=FROZEN)
+    base = expected.model.state_dict()
+    del base["blocks.1.base.weight"], base["head.bias"]
+    save_file(base, directory / "base.safetensors")
+
+    def begun() -> nn.Module:
+        model = AdaptedModel()
+        model.blocks[0].base.to("meta")
+        return model
+
+    run = Run(
+        *(begun, ADAMW, directory / "training"), frozen=FROZEN, files=directory / "base.safetensors"
+    )
+    train(expected, run, steps=2)
+    assert_same(expected, run)
+    run.optimizer.close()
+
+
+def test_a_base_whose_file_was_replaced_is_refused_each_time(directory: Path) -> None:
+    from tensorferry.safetensors import SafetensorError
+    from tensorferry.safetensors.torch import save_file
+
+    model = AdaptedModel()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(FROZEN))
+    path = directory / "base.safetensors"
+    save_file(model.state_dict(), path)
+    planned = Plan(model, ADAMW([param for param in model.parameters() if param.requires_grad]), [])
+    given = trained._Given(planned, path)  # no read has begun
+    save_file({name: value * 2 for name, value in model.state_dict().items()}, path)
+    found = next(slab for slab in planned.of_params if slab.source is not None)
+    for _ in range(3):
+        with pytest.raises(SafetensorError, match="replaced or changed"):
+            found.source(torch.empty(found.nbytes, dtype=torch.uint8))
+    given.close()
 
 
 def test_a_training_that_is_dropped_is_freed(directory: Path) -> None:
@@ -394,20 +419,11 @@ def test_clipping_by_other_norms_and_several_times(pair: Any) -> None:
 # What a pass may not do, or must do right
 
 
-class Holder(nn.Module):
+class Holder(Stack):
     """A model with one odd block among others."""
 
     def __init__(self, odd: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Attention(0.0), odd(), Attention(0.0), Attention(0.0)])
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__([Attention(0.0), odd(), Attention(0.0), Attention(0.0)])
 
 
 class Keeps(nn.Linear):
@@ -812,6 +828,21 @@ def test_a_commit_is_resumed_with_other_blocks_and_another_budget(directory: Pat
     again.random.set_state(expected.random.get_state())
     whole(expected, again)
     again.optimizer.close()
+
+
+def test_a_commit_is_found_where_ranks_are_one(directory: Path) -> None:
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        run = Run(Transformer, ADAMW, directory / "training", commit="step")
+        train(run)
+        run.optimizer.close()
+        again = Run(Transformer, ADAMW, directory / "training", commit="step")
+        assert again.optimizer.resume() == 2
+        again.optimizer.close()
+    finally:
+        distributed.destroy_process_group()
 
 
 def larger(directory: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ from tensorferry.offload import MemoryBudgetError, offload_training
 from tensorferry.offload.counted import same
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
 WIDTH = 64
@@ -118,34 +118,33 @@ class Experts(nn.Module):
         return x + out
 
 
-class Mixture(nn.Module):
-    def __init__(self) -> None:
+class Stack(nn.Module):
+    """Blocks between an embedding and a head, each run once, or as ``order`` has it."""
+
+    def __init__(self, blocks: Iterable[nn.Module], order: Sequence[int] = ()) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.order = order or range(len(self.blocks))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for at in self.order:
+            x = self.blocks[at](x)
         return self.head(x)
 
 
-class Repeated(nn.Module):
+class Mixture(Stack):
+    def __init__(self) -> None:
+        super().__init__(Experts() for _ in range(2))
+
+
+class Repeated(Stack):
     """One block is called several times."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Attention(0.1), Attention(0.0)])
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for at in (0, 1, 0, 0):
-            x = self.blocks[at](x)
-        return self.head(x)
+        super().__init__([Attention(0.1), Attention(0.0)], (0, 1, 0, 0))
 
 
 class Normed(nn.Module):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from tensorferry.base.checks import checked_nbytes, one_of
 from tensorferry.offload.errors import MemoryBudgetError, NotSeparableError, OffloadError
-from tensorferry.offload.optimizer import OffloadedOptimizer, of_this_rank, refused_step
+from tensorferry.offload.optimizer import OffloadedOptimizer, check_optimizer, opened_store
 from tensorferry.offload.plan import check_master, check_params
-from tensorferry.offload.saved import Saved, committed
 from tensorferry.offload.trained import TrainingOptimizer, offload_training
 from tensorferry.offload.weights import WeightsMap, WeightStream, stream_weights
-from tensorferry.store import TensorStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from tensorferry.base.checks import Path
     from tensorferry.offload.embedding import TableEmbedding, TableEmbeddingBag
@@ -102,10 +101,7 @@ def offload_optimizer(
     ValueError, TypeError
         An argument is not usable.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer: {type(optimizer).__name__} is no torch.optim.Optimizer")
-    if isinstance(optimizer, OffloadedOptimizer) or vars(optimizer).get("step") is refused_step:
-        raise ValueError("optimizer: it is offloaded already")
+    check_optimizer(optimizer)
     nbytes = checked_nbytes(memory_budget, "memory_budget")
     endurance_nbytes = None if endurance is None else checked_nbytes(endurance, "endurance")
     check_params(optimizer.param_groups)
@@ -113,13 +109,9 @@ def offload_optimizer(
         check_master(optimizer, master_dtype)
     one_of(step_device, "step_device", ("param", "cpu"))
     one_of(commit, "commit", ("none", "step", "fsync"))
-    paths = directories if commit == "none" else of_this_rank(directories)
-    store = TensorStore(paths, weights=weights, temporary=commit == "none")
-    earlier: list[Saved] = []
-    try:
-        if commit != "none":
-            earlier = committed(of_this_rank(directories))
-        return OffloadedOptimizer(
+    with contextlib.ExitStack() as undo:
+        store, earlier = opened_store(directories, weights, commit, undo)
+        offloaded = OffloadedOptimizer(
             optimizer,
             store,
             nbytes,
@@ -129,8 +121,5 @@ def offload_optimizer(
             endurance_nbytes=endurance_nbytes,
             step_device=step_device,
         )
-    except BaseException:
-        for each in earlier:
-            each.close()
-        store.close()
-        raise
+        undo.pop_all()
+    return offloaded

@@ -9,6 +9,7 @@ such as those of TorchScript, in ``__torch_dispatch__``.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,6 +17,9 @@ from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tensorferry.offload.training import Training
+    from tensorferry.offload.weights import WeightStream
 
 # Shape, dtype and device answer these.
 _ASKED = {
@@ -172,6 +176,48 @@ def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that ``torch.compile`` does not look into."""
     disable: Any = torch.compiler.disable
     return disable(function)  # type: ignore[no-any-return]
+
+
+class Forward:
+    """What a module has as its ``forward`` meanwhile. It is outside of the graphs of ``torch.compile``.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its ``forward`` is replaced, until :meth:`remove`.
+    owner : WeightStream or Training
+        Who has replaced it, and refuses to be pickled or copied: the module cannot be either.
+    run : callable
+        Is called with the module's own ``forward``, arguments and keyword arguments.
+    """
+
+    def __init__(
+        self, module: nn.Module, owner: WeightStream | Training, run: Callable[..., Any]
+    ) -> None:
+        self.owner = owner
+        self.forward: Callable[..., Any] = module.forward
+        self._of, self._was_own = module, "forward" in vars(module)
+        functools.update_wrapper(self, self.forward, updated=())
+        self.__code__ = getattr(self.forward, "__code__", None)  # torch.export looks for it first
+        self._run = outside_of_graphs(run)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self._run(self.forward, args, kwargs)
+
+    def remove(self) -> None:
+        """Give the module its own back, if it still has this one."""
+        if vars(self._of).get("forward") is not self:
+            return
+        if self._was_own:
+            self._of.forward = self.forward
+        else:
+            del self._of.forward
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied, and with it the module."""
+        self.owner.__reduce__()
 
 
 def recorded() -> bool:

@@ -27,7 +27,7 @@ from tensorferry.offload.lending import Lender, class_method
 from tensorferry.offload.plan import MASTER, Bucket, Planner, Unit, check_params, local_of
 from tensorferry.offload.probe import Probe, attributes_of, pattern
 from tensorferry.offload.residency import Residency
-from tensorferry.offload.saved import Saved, pack, packed_params, to_record
+from tensorferry.offload.saved import Saved, committed, pack, packed_params, to_record
 from tensorferry.offload.staging import Staging
 from tensorferry.offload.states import (
     Copied,
@@ -43,12 +43,12 @@ from tensorferry.offload.states import (
 )
 from tensorferry.offload.threads import StepThreads
 from tensorferry.offload.view import Given, StateView
+from tensorferry.store import TensorStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tensorferry.base.checks import Path
-    from tensorferry.store import TensorStore
 
 # Below, steps are too short for a warning to matter.
 _WORTH_TELLING_NBYTES = 64 << 20
@@ -1442,6 +1442,30 @@ def _common_step(steps: list[int]) -> int | None:
         f"ranks have no committed step in common ({told}), and cannot go on together. What helps: restore a "
         "checkpoint that all have, or discard_committed() on all of them"
     )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what is not an optimizer, or is offloaded already."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
+    if isinstance(optimizer, OffloadedOptimizer) or vars(optimizer).get("step") is refused_step:
+        raise ValueError("optimizer: it is offloaded already")
+
+
+def opened_store(
+    directories: Path | Sequence[Path],
+    weights: Sequence[float] | None,
+    commit: Commit,
+    undo: contextlib.ExitStack,
+) -> tuple[TensorStore, list[Saved]]:
+    """Return a store in directories, and what an earlier run has committed there; ``undo`` closes both."""
+    paths = directories if commit == "none" else of_this_rank(directories)
+    store = TensorStore(paths, weights=weights, temporary=commit == "none")
+    undo.callback(store.close)
+    earlier = [] if commit == "none" else committed(of_this_rank(directories))
+    for each in earlier:
+        undo.callback(each.close)
+    return store, earlier
 
 
 def of_this_rank(path: Path | Sequence[Path]) -> list[str]:

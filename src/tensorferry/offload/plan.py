@@ -47,9 +47,9 @@ MASTER = "master"
 
 
 class Field(NamedTuple):
-    """A tensor of a unit that is swapped: one of its state, or its master."""
+    """A tensor in a bucket: one of a unit's state, its master, or a parameter of a slab."""
 
-    name: str  # where it is in the state
+    name: str  # where it is in the state; "" in a slab
     offset: int  # in the bucket
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -414,25 +414,27 @@ def check_budget(
 
 
 def _place(unit: Unit, bucket: Bucket) -> None:
-    placed = []
-    for each in unit.fields:
-        alignment = _alignment(unit, each)
-        offset = -(-bucket.nbytes // alignment) * alignment
-        placed.append(each._replace(offset=offset))
-        bucket.nbytes = offset + each.nbytes
-    unit.fields = placed
+    unit.fields = [placed(each, bucket, is_piece=unit.stop is not None) for each in unit.fields]
     bucket.units.append(unit)
 
 
-def _alignment(unit: Unit, each: Field) -> int:
+def placed(each: Field, bucket: Bucket, *, is_piece: bool = False) -> Field:
+    """Return a field that lies behind all others of a bucket, which grows by it."""
+    alignment = _alignment(each, is_piece)
+    offset = -(-bucket.nbytes // alignment) * alignment
+    bucket.nbytes = offset + each.nbytes
+    return each._replace(offset=offset)
+
+
+def _alignment(each: Field, is_piece: bool) -> int:
     # Large fields, and the pieces of one, are mapped from the store.
-    is_mapped = unit.stop is not None or each.nbytes >= PACKED_NBYTES
-    return PAGE_NBYTES if is_mapped else _PACKED_ALIGNMENT
+    return PAGE_NBYTES if is_piece or each.nbytes >= PACKED_NBYTES else _PACKED_ALIGNMENT
 
 
 def _nbytes_of(unit: Unit) -> int:
     """Return the bytes that a unit takes at most in a bucket, padding included."""
-    return sum(each.nbytes + _alignment(unit, each) - 1 for each in unit.fields)
+    is_piece = unit.stop is not None
+    return sum(each.nbytes + _alignment(each, is_piece) - 1 for each in unit.fields)
 
 
 def paged(nbytes: int) -> int:

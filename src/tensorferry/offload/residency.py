@@ -103,11 +103,14 @@ class Residency:
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Know further buckets, which are nowhere yet; reserves their space."""
+        self._reserve(self._store, buckets)
+        self._places += [Slot(bucket) for bucket in buckets]
+
+    def _reserve(self, store: TensorStore, buckets: Sequence[Bucket]) -> None:
         wanted = {bucket.name: bucket.nbytes for bucket in buckets if bucket.nbytes}
         total = sum(wanted.values())
         in_flight = total if self._all_in_flight else min(total, self.nbytes) or None
-        self._store.reserve(wanted, in_flight_nbytes=in_flight)
-        self._places += [Slot(bucket) for bucket in buckets]
+        store.reserve(wanted, in_flight_nbytes=in_flight)
 
     @property
     def nbytes(self) -> int:

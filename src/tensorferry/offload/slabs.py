@@ -11,11 +11,11 @@ How parameters are put into slabs depends on the model and the optimizer's group
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tensorferry.offload.errors import MemoryBudgetError
-from tensorferry.offload.plan import PACKED_NBYTES, PAGE_NBYTES, Bucket, dense_stride
-from tensorferry.offload.residency import Residency
+from tensorferry.offload.plan import Bucket, Field, dense_stride, placed
+from tensorferry.offload.residency import Residency, Slot
 from tensorferry.offload.scan import Order
 
 if TYPE_CHECKING:
@@ -23,34 +23,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tensorferry.offload.residency import Slot
     from tensorferry.store import TensorStore
     from tensorferry.transfer.futures import Future
 
 # A slab that has more than one parameter has at most so many bytes: several of them are on their way at a time.
 MAX_SLAB_NBYTES = 16 << 20
-# Where torch's tensors begin: kernels that find them elsewhere may add in another order.
-_ALIGN_NBYTES = 64
-
-
-class Entry(NamedTuple):
-    """A parameter in a slab."""
-
-    param: torch.Tensor
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return its values, or its gradient, in a slab's bytes."""
-        elements = memory[self.offset : self.offset + self.nbytes].view(self.dtype)
-        return elements.as_strided(self.shape, self.stride)
 
 
 class Slab(Bucket):
@@ -58,8 +35,8 @@ class Slab(Bucket):
 
     Attributes
     ----------
-    entries : list of Entry
-        The parameters.
+    fields : dict of parameter to Field
+        The parameters, and where each is.
     gradients : Slab or None
         The slab of their gradients; None where they are frozen, and in a slab of gradients.
     is_of_gradients : bool
@@ -84,11 +61,13 @@ class Slab(Bucket):
         How often it has been held by the optimizer's step: what autograd has saved of it is of one version.
     """
 
-    def __init__(self, index: int, entries: list[Entry], nbytes: int, kind: str) -> None:
+    def __init__(
+        self, index: int, fields: dict[torch.Tensor, Field], nbytes: int, kind: str
+    ) -> None:
         super().__init__(index, nbytes)
         self._name = f"{kind}-{index:06d}"
         self.is_of_gradients = kind == "gradients"
-        self.entries = entries
+        self.fields = fields
         self.gradients: Slab | None = None
         self.pending: list[Callable[[list[torch.Tensor]], object]] = []
         self.memory: torch.Tensor | None = None
@@ -100,7 +79,7 @@ class Slab(Bucket):
         self.kept = 0
         self.version = 0
         self.versions: list[int] = []
-        self.store: TensorStore | None = None
+        self.store: TensorStore
         #: Reads frozen parameters from the files that they are in.
         self.source: Callable[[torch.Tensor], Future[Any]] | None = None
 
@@ -109,15 +88,20 @@ class Slab(Bucket):
         """What its store calls it."""
         return self._name
 
-    def read(self, store: TensorStore, memory: torch.Tensor) -> Future[Any]:
-        """Begin to read it."""
-        if self.source is not None:
-            return self.source(memory)
-        return super().read(self.store or store, memory)
+    @property
+    def here(self) -> torch.Tensor:
+        """Its bytes where the model computes, while it is held."""
+        here = self.memory if self.on_device is None else self.on_device
+        assert here is not None
+        return here
 
-    def write(self, store: TensorStore, memory: torch.Tensor) -> Future[Any]:
+    def read(self, _: TensorStore, memory: torch.Tensor) -> Future[Any]:
+        """Begin to read it, from the store or the files that it has of its own."""
+        return super().read(self.store, memory) if self.source is None else self.source(memory)
+
+    def write(self, _: TensorStore, memory: torch.Tensor) -> Future[Any]:
         """Begin to write it."""
-        return super().write(self.store or store, memory)
+        return super().write(self.store, memory)
 
 
 def slabs_of(
@@ -137,16 +121,13 @@ def slabs_of(
     for param, key in keys.items():
         slab = last.get(key)
         if slab is None or slab.nbytes + param.nbytes > MAX_SLAB_NBYTES:
-            slab = last[key] = Slab(len(slabs), [], 0, "values")
+            slab = last[key] = Slab(len(slabs), {}, 0, "values")
             slabs.append(slab)
-        alignment = PAGE_NBYTES if param.nbytes >= PACKED_NBYTES else _ALIGN_NBYTES
-        offset = -(-slab.nbytes // alignment) * alignment
-        entry = Entry(param, offset, tuple(param.shape), dense_stride(param), param.dtype)
-        slab.entries.append(entry)
-        slab.nbytes = offset + entry.nbytes
+        field = Field("", 0, param.dtype, tuple(param.shape), dense_stride(param))
+        slab.fields[param] = placed(field, slab)
     for slab in list(slabs):
-        if not frozen(slab.entries[0].param):
-            slab.gradients = Slab(len(slabs), slab.entries, slab.nbytes, "gradients")
+        if not frozen(next(iter(slab.fields))):
+            slab.gradients = Slab(len(slabs), slab.fields, slab.nbytes, "gradients")
             slabs.append(slab.gradients)
     return slabs
 
@@ -156,8 +137,6 @@ class Cycle(Residency):
 
     Parameters
     ----------
-    store : TensorStore
-        Where slabs are that have no store of their own.
     nbytes : int
         Of memory, in all.
     slabs : sequence of Slab
@@ -170,31 +149,24 @@ class Cycle(Residency):
 
     def __init__(
         self,
-        store: TensorStore,
         nbytes: int,
         slabs: Sequence[Slab],
         *,
         all_in_flight: bool = False,
         gpu: int = -1,
     ) -> None:
-        super().__init__(store, nbytes, all_in_flight=all_in_flight, gpu=gpu)
+        super().__init__(slabs[0].store, nbytes, all_in_flight=all_in_flight, gpu=gpu)
         self._frontier = 0
         self._orders: dict[str, Order] = {}
         #: The uses of a step of which nothing is known yet.
         self.default = _expected(slabs)
         self.expect("", self.default)
-        stores = {slab.store or store: None for slab in slabs if slab.source is None}
-        self._stores = [*stores]
-        for each in stores:
-            self._store = each
-            self.add(
-                [slab for slab in slabs if slab.source is None and (slab.store or store) is each]
+        self._stores = {slab.store for slab in slabs}
+        for store in self._stores:
+            self._reserve(
+                store, [slab for slab in slabs if slab.source is None and slab.store is store]
             )
-        self.add([slab for slab in slabs if slab.source is not None])
-        self._store = store
-        self._places.sort(key=lambda place: place.bucket.index)
-        for place, slab in zip(self._places, slabs, strict=True):
-            place.stored = slab.source is not None
+        self._places = [Slot(slab, stored=slab.source is not None) for slab in slabs]
 
     def expect(self, kind: str, default: Sequence[int], *, begin: bool = True) -> None:
         """Expect the uses of the last cycle of a kind; ``default`` as long as there was none."""
@@ -202,11 +174,6 @@ class Cycle(Residency):
         if begin:
             self._cycle.begin_pass()
         self._frontier = self._cycle.position
-
-    def give_up(self) -> None:
-        """Forget the uses of the present cycle: it was interrupted, and is no example."""
-        self._cycle.abandon_pass()
-        self._frontier = 0
 
     def hold(self, indices: Iterable[int]) -> list[torch.Tensor]:
         """Return the bytes of slabs, which stay in memory until they are released.
@@ -258,10 +225,6 @@ class Cycle(Residency):
     def mark_dirty(self, index: int) -> None:
         """Note that a slab, which is held, has been written into."""
         self._places[index].dirty = True
-
-    def map(self, index: int, offset: int, nbytes: int) -> Any:
-        """Return bytes of a slab that has been written, mapped from its store."""
-        return self._store.map([(self._places[index].bucket.name, offset, nbytes)])
 
     def drop(self, index: int) -> None:
         """Forget what is in a slab, which is not held."""

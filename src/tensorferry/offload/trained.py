@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +14,18 @@ import torch
 from torch import nn
 from torch.utils import _foreach_utils
 
-import tensorferry
 from tensorferry.base.checks import checked_nbytes, one_of
 from tensorferry.offload.errors import MemoryBudgetError
 from tensorferry.offload.matching import match, told
-from tensorferry.offload.optimizer import OffloadedOptimizer, of_this_rank, ranks, refused_step
+from tensorferry.offload.optimizer import (
+    OffloadedOptimizer,
+    check_optimizer,
+    opened_store,
+    ranks,
+)
 from tensorferry.offload.plan import check_master, needed_nbytes
-from tensorferry.offload.saved import committed
 from tensorferry.offload.slabs import MAX_SLAB_NBYTES, Cycle
-from tensorferry.offload.training import Plan, StoredElsewhere, Together, Training
+from tensorferry.offload.training import Plan, StoredElsewhere, Training, without_memory
 from tensorferry.offload.weights import put_fixed, read_matched
 from tensorferry.safetensors.sources import stored_tensors
 from tensorferry.store import TensorStore
@@ -32,12 +36,13 @@ if TYPE_CHECKING:
     from tensorferry.base.checks import Path as Directory
     from tensorferry.offload.matching import Matched
     from tensorferry.offload.optimizer import Commit, Sweep
-    from tensorferry.offload.plan import Bucket
+    from tensorferry.offload.plan import Bucket, Field
     from tensorferry.offload.residency import Residency
     from tensorferry.offload.saved import Saved
-    from tensorferry.offload.slabs import Entry, Slab
+    from tensorferry.offload.slabs import Slab
     from tensorferry.safetensors.sources import Source
     from tensorferry.transfer.files import File
+    from tensorferry.transfer.futures import Future
 
 # What a directory has that is a checkpoint of torch's.
 METADATA = ".metadata"
@@ -116,7 +121,7 @@ class TrainingOptimizer(OffloadedOptimizer):
                     "`error_if_nonfinite=False`"
                 )
             factor = torch.clamp(limit / (total + 1e-6), max=1.0)
-            training.change_gradients(lambda views: _multiply(views, factor))
+            training.change_gradients(lambda views: torch._foreach_mul_(views, factor))
             return total
 
     def _total_norm(self, params: list[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -291,10 +296,9 @@ class TrainingOptimizer(OffloadedOptimizer):
                 continue
             with training.held([slab], written=True):
                 assert slab.memory is not None
-                for entry in slab.entries:
-                    begin = entry.offset
-                    memory = slab.memory[begin : begin + entry.nbytes]
-                    saved.read_param(index_of[entry.param], memory)
+                for param, field in slab.fields.items():
+                    memory = slab.memory[field.offset : field.offset + field.nbytes]
+                    saved.read_param(index_of[param], memory)
         training.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -354,10 +358,6 @@ class TrainingOptimizer(OffloadedOptimizer):
                 raise ValueError("the training is closed: its parameters are gone")
             with self._interrupts.deferred():
                 yield
-
-
-def _multiply(views: list[torch.Tensor], factor: torch.Tensor) -> None:
-    torch._foreach_mul_(views, factor)
 
 
 def offload_training(
@@ -432,10 +432,7 @@ def offload_training(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is not a torch.nn.Module")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
-    if isinstance(optimizer, OffloadedOptimizer) or vars(optimizer).get("step") is refused_step:
-        raise ValueError("optimizer: it is offloaded already")
+    check_optimizer(optimizer)
     if ranks() > 1:
         raise ValueError(
             "model: several ranks cannot train one model on drives together; offload_optimizer() takes sharded ones"
@@ -451,15 +448,11 @@ def offload_training(
     training = Training(plan, where, checkpoint_activations=bool(checkpoint_activations))
     with contextlib.ExitStack() as undo:
         undo.callback(given.close)
-        store = TensorStore(directories, weights=weights, temporary=commit == "none")
-        undo.callback(store.close)
+        store, earlier = opened_store(directories, weights, commit, undo)
         of_gradients = TensorStore(directories, weights=weights)
         undo.callback(of_gradients.close)
         for slab in plan.slabs:
             slab.store = of_gradients if slab.is_of_gradients else store
-        earlier = [] if commit == "none" else committed(of_this_rank(directories))
-        for each in earlier:
-            undo.callback(each.close)
         given.read_buffers()
         given.take_from_meta()
 
@@ -473,7 +466,7 @@ def offload_training(
         )
         left = nbytes - offloaded._usable().nbytes
         training.cycle = Cycle(
-            *(store, min(left, plan.nbytes), plan.slabs),
+            *(min(left, plan.nbytes), plan.slabs),
             all_in_flight=commit != "none",
             gpu=where.index or 0 if where.type == "cuda" else -1,
         )
@@ -503,7 +496,9 @@ class _Given:
                     assert isinstance(one.original, torch.Tensor)
                     self._found[one.original] = one
             for slab in plan.of_params:
-                if slab.gradients is None and all(map(self._lies_alike, slab.entries)):
+                if slab.gradients is None and all(
+                    itertools.starmap(self._lies_alike, slab.fields.items())
+                ):
                     slab.source = functools.partial(self._read, slab)
         missing = [
             name
@@ -515,32 +510,30 @@ class _Given:
                 f"model: {told(missing)}: on the meta device, and no files have values"
             )
 
-    def _lies_alike(self, entry: Entry) -> bool:
+    def _lies_alike(self, param: torch.Tensor, field: Field) -> bool:
         """Return whether files have a parameter's bytes as its slab has them."""
-        contiguous = torch.empty(entry.shape, device="meta").stride()
-        return self._found[entry.param].dtype == entry.dtype and contiguous == entry.stride
+        one = self._found.get(param)
+        contiguous = torch.empty(field.shape, device="meta").stride()
+        return one is not None and one.dtype == field.dtype and contiguous == field.stride
 
     def _read(self, slab: Slab, memory: torch.Tensor) -> Any:
         """Begin to read frozen parameters from their files."""
         futures = []
-        for entry in slab.entries:
-            for part in self._found[entry.param].parts:
+        for param, field in slab.fields.items():
+            for part in self._found[param].parts:
                 path = part.stored.path
                 if path not in self._files:
-                    file = tensorferry.open(path)
-                    self._files[path] = file
-                    part.stored.check(file)
-                begin = entry.offset + part.at
+                    self._files[path] = part.stored.open()
+                begin = field.offset + part.at
                 place = memory[begin : begin + part.end - part.begin]
                 futures.append(self._files[path].read_into(place, part.begin))
-        return Together(futures)
+        return _Together(futures)
 
     def take_from_meta(self) -> None:
         """Have parameters that are on the meta device on the CPU, without memory."""
         for param in self._plan.names:
             if param.is_meta:
-                empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
-                empty.untyped_storage().resize_(0)
+                empty = without_memory(param.shape, param.stride(), param.dtype)
                 swap: Any = torch.utils.swap_tensors
                 swap(param, nn.Parameter(empty, requires_grad=param.requires_grad))
 
@@ -568,13 +561,34 @@ class _Given:
             file.close()
 
 
+class _Together:
+    """Several reads looked at as one."""
+
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
+        self._futures = futures
+
+    def done(self) -> bool:
+        """Return whether all have ended."""
+        return all(each.done() for each in self._futures)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the first failure, as futures do."""
+        failures = [each.exception(timeout) for each in self._futures]
+        return next((failure for failure in failures if failure is not None), None)
+
+    def result(self, timeout: float | None = None) -> None:
+        """Raise the first failure, as futures do."""
+        for each in self._futures:
+            each.result(timeout)
+
+
 class _Checkpoint:
     """A model in a checkpoint of torch's, by itself or below one name."""
 
     def __init__(self, path: str, plan: Plan) -> None:
-        torch_checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
-        self._load = torch_checkpoint.load
-        self._reader = torch_checkpoint.FileSystemReader(path)
+        self._load: Any = importlib.import_module("torch.distributed.checkpoint").load
+        # Imported only here: who has no checkpoint needs none of it.
+        self._reader = importlib.import_module("tensorferry.checkpoint").FileSystemReader(path)
         there = self._reader.read_metadata().state_dict_metadata
         names = list(plan.names.values())
         prefixes = {name.removesuffix(names[0]) for name in there if name.endswith(names[0])}

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree, checkpoint
 
-from tensorferry.offload.absent import outside_of_graphs, question, recorded
+from tensorferry.offload.absent import Forward, outside_of_graphs, question, recorded
 from tensorferry.offload.lending import GradientElsewhere, trim_heap
 from tensorferry.offload.matching import WHOLE, users
 from tensorferry.offload.plan import PACKED_NBYTES, paged
@@ -38,8 +38,8 @@ from tensorferry.transfer.arrays import tensor_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tensorferry.offload.slabs import Cycle, Entry, Slab
-    from tensorferry.transfer.futures import Future
+    from tensorferry.offload.plan import Field
+    from tensorferry.offload.slabs import Cycle, Slab
 
 _REMEDY = (
     "the model is trained with its parameters on drives; optimizer.in_memory(module) has those of a module in memory "
@@ -141,10 +141,10 @@ class Plan:
         self.slabs = slabs_of(keys, lambda param: param not in groups)
         self.of_params = [slab for slab in self.slabs if not slab.is_of_gradients]
         #: The parameters' slabs, and where in them each is.
-        self.place_of: dict[torch.Tensor, tuple[Slab, Entry]] = {}
+        self.place_of: dict[torch.Tensor, tuple[Slab, Field]] = {}
         for slab in self.of_params:
-            for entry in slab.entries:
-                self.place_of[entry.param] = slab, entry
+            for param, field in slab.fields.items():
+                self.place_of[param] = slab, field
         of_module = {step.module: step for step in self.steps}
         for step, above in holding:
             for param, numbers in used.items():
@@ -193,8 +193,8 @@ class Plan:
                     "the optimizer, or call requires_grad_(False)"
                 )
         storages = {
-            param.untyped_storage().data_ptr(): name
-            for param, name in self.names.items()
+            param.untyped_storage().data_ptr()
+            for param in self.names
             if not param.is_meta and param.numel()
         }
         for prefix, module in self.model.named_modules():
@@ -259,14 +259,12 @@ class Training:
         self._checkpoints = checkpoint_activations
         self._hooks: list[Any] = []
         self.is_closed = False
-        self._own_forwards: list[tuple[nn.Module, Any]] = []
         self._guard: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._forward: list[tuple[Step, Any]] = []  # steps that run, the innermost last
         self._runs = False  # a pass of the whole model
         self._open = False  # a step of the training has begun
         self._steps = 0
         self._backward: dict[Slab, float] = {}  # what the backward pass holds, and since which node
-        self._sequence = math.inf  # of the node that was seen last in a backward pass
         self._in_backward = False
         self._graph = -1  # the engine's number of the backward pass
         self._thread: int | None = None  # the last one that has run the model
@@ -280,15 +278,15 @@ class Training:
         self._step_early: Callable[[Sequence[torch.Tensor]], None] | None = None
         self._arrived: set[torch.Tensor] = set()  # gradients that are to be stepped early
         self._freed_nbytes = 0  # since the heap was trimmed
-        self._norm_type: float | None = (
-            None  # of the norms that are taken of gradients when they come
-        )
+        #: Of the norms that are taken of gradients when they come.
+        self._norm_type: float | None = None
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
         self._loading: dict[nn.Module, Any] = {}
-        self._away = _class_of_absent(self)
+        self._away = _class_of_away(self)
         self._nans: dict[torch.dtype, torch.Tensor] = {}
         self._hollow = {
-            param: _without_memory(entry) for param, (_, entry) in plan.place_of.items()
+            param: without_memory(field.shape, field.stride, field.dtype)
+            for param, (_, field) in plan.place_of.items()
         }
 
     # What parameters hold
@@ -301,12 +299,12 @@ class Training:
                 moved.append(slab)
                 if slab.source is None:
                     [memory] = self.cycle.hold([slab.index])
-                    for entry in slab.entries:
-                        value = values(entry.param)
-                        entry.view(memory).copy_(entry.param.detach() if value is None else value)
+                    for param, field in slab.fields.items():
+                        value = values(param)
+                        field.view(memory).copy_(param.detach() if value is None else value)
                     self.cycle.mark_dirty(slab.index)
-                for entry in slab.entries:
-                    self._put_away(entry.param)
+                for param in slab.fields:
+                    self._put_away(param)
                 if slab.source is None:
                     value = None
                     self.cycle.release(slab.index, dirty=False)
@@ -319,9 +317,9 @@ class Training:
         """Have parameters in memory again, outside of slabs."""
         for slab in slabs:
             [memory] = self.cycle.hold([slab.index])
-            for entry in slab.entries:
-                entry.param.__class__ = nn.Parameter
-                entry.param.data = entry.view(memory).clone()
+            for param, field in slab.fields.items():
+                param.__class__ = nn.Parameter
+                param.data = field.view(memory).clone()
             self.cycle.release(slab.index, dirty=False)
 
     def take_over(
@@ -360,7 +358,7 @@ class Training:
             slab.memory, slab.stays = memory, True
         for step in self.plan.steps:
             self._take_over_step(step)
-        self._wrap(self.plan.model, self._run)
+        self._hooks.append(Forward(self.plan.model, self, self._run))
         for module in self.plan.model.modules():
             of_module: Any = module
             self._hooks += [
@@ -373,7 +371,8 @@ class Training:
         if step.module is self.plan.model:
             return  # `_run` brings its parameters
         if step.is_block and self._checkpoints:
-            self._wrap(step.module, functools.partial(self._run_block, step))
+            run = functools.partial(self._run_block, step)
+            self._hooks.append(Forward(step.module, self, run))
             return
 
         def enter(*_: Any) -> None:
@@ -387,23 +386,16 @@ class Training:
             step.module.register_forward_hook(outside_of_graphs(leave), always_call=True),
         ]
 
-    def _wrap(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        """Have ``run(forward, args, kwargs)`` in the place of a module's forward."""
-        self._own_forwards.append((module, vars(module).get("forward")))
-        module.forward = _Forward(module.forward, outside_of_graphs(run))
-
     def give_up(self) -> None:
         """Take all hooks away; parameters stay away from memory."""
         self.is_closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for module, own in reversed(self._own_forwards):
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-        self._own_forwards.clear()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied, and with it the model."""
+        raise RuntimeError(f"the model cannot be saved or copied as a whole: {_REMEDY}")
 
     def _put_away(self, param: torch.Tensor) -> None:
         """Have no values in a parameter."""
@@ -441,33 +433,33 @@ class Training:
             )
         else:  # with a count of its own, of those that have it
             here = slab.lent = torch.utils.dlpack.from_dlpack(here)
-        for entry in slab.entries:
-            entry.param.__class__ = nn.Parameter
-            entry.param.data = entry.view(here)
-        slab.versions = [entry.param._version for entry in slab.entries]
+        for param, field in slab.fields.items():
+            param.__class__ = nn.Parameter
+            param.data = field.view(here)
+        slab.versions = [param._version for param in slab.fields]
 
     def _computes_elsewhere(self) -> bool:
         """Return whether parameters are copied to the device of the model, which is not the host."""
         return self._device.type != "cpu"
 
-    def _let_go(self, slab: Slab) -> bool:
-        """Hold a slab once less; return whether somebody else still has its memory, which others will get."""
+    def _let_go(self, slab: Slab) -> torch.Tensor | None:
+        """Hold a slab once less; return its memory, which others will get, if something else still has that."""
         slab.holds -= 1
         if slab.holds:
-            return False
+            return None
         if not slab.is_of_gradients:
             # A forward() may write into parameters: nn.Embedding with max_norm does.
-            if slab.versions != [entry.param._version for entry in slab.entries]:
+            if slab.versions != [param._version for param in slab.fields]:
                 slab.written += 1
                 self._keep_written(slab)
-            for entry in slab.entries:
-                self._put_away(entry.param)
+            for param in slab.fields:
+                self._put_away(param)
         lent, slab.lent, slab.on_device = slab.lent, None, None
         if slab.stays:
-            return False
+            return None
         slab.memory = None
         self.cycle.release(slab.index, dirty=False)
-        return lent is not None and _users(lent) > 1
+        return lent if lent is not None and _users(lent) > 1 else None
 
     @contextlib.contextmanager
     def held(self, slabs: Sequence[Slab], *, written: bool = False) -> Iterator[None]:
@@ -490,21 +482,20 @@ class Training:
 
     def _take_data(self, slab: Slab) -> None:
         """Put into a slab what parameters have been given as ``.data``."""
-        here = slab.on_device if slab.on_device is not None else slab.memory
-        assert here is not None
-        for entry in slab.entries:
-            data, view = entry.param.data, entry.view(here)
+        for param, field in slab.fields.items():
+            data, view = param.data, field.view(slab.here)
             if data.data_ptr() == view.data_ptr():
                 continue
             if (data.shape, data.dtype) != (view.shape, view.dtype):
                 raise ValueError(
-                    f"{self.plan.names[entry.param]}: other data is {data.dtype} of shape {tuple(data.shape)}, and the "
+                    f"{self.plan.names[param]}: other data is {data.dtype} of shape {tuple(data.shape)}, and the "
                     f"parameter is {view.dtype} of shape {tuple(view.shape)}"
                 )
             view.copy_(data)
 
     def _keep_written(self, slab: Slab) -> None:
-        if slab.on_device is not None and slab.memory is not None:
+        if slab.on_device is not None:
+            assert slab.memory is not None
             slab.memory.copy_(slab.on_device)
         self.cycle.mark_dirty(slab.index)
 
@@ -547,8 +538,8 @@ class Training:
             if slab.holds:
                 self._give_values(slab)
             else:
-                for entry in slab.entries:
-                    self._put_away(entry.param)
+                for param in slab.fields:
+                    self._put_away(param)
 
     # Forward
 
@@ -609,13 +600,10 @@ class Training:
             _, hooks = self._forward.pop()
             if hooks is not None:
                 hooks.__exit__(None, None, None)
-            lent = [(slab, slab.lent) for slab in step.slabs]
-            kept = [slab for slab in step.slabs if self._let_go(slab)]
+            kept = [memory for slab in step.slabs if (memory := self._let_go(slab)) is not None]
         if outputs is not None and kept:  # it has not failed, which keeps its variables
             gc.collect()
-            if any(
-                memory is not None and _users(memory) > 1 for slab, memory in lent if slab in kept
-            ):
+            if any(_users(memory) > 1 for memory in kept):
                 raise RuntimeError(
                     f"{step.name}: {type(step.module).__name__} returns or keeps one of its parameters, or a view of "
                     "it, and its memory is used for others when it has run; have it make a copy, or give the module "
@@ -628,9 +616,8 @@ class Training:
             return None
         at = tensor.data_ptr()
         for slab in self.plan.of_params:  # also of those that stay, when they are not held
-            here = slab.memory if slab.on_device is None else slab.on_device
-            if here is not None and 0 <= at - here.data_ptr() < slab.nbytes:
-                return slab, at - here.data_ptr()
+            if slab.memory is not None and 0 <= at - slab.here.data_ptr() < slab.nbytes:
+                return slab, at - slab.here.data_ptr()
         return None
 
     def _check_forward(self, step: Step) -> None:
@@ -753,9 +740,7 @@ class Training:
                 self._hold_in_backward([slab], self._see_node())
             else:
                 self._hold([slab])
-            here = slab.memory if slab.on_device is None else slab.on_device
-            assert here is not None
-            elements = here[saved.offset :]
+            elements = slab.here[saved.offset :]
             elements = elements[: len(elements) // saved.dtype.itemsize * saved.dtype.itemsize]
             tensor = elements.view(saved.dtype).as_strided(saved.shape, saved.stride)
             if not is_asked_by_node:
@@ -773,7 +758,6 @@ class Training:
             if since > sequence:
                 del self._backward[slab]
                 self._let_go(slab)
-        self._sequence = sequence
         self._step_arrived()
         return sequence
 
@@ -794,7 +778,7 @@ class Training:
     def _is_done_with(self, slab: Slab) -> bool:
         """Return whether the backward pass will not ask for a slab again: all of its gradients are here."""
         return slab not in self._backward and all(
-            entry.param in self.gradients for entry in slab.entries if entry.param.requires_grad
+            param in self.gradients for param in slab.fields if param.requires_grad
         )
 
     def _hold_in_backward(self, slabs: Sequence[Slab], since: float) -> None:
@@ -838,7 +822,6 @@ class Training:
             return
         self._in_backward = False
         self._are_partial |= failed
-        self._sequence = math.inf
         held, self._backward = self._backward, {}
         for slab in held:
             self._let_go(slab)
@@ -849,11 +832,10 @@ class Training:
     @torch.no_grad()
     def _take_gradient(self, param: torch.Tensor) -> None:
         """Put a gradient that autograd has accumulated to those before."""
-        grad = _own_gradient(param)
-        _set_own_gradient(param, None)
+        grad = _taken_gradient(param)
         if grad is None:
             return
-        slab, entry = self.plan.place_of[param]
+        slab, field = self.plan.place_of[param]
         gradients = slab.gradients
         name = self.plan.names[param]
         if gradients is None:
@@ -870,7 +852,7 @@ class Training:
             try:
                 self._settle(gradients)
                 assert gradients.memory is not None
-                view = entry.view(gradients.memory)
+                view = field.view(gradients.memory)
                 if param in self.gradients:
                     view.add_(grad.to(view.device))
                 else:
@@ -902,12 +884,9 @@ class Training:
             self.gradients.pop(param, None)
             self._norms.pop(param, None)
         for slab in dict.fromkeys(self.plan.place_of[param][0] for param in forgotten):
-            there = slab.gradients
-            if there is not None and not any(
-                entry.param in self.gradients for entry in slab.entries
-            ):
-                there.pending.clear()
-                self.cycle.drop(there.index)
+            if slab.gradients is not None and not self.gradients.keys() & slab.fields.keys():
+                slab.gradients.pending.clear()
+                self.cycle.drop(slab.gradients.index)
         if not self.gradients:
             self._are_used = self._are_partial = False
 
@@ -933,16 +912,32 @@ class Training:
         """Do with gradients in memory what is still to be done with them."""
         if not gradients.pending:
             return
-        assert gradients.memory is not None
-        views = [
-            entry.view(gradients.memory)
-            for entry in gradients.entries
-            if entry.param in self.gradients
-        ]
+        views = list(self._views(gradients).values())
         for change in gradients.pending:
             change(views)
         gradients.pending.clear()
         self.cycle.mark_dirty(gradients.index)
+
+    def _views(self, gradients: Slab) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the gradients that are in a slab, which is held, by parameter."""
+        assert gradients.memory is not None
+        return {
+            param: field.view(gradients.memory)
+            for param, field in gradients.fields.items()
+            if param in self.gradients
+        }
+
+    def _slabs_of_gradients(self, params: Iterable[torch.Tensor]) -> list[Slab]:
+        """Return the slabs in which gradients of parameters are."""
+        found = (self.plan.place_of[param][0].gradients for param in params)
+        return list(dict.fromkeys(slab for slab in found if slab is not None))
+
+    def _read(self, slabs: Iterable[Slab]) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+        """Have gradients in memory, slab by slab, with all that was still to be done with them."""
+        for slab in slabs:
+            with self.held([slab]):
+                self._settle(slab)
+                yield self._views(slab)
 
     def change_gradients(self, change: Callable[[list[torch.Tensor]], object]) -> None:
         """Have gradients changed when they are in memory next."""
@@ -950,10 +945,8 @@ class Training:
             raise RuntimeError(
                 "step_in_backward=True: parameters are stepped already; gradients cannot be clipped or unscaled"
             )
-        for slab in self.plan.of_params:
-            there = slab.gradients
-            if there is not None and any(entry.param in self.gradients for entry in slab.entries):
-                there.pending.append(change)
+        for slab in self._slabs_of_gradients(self.gradients):
+            slab.pending.append(change)
         self._norms.clear()
 
     @torch.no_grad()
@@ -965,20 +958,11 @@ class Training:
         if self._norm_type != norm_type:
             self._norm_type = norm_type
             self._norms.clear()
-        for slab in self.plan.of_params:
-            lacking = [
-                entry
-                for entry in slab.entries
-                if entry.param in self.gradients and entry.param not in self._norms
-            ]
-            if not lacking or slab.gradients is None:
-                continue
-            with self.held([slab.gradients]):
-                self._settle(slab.gradients)
-                assert slab.gradients.memory is not None
-                for entry in lacking:
-                    view = entry.view(slab.gradients.memory)
-                    self._norms[entry.param] = torch.linalg.vector_norm(view, norm_type)
+        lacking = [param for param in self.gradients if param not in self._norms]
+        for views in self._read(self._slabs_of_gradients(lacking)):
+            for param, view in views.items():
+                if param not in self._norms:
+                    self._norms[param] = torch.linalg.vector_norm(view, norm_type)
         return [self._norms.get(param) for param in params]
 
     @torch.no_grad()
@@ -995,15 +979,9 @@ class Training:
 
         # A norm is finite only where all elements are; one that is not may be too large for its dtype alone.
         if not all(norm is None or norm.isfinite().item() for norm in norms):
-            for slab in self.plan.of_params:
-                views = [entry for entry in slab.entries if entry.param in self.gradients]
-                if slab.gradients is not None and views:
-                    with self.held([slab.gradients]):
-                        self._settle(slab.gradients)
-                        memory = slab.gradients.memory
-                        assert memory is not None
-                        if not all(entry.view(memory).isfinite().all() for entry in views):
-                            found_inf.fill_(1.0)
+            for views in self._read(self._slabs_of_gradients(self.gradients)):
+                if not all(view.isfinite().all() for view in views.values()):
+                    found_inf.fill_(1.0)
         if scale.item() != 1.0:
             self.change_gradients(unscaled)
 
@@ -1033,19 +1011,16 @@ class Training:
     def bring(self, params: Iterable[torch.Tensor] | None) -> None:
         """Have a bucket's parameters and gradients in memory, and no others; None: the step ends, maybe by a fault."""
         wanted = [] if params is None else self._wanted(params)
-        before, self._stepping = self._stepping, []
         if params is not None:
-            self._left.subtract(before)
-        for slab in before:
-            if slab in wanted:
-                continue
+            self._left.subtract(self._stepping)
+        for slab in [slab for slab in self._stepping if slab not in wanted]:
+            self._stepping.remove(slab)
             self._let_go(slab)
             if slab.is_of_gradients and not self._left[slab] and params is not None:
                 self.cycle.drop(slab.index)
-        kept = [slab for slab in before if slab in wanted]
-        self._stepping = kept
-        self._hold([slab for slab in wanted if slab not in kept])
-        self._stepping = wanted
+        new = [slab for slab in wanted if slab not in self._stepping]
+        self._hold(new)
+        self._stepping += new
         for slab in wanted:
             if slab.is_of_gradients:
                 self._settle(slab)
@@ -1077,15 +1052,15 @@ class Training:
     @torch.no_grad()
     def values_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values: large ones mapped from the store, as they are now, small ones in memory."""
-        slab, entry = self.plan.place_of[param]
-        if slab.source is None and entry.nbytes >= PACKED_NBYTES:
+        slab, field = self.plan.place_of[param]
+        if slab.source is None and field.nbytes >= PACKED_NBYTES:
             with self._guard():
                 self.cycle.flush()
-            mapped = self.cycle.map(slab.index, entry.offset, entry.nbytes)
-            return torch.frombuffer(mapped, dtype=entry.dtype).as_strided(entry.shape, entry.stride)
+            mapped = slab.store.map([(slab.name, field.offset, field.nbytes)])
+            return torch.frombuffer(mapped, dtype=field.dtype).as_strided(field.shape, field.stride)
         with self.held([slab]):
             assert slab.memory is not None
-            return entry.view(slab.memory).clone()
+            return field.view(slab.memory).clone()
 
     def _before_load(
         self, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any
@@ -1165,30 +1140,14 @@ class StoredElsewhere(GradientElsewhere):
 
     def __init__(self, training: Training, gradient: StoredGradient, param: torch.Tensor) -> None:
         super().__init__(gradient, None)
-        slab, self._entry = training.plan.place_of[param]
+        slab, self._field = training.plan.place_of[param]
         assert slab.gradients is not None
         self._slab = slab.gradients
 
     def lent(self) -> torch.Tensor:
         """Return the gradient, whose slab is in memory."""
         assert self._slab.memory is not None
-        return self._entry.view(self._slab.memory)
-
-
-class _Forward:
-    """What a module has as its ``forward`` meanwhile."""
-
-    def __init__(self, forward: Callable[..., Any], run: Callable[..., Any]) -> None:
-        self.forward = forward
-        self._run = run
-        functools.update_wrapper(self, forward, updated=())
-        self.__code__ = getattr(forward, "__code__", None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self.forward, args, kwargs)
-
-    def __reduce__(self) -> NoReturn:
-        raise RuntimeError(f"the model cannot be saved or copied as a whole: {_REMEDY}")
+        return self._field.view(self._slab.memory)
 
 
 # Methods and attributes of a parameter that is away that do what they do always.
@@ -1202,11 +1161,11 @@ _HARMLESS = {
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
 
 
-def _class_of_absent(training: Training) -> type[nn.Parameter]:
+def _class_of_away(training: Training) -> type[nn.Parameter]:
     """Return the class that parameters have while their values are on a drive."""
     of_training = weakref.ref(training)
 
-    class Absent(nn.Parameter):
+    class Away(nn.Parameter):
         @property
         def grad(self) -> Any:
             there = of_training()
@@ -1251,14 +1210,14 @@ def _class_of_absent(training: Training) -> type[nn.Parameter]:
             name, asked, is_attribute = question(func)
             first = args[0] if args else None
             with torch._C.DisableTorchFunctionSubclass():
-                if isinstance(first, Absent) and name in _HARMLESS:
+                if isinstance(first, Away) and name in _HARMLESS:
                     return func(*args, **(kwargs or {}))
-                if isinstance(first, Absent) and is_attribute and name == "data":
+                if isinstance(first, Away) and is_attribute and name == "data":
                     if len(args) == 1 or args[1] is first:
                         return first
-                elif isinstance(first, Absent) and name == "detach":
+                elif isinstance(first, Away) and name == "detach":
                     return first  # for state_dict(), which puts the values there
-                elif isinstance(first, Absent) and name in _CONVERSIONS:
+                elif isinstance(first, Away) and name in _CONVERSIONS:
                     like = torch.empty(0, dtype=first.dtype, device=first.device)
                     then = getattr(like, name)(*args[1:], **(kwargs or {}))
                     if (then.dtype, then.device) == (like.dtype, like.device):
@@ -1272,7 +1231,7 @@ def _class_of_absent(training: Training) -> type[nn.Parameter]:
                 )
             names: dict[Any, str] = there.plan.names
             found = next(
-                (each for each in _tensors_in((args, kwargs)) if isinstance(each, Absent)), None
+                (each for each in _tensors_in((args, kwargs)) if isinstance(each, Away)), None
             )
             raise RuntimeError(
                 f"the parameter {names.get(found, '')} is on a drive, and {name} needs its values: {_REMEDY}. A module "
@@ -1282,7 +1241,7 @@ def _class_of_absent(training: Training) -> type[nn.Parameter]:
         def __repr__(self) -> str:  # type: ignore[override]
             return f"<a parameter on a drive: {list(self.shape)}, {self.dtype}>"
 
-    return Absent
+    return Away
 
 
 def _node() -> Any:
@@ -1321,21 +1280,18 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.numel() == 0 or torch.equal(tensor_bytes(one), tensor_bytes(other))
 
 
-def _own_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    own: Any = torch._C.TensorBase.grad
+def _taken_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that autograd has accumulated, which the parameter has no longer."""
+    own: Any = torch._C.TensorBase.grad  # a parameter that is away has another one
     with torch._C.DisableTorchFunctionSubclass():
-        return own.__get__(param)  # type: ignore[no-any-return]
+        grad: torch.Tensor | None = own.__get__(param)
+        own.__set__(param, None)
+    return grad
 
 
-def _set_own_gradient(param: torch.Tensor, grad: torch.Tensor | None) -> None:
-    own: Any = torch._C.TensorBase.grad
-    with torch._C.DisableTorchFunctionSubclass():
-        own.__set__(param, grad)
-
-
-def _without_memory(entry: Entry) -> torch.Tensor:
-    """Return a tensor like a parameter that has no memory: computing with it ends the process."""
-    made = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype)
+def without_memory(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that has no memory: computing with it ends the process."""
+    made = torch.empty_strided(shape, stride, dtype=dtype)
     made.untyped_storage().resize_(0)
     return made
 
@@ -1343,24 +1299,3 @@ def _without_memory(entry: Entry) -> torch.Tensor:
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
     leaves = _pytree.tree_leaves(values)
     return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-class Together:
-    """Several reads looked at as one."""
-
-    def __init__(self, futures: Sequence[Future[Any]]) -> None:
-        self._futures = futures
-
-    def done(self) -> bool:
-        """Return whether all have ended."""
-        return all(each.done() for each in self._futures)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the first failure, as futures do."""
-        failures = [each.exception(timeout) for each in self._futures]
-        return next((failure for failure in failures if failure is not None), None)
-
-    def result(self, timeout: float | None = None) -> None:
-        """Raise the first failure, as futures do."""
-        for each in self._futures:
-            each.result(timeout)

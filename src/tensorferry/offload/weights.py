@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-import tensorferry
 from tensorferry.base.checks import checked_nbytes
 from tensorferry.offload import scan
-from tensorferry.offload.absent import outside_of_graphs, recorded
+from tensorferry.offload.absent import Forward, outside_of_graphs, recorded
 from tensorferry.offload.errors import MemoryBudgetError
 from tensorferry.offload.matching import WHOLE, match, matched, told, users
 from tensorferry.offload.streaming import Streaming, Weight
@@ -89,7 +88,8 @@ def stream_weights(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is no torch.nn.Module")
-    if isinstance(vars(model).get("forward"), _Forward):
+    ours = vars(model).get("forward")
+    if isinstance(ours, Forward) and isinstance(ours.owner, WeightStream):
         raise ValueError("model: its weights are streamed already")
     where = torch.device(device)
     if where.type not in ("cpu", "cuda"):
@@ -211,12 +211,6 @@ class WeightStream:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
-            ours = vars(self._model).get("forward")
-            if isinstance(ours, _Forward) and ours.stream is self:
-                if ours.was_own:
-                    self._model.forward = ours.forward
-                else:
-                    del self._model.forward
             self._streaming.reset(reopen=False)
             for weight in self._weights:
                 assert weight.matched.original is not None
@@ -283,7 +277,7 @@ class WeightStream:
                 module.register_forward_pre_hook(use.enter, prepend=True, with_kwargs=True),
                 module.register_forward_hook(use.leave, always_call=True),
             ]
-        self._model.forward = _Forward(self, self._model)
+        self._hooks.append(Forward(self._model, self, self._run))
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Do a forward pass."""
@@ -341,24 +335,6 @@ class WeightStream:
         if self._streaming.is_parents:
             self._lock, self._owner = threading.RLock(), None
             self._parts_lock, self._parts_owner = threading.Lock(), None
-
-
-class _Forward:
-    """What a model has as its ``forward`` meanwhile. It is outside of the graphs of ``torch.compile``."""
-
-    def __init__(self, stream: WeightStream, model: nn.Module) -> None:
-        self.stream = stream
-        self.was_own = "forward" in vars(model)
-        self.forward: Callable[..., Any] = model.forward
-        functools.update_wrapper(self, self.forward, updated=())
-        self.__code__ = getattr(self.forward, "__code__", None)  # torch.export looks for it first
-        self._run = outside_of_graphs(stream._run)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self.forward, args, kwargs)
-
-    def __reduce__(self) -> NoReturn:
-        self.stream.__reduce__()
 
 
 class _Use:
@@ -432,8 +408,7 @@ def read_matched(one: Matched, device: torch.device) -> torch.Tensor:
     if tensor.numel():
         flat = tensor.reshape(-1).view(torch.uint8)
         for part in one.parts:
-            with tensorferry.open(part.stored.path) as file:
-                part.stored.check(file)
+            with part.stored.open() as file:
                 file.read(flat[part.at : part.at + part.end - part.begin], part.begin)
     return tensor
 
@@ -452,8 +427,7 @@ def _bytes(one: Matched) -> Iterator[torch.Tensor]:
     piece = torch.empty(min(one.nbytes, _PIECE_NBYTES), dtype=torch.uint8)
     filled = 0
     for part in one.parts:
-        with tensorferry.open(part.stored.path) as file:
-            part.stored.check(file)
+        with part.stored.open() as file:
             begin = part.begin
             while begin < part.end:
                 nbytes = min(part.end - begin, len(piece) - filled)
