@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from limits import memory_limit, memory_nbytes, run
+from limits import memory_limit, memory_nbytes, run_kind
 
 VOCABULARY, LENGTH = 1000, 6
 MIB = 1 << 20
@@ -197,10 +197,9 @@ def _run(
     budget_nbytes: int,
     group: Path | None = None,
 ) -> dict[str, Any]:
-    command = [f"--kind={kind}", f"--budget-nbytes={budget_nbytes}", f"--directory={directory}"]
-    command += [f"--parameters={options.parameters}", f"--tokens={options.tokens}"]
-    command += ["--built-in"] if options.built_in else []
-    return run([__file__, *command], group)
+    given = [f"--parameters={options.parameters}", f"--tokens={options.tokens}"]
+    given += ["--built-in"] if options.built_in else []
+    return run_kind(__file__, kind, directory, budget_nbytes, given, group)
 
 
 def _options() -> argparse.Namespace:

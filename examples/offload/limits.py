@@ -32,6 +32,31 @@ def run(arguments: list[str], group: Path | None = None) -> dict[str, Any]:
     return result
 
 
+def run_kind(
+    program: str,
+    kind: str,
+    directory: Path,
+    budget_nbytes: int,
+    options: list[str],
+    group: Path | None = None,
+) -> dict[str, Any]:
+    """Run one of the trainings, say, that a program compares, as :func:`run` does."""
+    own = [f"--kind={kind}", f"--budget-nbytes={budget_nbytes}", f"--directory={directory}"]
+    return run([program, *own, *options], group)
+
+
+def tell_training(what: str, result: dict[str, Any]) -> None:
+    """Print what came of a training."""
+    if "killed" in result:
+        print(f"{what}: killed for memory.")
+    elif "told" in result:
+        print(f"{what}: {result['told']}.")
+    else:
+        first, last = result["losses"][0], result["losses"][-1]
+        peak = result["peak_nbytes"] / (1 << 20)
+        print(f"{what}: trained, loss {first:.4f} to {last:.4f}, {peak:.0f} MiB at most.")
+
+
 def memory_nbytes() -> int:
     """What this process has allocated; its libraries, which are files, are not counted."""
     status = Path("/proc/self/status").read_text().splitlines()

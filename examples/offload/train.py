@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from limits import memory_limit, memory_nbytes, run
+from limits import memory_limit, memory_nbytes, run_kind, tell_training
 
 WIDTH, VOCABULARY, BATCH, LENGTH = 512, 1000, 2, 16
 LAYER_PARAMETERS = 12 * WIDTH * WIDTH + 13 * WIDTH
@@ -109,28 +109,19 @@ def compare(options: argparse.Namespace, directory: Path) -> int:
                 f"{limit_nbytes / MIB:.0f} MiB."
             )
         plain = bare if options.no_limit else _run(options, "adamw", directory, 0, group)
-        _tell("AdamW in memory", plain)
+        tell_training("AdamW in memory", plain)
         ours = _run(options, "offloaded", directory, budget_nbytes, group)
-        _tell(f"offloaded, with a budget of {budget_nbytes / MIB:.0f} MiB", ours)
+        tell_training(f"offloaded, with a budget of {budget_nbytes / MIB:.0f} MiB", ours)
     if "killed" in ours:
         return 1
     if "killed" in plain and options.reference:
         plain = _run(options, "adamw", directory, 0)
-        _tell("AdamW in memory, without a limit", plain)
+        tell_training("AdamW in memory, without a limit", plain)
     if "killed" not in plain:
         equal = all(plain[name] == ours[name] for name in ("losses", "weights"))
         print(f"Losses and weights are {'the same, bit for bit' if equal else 'different'}.")
         return 0 if equal else 1
     return 0
-
-
-def _tell(what: str, result: dict[str, Any]) -> None:
-    if "killed" in result:
-        print(f"{what}: killed for memory.")
-        return
-    first, last = result["losses"][0], result["losses"][-1]
-    peak = result["peak_nbytes"] / MIB
-    print(f"{what}: trained, loss {first:.4f} to {last:.4f}, {peak:.0f} MiB at most.")
 
 
 def _run(
@@ -140,9 +131,8 @@ def _run(
     budget_nbytes: int,
     group: Path | None = None,
 ) -> dict[str, Any]:
-    command = [f"--kind={kind}", f"--budget-nbytes={budget_nbytes}", f"--directory={directory}"]
-    command += [f"--parameters={options.parameters}", f"--steps={options.steps}"]
-    return run([__file__, *command], group)
+    given = [f"--parameters={options.parameters}", f"--steps={options.steps}"]
+    return run_kind(__file__, kind, directory, budget_nbytes, given, group)
 
 
 def _options() -> argparse.Namespace:

@@ -27,7 +27,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from limits import memory_limit, memory_nbytes, run
+from limits import memory_limit, memory_nbytes, run_kind, tell_training
 
 if TYPE_CHECKING:
     import torch
@@ -235,34 +235,23 @@ def compare(options: argparse.Namespace, directory: Path) -> int:
         else:
             print(f"The limit is {limit_nbytes / MIB:.0f} MiB, with torch itself.")
             plain = _run(options, "memory", directory, 0, group)
-            _tell("torch alone", plain)
+            tell_training("torch alone", plain)
             if importlib.util.find_spec("accelerate") is None:
                 print("accelerate is not installed.")
             else:
-                _tell("accelerate", _run(options, "accelerate", directory, 0, group))
+                tell_training("accelerate", _run(options, "accelerate", directory, 0, group))
         ours = _run(options, "ours", directory, budget_nbytes, group)
-        _tell(f"on the drive, with a budget of {budget_nbytes / MIB:.0f} MiB", ours)
+        tell_training(f"on the drive, with a budget of {budget_nbytes / MIB:.0f} MiB", ours)
     if "killed" in ours:
         return 1
     if "killed" in plain and (options.reference or group is None):
         plain = _run(options, "memory", directory, 0)
-        _tell("torch alone, without a limit", plain)
+        tell_training("torch alone, without a limit", plain)
     if "killed" in plain:
         return 0
     equal = all(plain[name] == ours[name] for name in ("losses", "weights"))
     print(f"Losses and weights are {'the same, bit for bit' if equal else 'different'}.")
     return 0 if equal else 1
-
-
-def _tell(what: str, result: dict[str, Any]) -> None:
-    if "killed" in result:
-        print(f"{what}: killed for memory.")
-    elif "told" in result:
-        print(f"{what}: {result['told']}.")
-    else:
-        first, last = result["losses"][0], result["losses"][-1]
-        peak = result["peak_nbytes"] / MIB
-        print(f"{what}: trained, loss {first:.4f} to {last:.4f}, {peak:.0f} MiB at most.")
 
 
 def _run(
@@ -272,9 +261,8 @@ def _run(
     budget_nbytes: int,
     group: Path | None = None,
 ) -> dict[str, Any]:
-    command = [f"--kind={kind}", f"--budget-nbytes={budget_nbytes}", f"--directory={directory}"]
-    command += [f"--parameters={options.parameters}", f"--steps={options.steps}"]
-    return run([__file__, *command], group)
+    given = [f"--parameters={options.parameters}", f"--steps={options.steps}"]
+    return run_kind(__file__, kind, directory, budget_nbytes, given, group)
 
 
 def count(text: str) -> int:
