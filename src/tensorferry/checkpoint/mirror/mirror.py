@@ -140,7 +140,7 @@ class Mirror:
         return True
 
     def unfinished(self) -> int | None:
-        """Return the step of which nobody knows yet whether it will be in the bucket."""
+        """Return the step whose upload has neither succeeded nor failed yet."""
         return self._step
 
     def steps(self) -> list[int]:
