@@ -8,6 +8,7 @@ import io
 import os
 import pathlib
 import pickle
+import struct
 import tempfile
 import zipfile
 from typing import TYPE_CHECKING, Any
@@ -282,6 +283,19 @@ def test_any_flipped_bit_is_found_or_harmless(
     # Padding, and what headers say of times and versions, takes no part.
     assert outcomes["CheckpointError"] > 0.3 * outcomes.total()
     assert outcomes["harmless"] < 0.6 * outcomes.total()
+
+
+@pytest.mark.parametrize("directory_begins_at", [1 << 24, 1 << 34, 1 << 62])
+def test_an_archive_whose_directory_lies_elsewhere_is_damaged(
+    directory: pathlib.Path, directory_begins_at: int
+) -> None:
+    path = directory / "object.pt"
+    save({"a": torch.arange(7)}, path)
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<Q", data, data.rindex(b"PK\6\6") + 48, directory_begins_at)
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged"):
+        load(path)
 
 
 def test_damage_names_the_record_and_the_bytes(directory: pathlib.Path) -> None:

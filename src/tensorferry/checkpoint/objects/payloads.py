@@ -200,6 +200,8 @@ class ArchiveDirectory:
             descriptor_nbytes = 24 if wide else 16
         begin = end - descriptor_nbytes - entry.file_size
         record = Record(entry.filename, entry.header_offset, begin, entry.file_size, entry.CRC)
+        if entry.header_offset < 0:  # zipfile believes a directory that says it begins elsewhere
+            raise self.damaged(record, "it would begin before the file does")
         if begin < entry.header_offset + zips.LOCAL_HEADER.size + len(entry.filename.encode()):
             raise self.damaged(record, "there is no room for it before the next one")
         return record
