@@ -1,29 +1,30 @@
-# The project's commands; `make` lists them. All of them work in a fresh clone.
+# The project's commands. `make` lists them. All of them work in a fresh clone.
 
 PYTHON ?= python3
-# What pip installs for torch before anything else; empty: none.
+# The requirement for torch, which is installed first. Empty: torch is not installed.
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-# The DeepSpeed that tests run against, and one from a year before.
+# The version of DeepSpeed for the tests, and one that is a year older.
 DEEPSPEED ?= 0.19.8
 DEEPSPEED_OLD ?= 0.18.2
-# Libraries on torch whose optimizers, hooks, models and trainers are tested with ours.
+# Libraries for torch. Tests use their optimizers, hooks, models and trainers with tensorferry.
 LIBRARIES ?= accelerate diffusers lightning lion-pytorch peft pytorch-lightning pytorch-optimizer torchmetrics transformers
-# For `make test-gpu`: an interpreter that has tensorferry, torch for CUDA and what tests need; empty: that of VENV.
+# For `make test-gpu`: an interpreter with tensorferry, torch for CUDA and the test packages. Empty: that of VENV.
 GPU_PYTHON ?=
-# Interpreters `make wheel` builds for; empty: every one found on PATH.
+# The interpreters for `make wheel`. Empty: all on PATH.
 PYTHONS ?=
 PYTEST_ARGS ?=
-# How many tests run beside each other; those marked `alone` do not. A third of their time they wait, for the drive most.
+# The number of tests that run concurrently, except those marked `alone`. Tests wait a third of the time, mostly for the
+# drive, so the number exceeds the number of cores on small machines.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 5 ? n + 1 : 6)))
-# What the C++ tests of `make test` run under: "address;undefined", or nothing.
+# The sanitizers for the C++ tests of `make test`: "address;undefined", or empty.
 CPP_SANITIZE ?=
-# For `make mutants`: names of those in tests/project/mutants.py to try; empty: all.
+# For `make mutants`: names of mutants in tests/project/mutants.py. Empty: all.
 MUTANTS ?=
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
-# The C++ targets need no Python: they take CMake from the environment where there is none in VENV.
+# The C++ targets do not need Python: they use CMake from PATH if VENV does not have it.
 CMAKE = $(or $(wildcard $(BIN)/cmake),cmake)
 CTEST = $(or $(wildcard $(BIN)/ctest),ctest)
 NINJA = $(or $(wildcard $(abspath $(BIN)/ninja)),$(shell command -v ninja))
@@ -43,7 +44,7 @@ help: ## List these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' \
 		| while IFS="$$(printf '\t')" read -r name text; do printf '%-14s %s\n' "$$name" "$$text"; done
 
-setup: $(VENV)/.core.stamp ## Create .venv with all that development needs and the package itself
+setup: $(VENV)/.core.stamp ## Create .venv with all development packages and tensorferry itself
 
 build: $(VENV)/.deps.stamp ## Rebuild the native core (Python files need no rebuild)
 	@$(install_core)
@@ -51,41 +52,42 @@ build: $(VENV)/.deps.stamp ## Rebuild the native core (Python files need no rebu
 demo: $(VENV)/.core.stamp ## Run the demonstration
 	$(BIN)/python examples/demo.py
 
-docs: $(VENV)/.deps.stamp ## Build the documentation as a site, in build/site; every link must lead somewhere
+docs: $(VENV)/.deps.stamp ## Build the documentation site in build/site, and check all links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: test-cpp test-python ## Run all tests that need no GPU
+test: test-cpp test-python ## Run all tests that do not need a GPU
 
-test-python: $(VENV)/.core.stamp deepspeed ## Run those of them that are in Python
+test-python: $(VENV)/.core.stamp deepspeed ## Run the Python tests of these
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --maxschedchunk 1 $(PYTEST_ARGS)
 
 test-cpp: $(VENV)/.deps.stamp ## Build and run the C++ tests
 	$(call cpp_tests,$(if $(CPP_SANITIZE),asan-ubsan,cpp-tests),$(CPP_SANITIZE))
 
-test-torch: ## Run the checkpoint tests with another torch: TORCH_VERSION=2.6.0
+test-torch: ## Run the checkpoint tests with another version of torch: TORCH_VERSION=2.6.0
 	@test -n "$(TORCH_VERSION)" || { echo "make $@ TORCH_VERSION=2.6.0"; exit 2; }
 	PYTHON="$(PYTHON)" tools/test_torch.sh "$(TORCH_VERSION)" $(PYTEST_ARGS)
 
-test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.core.stamp) ## Run the tests that need a GPU: TORCH=torch for one with CUDA
+test-gpu: $(if $(GPU_PYTHON),,$(VENV)/.core.stamp) ## Run the tests that need a GPU (TORCH=torch installs torch with CUDA)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu --ignore tests/standin $(PYTEST_ARGS)
 
 bench-gpu: $(if $(GPU_PYTHON),,$(VENV)/.core.stamp) ## Run the benchmarks that need a GPU
 	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks gpu gpu_tmpfs $(BENCH_ARGS)
 
-test-deepspeed: $(VENV)/.core.stamp deepspeed ## Run DeepSpeed's own I/O tests against us: DEEPSPEED_SOURCE=checkout
+test-deepspeed: $(VENV)/.core.stamp deepspeed ## Run DeepSpeed's own I/O tests with tensorferry: DEEPSPEED_SOURCE=checkout
 	@test -d "$(DEEPSPEED_SOURCE)" || { echo "make $@ DEEPSPEED_SOURCE=path of a DeepSpeed checkout"; exit 2; }
 	$(BIN)/python tools/deepspeed_tests.py "$(DEEPSPEED_SOURCE)"
 
-test-vllm: $(VENV)/.core.stamp ## Load a model by the real vLLM, from PyPI; no GPU is needed
+test-vllm: $(VENV)/.core.stamp ## Load a model with the real vLLM from PyPI, without a GPU
 	$(call test_serving,vllm)
 
-test-sglang: $(VENV)/.core.stamp ## The same by the real SGLang
+test-sglang: $(VENV)/.core.stamp ## Load a model with the real SGLang from PyPI, without a GPU
 	$(call test_serving,sglang)
 
-mutants: $(VENV)/.core.stamp ## See that tests notice known defects; MUTANTS=name for one of them
+mutants: $(VENV)/.core.stamp ## Check that tests detect known defects (MUTANTS=name for one of them)
 	$(BIN)/python -m tools.mutants $(MUTANTS)
 
-lint: $(VENV)/.core.stamp ## Check style, types, and that the stub is up to date
+lint: $(VENV)/.core.stamp ## Check commit subjects, style, types, and whether the stub is up to date
+	$(BIN)/python -m tools.commit_subjects
 	$(BIN)/ruff check $(PYTHON_DIRS)
 	$(BIN)/ruff format --check $(PYTHON_DIRS)
 	$(BIN)/mypy --strict src
@@ -99,7 +101,7 @@ format: $(VENV)/.deps.stamp ## Format all sources
 	$(BIN)/ruff format $(PYTHON_DIRS)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-stub: $(VENV)/.core.stamp ## Regenerate the native module's type stub
+stub: $(VENV)/.core.stamp ## Generate the type stub of the native module
 	$(call write_stub,src/tensorferry/_core.pyi)
 
 sanitize: sanitize-address sanitize-thread ## Run the C++ tests under ASan + UBSan, then under TSan
@@ -116,16 +118,16 @@ bench: $(VENV)/.core.stamp ## Run the benchmarks
 wheel: $(VENV)/.deps.stamp ## Build the sdist and manylinux wheels into dist/, and test each wheel
 	$(BIN)/python tools/build_wheels.py --sdist --test --out dist $(PYTHONS)
 
-clean: ## Remove what was built (.venv stays)
+clean: ## Remove all build outputs (.venv stays)
 	rm -rf build dist $(VENV)/.core.stamp
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-# --- how ---
+# --- implementation ---
 
-# Tests start hundreds of programs: each would compile all that it imports.
+# Tests start hundreds of programs. Without bytecode files, each of them would compile all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Sanitizer reports end the process, so that ctest fails.
+# A sanitizer report ends the process, which makes ctest fail.
 export ASAN_OPTIONS ?= detect_leaks=1:strict_string_checks=1:check_initialization_order=1
 export UBSAN_OPTIONS ?= print_stacktrace=1
 export TSAN_OPTIONS ?= halt_on_error=1:second_deadlock_stack=1:suppressions=$(abspath tests/cpp/tsan.supp)
@@ -147,7 +149,7 @@ $(BIN)/python -m pip install $(PIP_CORE) --editable .
 touch $(VENV)/.core.stamp
 endef
 
-# test_serving: (program). It finds us by the wheel's entry points.
+# test_serving: (program). The program finds tensorferry by the entry points of the wheel.
 define test_serving
 rm -rf build/serving
 $(BIN)/python -m pip wheel $(PIP_CORE) --wheel-dir build/serving .
@@ -163,7 +165,7 @@ endef
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-		|| { echo "$(PYTHON) is no Python 3.10 or later: make $(MAKECMDGOALS) PYTHON=..."; exit 1; }
+		|| { echo "$(PYTHON) is not Python 3.10 or later: make $(MAKECMDGOALS) PYTHON=..."; exit 1; }
 	tools/system_packages.sh $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
 
@@ -171,7 +173,7 @@ $(VENV)/.system.stamp: tools/system_packages.sh | $(VENV)/bin/pip
 	tools/system_packages.sh $(BIN)/python
 	touch $@
 
-# torch comes first and alone: nothing later may choose another build of it.
+# torch is installed first and separately, because other packages could select a different build of it.
 $(VENV)/.deps.stamp: pyproject.toml $(VENV)/.system.stamp
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet $(TORCH))
@@ -179,13 +181,13 @@ $(VENV)/.deps.stamp: pyproject.toml $(VENV)/.system.stamp
 	$(if $(strip $(TORCH)),$(BIN)/python -m pip install --quiet --no-deps $(LIBRARIES))
 	touch $@
 
-# DeepSpeed's setup imports torch, and its dependencies would choose another: neither isolated nor with dependencies.
-# Without torch there is no DeepSpeed, and its tests are skipped.
+# DeepSpeed's setup imports torch, so its build is not isolated. Its dependencies would select another build of torch, so
+# they are not installed. Without torch, DeepSpeed is not installed, and its tests are skipped.
 define pip_deepspeed
 @if $(BIN)/python -c 'import torch' 2> /dev/null; then \
 	echo "Installing deepspeed $(1)" \
 	&& DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation $(2) deepspeed==$(1); \
-else echo "torch is not installed: DeepSpeed is left out"; fi
+else echo "DeepSpeed is not installed, because torch is not"; fi
 @mkdir -p $(@D) && touch $@
 endef
 
